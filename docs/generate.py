@@ -21,9 +21,9 @@ from pydantic import BaseModel
 import slurmft
 from slurmft.cli import schema as schemas
 from slurmft.cli.main import VERBS, cli
-from slurmft.config.config import RunConfig
+from slurmft.config.base import section_of
 from slurmft.config.health import HealthConfig
-from slurmft.config.types import section_of
+from slurmft.config.run import RunConfig
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent

@@ -44,52 +44,55 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.operations.run_handle import RunHandle as RunHandle
     from slurmft.operations.run_handle import submit as submit
     from slurmft.storage.shared_weights import stage_in_memory as stage_in_memory
-    from slurmft.worker.data.sampler import ElasticLoader as ElasticLoader
-    from slurmft.worker.data.sampler import ElasticSampler as ElasticSampler
+    from slurmft.worker.data import ElasticLoader as ElasticLoader
+    from slurmft.worker.data import ElasticSampler as ElasticSampler
+    from slurmft.worker.failures import WatchdogTimer as WatchdogTimer
+    from slurmft.worker.failures import categorize_failure as categorize_failure
+    from slurmft.worker.failures import record as record
     from slurmft.worker.session import PlannedStop as PlannedStop
     from slurmft.worker.session import Session as Session
     from slurmft.worker.session import start_session as start_session
+    from slurmft.worker.shared_weights import shared_weights as shared_weights
     from slurmft.worker.signals import ignore_strangers_term as ignore_strangers_term
-    from slurmft.worker.standalone.failure_checks import detect_gpu_failure as detect_gpu_failure
-    from slurmft.worker.standalone.failure_checks import detect_network_failure as detect_network_failure
-    from slurmft.worker.standalone.failure_checks import handle_gpu_oom as handle_gpu_oom
-    from slurmft.worker.standalone.failure_checks import handle_nccl_timeout as handle_nccl_timeout
-    from slurmft.worker.standalone.failures import categorize_failure as categorize_failure
-    from slurmft.worker.standalone.health_monitor import HealthMonitor as HealthMonitor
-    from slurmft.worker.standalone.record import record as record
-    from slurmft.worker.standalone.shared_weights import shared_weights as shared_weights
-    from slurmft.worker.standalone.signal_handler import DistributedSignalHandler as DistributedSignalHandler
-    from slurmft.worker.standalone.watchdog import WatchdogTimer as WatchdogTimer
+    from slurmft.worker.standalone import DistributedSignalHandler as DistributedSignalHandler
+    from slurmft.worker.standalone import HealthMonitor as HealthMonitor
+    from slurmft.worker.standalone import detect_gpu_failure as detect_gpu_failure
+    from slurmft.worker.standalone import detect_network_failure as detect_network_failure
+    from slurmft.worker.standalone import handle_gpu_oom as handle_gpu_oom
+    from slurmft.worker.standalone import handle_nccl_timeout as handle_nccl_timeout
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "slurmft.operations.run_handle": "submit RunHandle",
-    "slurmft.worker.session": "start_session Session PlannedStop",
-    "slurmft.worker.signals": "ignore_strangers_term",
-    "slurmft.worker.standalone.record": "record",
-    "slurmft.checkpoint": "CheckpointManager DistributedCheckpointManager",
-    "slurmft.worker.data.sampler": "ElasticSampler ElasticLoader",
-    "slurmft.worker.standalone.health_monitor": "HealthMonitor",
-    "slurmft.worker.standalone.watchdog": "WatchdogTimer",
-    "slurmft.worker.standalone.signal_handler": "DistributedSignalHandler",
-    "slurmft.worker.standalone.failures": "categorize_failure",
-    "slurmft.worker.standalone.failure_checks":
-        "detect_gpu_failure detect_network_failure handle_nccl_timeout handle_gpu_oom",
-    "slurmft.storage.shared_weights": "stage_in_memory",
-    "slurmft.worker.standalone.shared_weights": "shared_weights",
-    "slurmft.compat.megatron": "get_rerun_state_machine",
-    "slurmft.compat.neighbours": "RerunStateMachineConfig",
-    "slurmft.compat.rerun_names": "RerunMode RerunDiagnostic RerunErrorInjector",
-    "slurmft.compat.serving_names":
+_NAMES = (
+    ("slurmft.operations.run_handle", "submit RunHandle"),
+    ("slurmft.worker.session", "start_session Session PlannedStop"),
+    ("slurmft.worker.signals", "ignore_strangers_term"),
+    ("slurmft.worker.failures", "record"),
+    ("slurmft.checkpoint", "CheckpointManager DistributedCheckpointManager"),
+    ("slurmft.worker.data", "ElasticSampler ElasticLoader"),
+    ("slurmft.worker.standalone", "HealthMonitor"),
+    ("slurmft.worker.failures", "WatchdogTimer"),
+    ("slurmft.worker.standalone", "DistributedSignalHandler"),
+    ("slurmft.worker.failures", "categorize_failure"),
+    ("slurmft.worker.standalone", "detect_gpu_failure detect_network_failure handle_nccl_timeout handle_gpu_oom"),
+    ("slurmft.storage.shared_weights", "stage_in_memory"),
+    ("slurmft.worker.shared_weights", "shared_weights"),
+    ("slurmft.compat.megatron", "get_rerun_state_machine"),
+    ("slurmft.compat.neighbours", "RerunStateMachineConfig"),
+    ("slurmft.compat.rerun_names", "RerunMode RerunDiagnostic RerunErrorInjector"),
+    (
+        "slurmft.compat.serving_names",
         "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "
         "HighAvailabilityCluster GracefulDegradation",
-    "slurmft.errors":
+    ),
+    (
+        "slurmft.errors",
         "SlurmftError UsageError ConfigError DataError RunBusy RunFailed DirectoryInUse LabError LabUnavailable "
         "SlurmError SlurmUnavailable StorageError StorageUnavailable NewerFormat Fenced CheckpointError "
         "LaunchError",
-}  # fmt: skip
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+    ),
+)
+_HOMES = {name: home for home, names in _NAMES for name in names.split()}
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 

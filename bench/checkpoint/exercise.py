@@ -18,7 +18,7 @@ from typing import Protocol
 from epochs import EPOCHS, STEPS_PER_EPOCH
 from table import middle, spread
 
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 from slurmft.storage.run_folder import RunFolder
@@ -112,7 +112,7 @@ def place(*, on_lab: bool) -> Iterator[Place]:
     try:
         yield OnLab(lab)
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 class Once:

@@ -20,7 +20,7 @@ from floors import Shared, room
 from methods import Method
 from state import State
 
-from slurmft.checkpoint.writer.priority import yield_to_others
+from slurmft.checkpoint.write_requests import yield_to_others
 
 
 class RawWrite(Method):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import slurmft
-from slurmft.worker.digests.state import digester_of, tensors_of
+from slurmft.worker.digests import digester_of, tensors_of
 
 INTERVAL, ASKED_PERCENT, REPETITIONS = 100, 0.1, 5
 SIZES_MB = (64, 512)
@@ -67,7 +67,7 @@ def growth_mb(size_mb: int) -> float:
     """MiB that the process has grown by at most in a digest of so much state, in a process of its own."""
     code = f"""
 import resource, torch
-from slurmft.worker.digests.state import digester_of
+from slurmft.worker.digests import digester_of
 state = [torch.ones(1 << 18) for _ in range({size_mb})]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 digester_of(torch.device("cpu")).digest(state)

@@ -24,7 +24,7 @@ import stops
 from table import Table
 
 import slurmft
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 
@@ -94,7 +94,7 @@ def main() -> None:
         slurm = lab.run(["sinfo", "--version"]).stdout.split()[-1]
         text = report(measure(lab, args), slurm)
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
     if args.output is None:
         print(text, end="")
     else:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import slurmft
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.nodes.suspicion import WEIGHTS, ManualEntry, Observation, Rules, standing
+from slurmft.policy.evidence import Kind
+from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation, Rules, standing
 from slurmft.scheduler.nodes import NodeRecord, compress
 from slurmft.storage.exclusions import ExclusionList, Exclusions
-from slurmft.supervisor.recovery.avoided_nodes import to_avoid
+from slurmft.supervisor.avoided_nodes import to_avoid
 
 ENTRIES, NODES, WRITERS = 10_000, 2000, 1000
 KINDS = [kind for kind, weight in WEIGHTS.items() if weight > 0]

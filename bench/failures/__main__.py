@@ -31,7 +31,7 @@ from scenarios import STORIES, play
 
 import slurmft
 from slurm.conftest import Run
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 
@@ -125,7 +125,7 @@ def main() -> None:
                 in_order(lab)
         finally:
             if not arguments.lab:
-                building.purge(folder)
+                cluster.purge(folder)
     write(ROOT / "docs")
     say("docs/failures.md is written")
     if failed:

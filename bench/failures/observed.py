@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm.conftest import Run
-from slurmft.reporting.reading import report_of
-from slurmft.reporting.times import Category
-from slurmft.storage.events import EventName
+from slurmft.reporting.accounting import Category
+from slurmft.reporting.report import report_of
+from slurmft.storage.journal import EventName
 
 MAX_POINTS = 240
 """Steps that a figure shows one by one; of more, every n-th."""

@@ -18,8 +18,7 @@ from observed import Fault, clock_of, facts_of
 from saves_plan import EVERY, KILL_AT, STATE_MIB, STEP_S, STEPS, STEPS_OF_EPOCH
 
 from slurm.conftest import eventually
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
 
 TRAINER = Path(__file__).with_name("trainer.py")

@@ -15,7 +15,7 @@ from observed import Fault, clock_of, facts_of, is_noticed, is_over, shown
 
 from slurm.conftest import Run, eventually, preempt
 from slurm.small_disk import SmallDisk, mounted_disk
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 
 TRAINER = Path(__file__).with_name("trainer.py")
 STEPS_BEFORE = 60

@@ -19,24 +19,32 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from slurmft.ipc.calls import AskSections, Kill, Port, RescueState, Shutdown, StartWorkers, TakeEvidence, parse_call
-from slurmft.ipc.channel import BadMessage, Channel, connect, encoded
-from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.replies import (
+from slurmft.ipc.channel import BadMessage, Channel, Fields, connect, encoded
+from slurmft.ipc.messages import (
+    AskSections,
     Done,
     EvidenceReply,
+    Hello,
+    Kill,
+    Port,
+    ProgressReport,
     RankEvidence,
     Rescued,
+    RescueState,
     ReservedPort,
     SectionsReply,
+    Shutdown,
     Started,
+    StartWorkers,
+    TakeEvidence,
+    WorkerExited,
+    WorkerFacts,
     WorkerSections,
+    parse_call,
 )
-from slurmft.ipc.reports import Hello, ProgressReport, WorkerExited
-from slurmft.ipc.shapes import Fields
+from slurmft.ipc.pages import State
 from slurmft.ipc.stacks import MAX_FRAMES
-from slurmft.ipc.worker_facts import WorkerFacts
-from slurmft.policy.verdicts.whereabouts import COLLECTIVE_DOING, Where
+from slurmft.policy.judge import COLLECTIVE_DOING, Where
 
 CONNECTING_AT_ONCE = 32
 DYING_S = 0.5

@@ -17,16 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmft.config.config import RunConfig, validate
-from slurmft.policy.timing.fleet import report_interval_s
+from slurmft.config.run import RunConfig, validate
+from slurmft.policy.stop import report_interval_s
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.attempt import AttemptRunner
-from slurmft.supervisor.cluster import LocalCluster
-from slurmft.supervisor.fleet.crew import Crew
-from slurmft.supervisor.recovery.exclusions import Accuser
-from slurmft.supervisor.start import Start
-from slurmft.system.opening import read_bytes
+from slurmft.supervisor.cluster import LocalCluster, Start
+from slurmft.supervisor.crew import Crew
+from slurmft.supervisor.placement import Accuser
+from slurmft.system.files import read_bytes
 
 SETTLE_S = 5.0
 LOOKS = 2

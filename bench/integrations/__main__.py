@@ -23,7 +23,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 
 import slurmft
 from slurmft.integrations.huggingface import SlurmftCallback
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
+from slurmft.ipc.pages import PAGE_VARIABLE, Page
 
 STEPS, REPEATS, LIMIT_US = 20_000, 9, 20.0
 

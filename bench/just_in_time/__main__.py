@@ -36,7 +36,7 @@ import slurmft
 from slurmft.checkpoint import just_in_time
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.state import Trainee
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.trainer.savers import SAVERS
 

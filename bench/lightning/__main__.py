@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
+from slurmft.ipc.pages import PAGE_VARIABLE, Page
 
 TARGET_US = 20.0
 BATCHES, ROUNDS = 1_000, 15

@@ -31,10 +31,8 @@ def peak_mib() -> float:
 
 def commit(folder: Path, ranks: int) -> dict[str, Any]:
     """The real thread of rank 0's writer, from when all receipts are there to when the checkpoint exists."""
-    from slurmft.checkpoint.writer.committer import CommitLane
-    from slurmft.checkpoint.writer.progress_page import ProgressPage
-    from slurmft.checkpoint.writer.write_requests import CommitOrder, WriteRequest
-    from slurmft.checkpoint.writer.writer_task import Outbox, Task
+    from slurmft.checkpoint.write_requests import CommitOrder, ProgressPage, WriteRequest
+    from slurmft.checkpoint.writer import CommitLane, Outbox, Task
 
     outbox, lane = Outbox(), CommitLane(ProgressPage.new())
     request = WriteRequest(identity=IDENTITY, shard=0, shards=ranks, snapshot=folder / "none", image=folder / "none",
@@ -64,7 +62,7 @@ def load(folder: Path, kind: str, rank: int, ranks: int) -> dict[str, Any]:
     from folders import DENSE_VALUES, VALUES, dense_tensors, spread_tensors
 
     from slurmft.checkpoint import loading
-    from slurmft.checkpoint.format.reading import Stored, Target
+    from slurmft.checkpoint.reading import Stored, Target
 
     dense, keys = dense_tensors(), list(spread_tensors(0))
 
@@ -91,8 +89,8 @@ def decide(ranks: int, on_node: int) -> dict[str, Any]:
     """From the offers of all nodes' memories to one decision, as every rank computes it."""
     import torch  # noqa: F401 - a rank has it: what is measured comes on top
 
-    from slurmft.checkpoint.replicas.offers import ROW_LENGTH, from_rows
-    from slurmft.policy.checkpoints.tiers import Committed, Tier, choose
+    from slurmft.checkpoint.holding import ROW_LENGTH, from_rows
+    from slurmft.policy.checkpoints import Committed, Tier, choose
 
     row_words = [100, 0, 1, ranks, 1]
     rows = []

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmft.health.results import KEEP, brief_json, read_results
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Status
-from slurmft.policy.nodes.suspicion import WEIGHTS, Observation, Rules, standing
-from slurmft.storage.events import EventName
+from slurmft.policy.evidence import Kind
+from slurmft.policy.node_health import Checkup, ProbeResult, Status
+from slurmft.policy.suspicion import WEIGHTS, Observation, Rules, standing
 from slurmft.storage.exclusions import ExclusionList
-from slurmft.storage.journal import Journal
+from slurmft.storage.journal import EventName, Journal
 from slurmft.system.files import write_json
 
 NODES, OBSERVATIONS, JOURNALED, STARTS = 10_000, 10_000, 100_000, 200

@@ -21,11 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import slurmft
-from slurmft.reporting import publishing
+from slurmft.reporting import metrics as reporting_metrics
 from slurmft.reporting.metrics import RunMetrics, families
-from slurmft.storage.history import live_view
-from slurmft.storage.history.live_view import LiveView
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage import run_folder
+from slurmft.storage.run_folder import LiveView, RunFolder
 
 EVENTS, RANKS, REPEATS = 1_000_000, 2000, 20
 CYCLE = (
@@ -81,8 +80,10 @@ def measured(folder: Path) -> list[tuple[str, str]]:
 
     rows.append(("a further look, with one new event", took_ms(with_news)))
     file = folder / "run.prom"
-    rows.append(("look and textfile", took_ms(lambda: publishing.write_textfile(file, families([metrics.look()])))))
-    scrapes = publishing.Scrapes("127.0.0.1", 0, lambda: families([metrics.look()]))
+    rows.append(
+        ("look and textfile", took_ms(lambda: reporting_metrics.write_textfile(file, families([metrics.look()]))))
+    )
+    scrapes = reporting_metrics.Scrapes("127.0.0.1", 0, lambda: families([metrics.look()]))
 
     def scrape() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{scrapes.port}/metrics", timeout=60) as answer:
@@ -92,7 +93,7 @@ def measured(folder: Path) -> list[tuple[str, str]]:
     scrapes.close()
     series = [each for each in file.read_text().splitlines() if not each.startswith("#")]
     rows.append(("its size", f"{len(series)} series, {file.stat().st_size / 1000:.1f} kB"))
-    rows.append((f"the supervisor writes what {RANKS:,} ranks do", took_ms(lambda: live_view.write(run.path, view))))
+    rows.append((f"the supervisor writes what {RANKS:,} ranks do", took_ms(lambda: run_folder.write(run.path, view))))
     return rows
 
 

@@ -28,10 +28,9 @@ import steps
 import xxhash
 
 import slurmft
-from slurmft.checkpoint.format.shard_index import Item, ShardIndex, write_index
-from slurmft.checkpoint.replicas.replication import Peer, send_copy
-from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import KEY_FILE, PEERS, announcement
+from slurmft.checkpoint.image_file import Item, ShardIndex, write_index
+from slurmft.checkpoint.replicas import Peer, send_copy
+from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
 
 PIECE = 1 << 20
@@ -66,7 +65,7 @@ def copies(size: int, number: int) -> list[tuple[float, float, float]]:
         key.write_bytes(os.urandom(32).hex().encode())
         of_step, found = staged(mine, size), []
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            keeper = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas.keeper"]
+            keeper = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper"]
             argv = [*keeper, str(memory), str(listener.fileno())]
             peer = Peer(place=0, announcement=announcement(root, 0))
             write_json(peer.announcement, {"hosts": ["127.0.0.1"], "port": listener.getsockname()[1]}, durable=False)

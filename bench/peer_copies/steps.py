@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 from slurmft.policy.worker_settings import WORKER_VARIABLE
+from slurmft.storage.checkpoint_names import KEY_FILE, MEMORY_VARIABLE, announcement
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
-from slurmft.storage.memory_folder import KEY_FILE, MEMORY_VARIABLE, announcement
 from slurmft.system.files import write_json
 
 ATTEMPT = "1.0.0"
@@ -85,7 +85,7 @@ def _nodes(root: Path) -> Iterator[list[int]]:
             memory.mkdir(mode=0o700)
             (memory / KEY_FILE).write_bytes(key)
             with socket.create_server(("127.0.0.1", 0)) as listener:
-                argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas.keeper", str(memory)]
+                argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(memory)]
                 number = listener.fileno()
                 keepers.append(subprocess.Popen([*argv, str(number)], pass_fds=[number], stderr=subprocess.DEVNULL))
                 where = {"hosts": ["127.0.0.1"], "port": listener.getsockname()[1]}
@@ -113,7 +113,7 @@ def _train(root: Path, size: int, step_s: float, seconds: float, rank: int, keep
     import torch.distributed as dist
 
     from slurmft.checkpoint import CheckpointManager
-    from slurmft.ipc.pages.heartbeat import Page
+    from slurmft.ipc.pages import Page
     from slurmft.trainer.savers import SAVERS
     from slurmft.worker.saves import PageListener
 

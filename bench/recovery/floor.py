@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from slurmft.config.fault_tolerance import PRELOAD
-from slurmft.system.collecting import without_collections
+from slurmft.config.sections import PRELOAD
+from slurmft.system.processes import without_collections
 
 
 def main(ranks: int, rounds: int) -> None:

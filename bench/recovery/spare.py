@@ -10,7 +10,7 @@ from pathlib import Path
 
 from contenders import TRAINER
 
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 from slurmft.storage.run_folder import RunFolder
@@ -31,7 +31,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> list[float]:
             say(f"a node lost, on to the spare: {found[-1]:.2f} s")
         return found
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 def once(lab: Lab, name: str) -> float:

@@ -24,8 +24,8 @@ import torch
 
 import slurmft
 from slurmft.agent.rehearsal import SpareRehearsal
-from slurmft.config.config import RunConfig
-from slurmft.ipc.reports import RehearsalReport
+from slurmft.config.run import RunConfig
+from slurmft.ipc.messages import RehearsalReport
 
 TRAINER = Path(__file__).with_name("trainer.py")
 LIMIT_S = 600.0

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "unit" / 
 from generated_journals import write_run
 
 import slurmft
-from slurmft.reporting.page import page_of
-from slurmft.reporting.reading import report_of
+from slurmft.reporting.report import page_of, report_of
 from slurmft.storage.run_folder import RunFolder
 
 EVENTS = 1_000_000

@@ -23,10 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurmft
-from slurmft.policy.nodes.rerun_settings import RerunSettings
-from slurmft.worker.rerun.agreement import ByGradients
-from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.state_machine import RerunStateMachine
+from slurmft.policy.reruns import RerunSettings
+from slurmft.worker.rerun import ByGradients, RerunStateMachine
+from slurmft.worker.rerun_data import RerunDataIterator
 
 STEPS, REPETITIONS = 2000, 100
 TARGET_US = 2.0

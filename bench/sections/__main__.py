@@ -27,10 +27,9 @@ import yaml
 
 import slurmft
 from slurmft.agent.hangs import HangWatch
-from slurmft.config.config import RunConfig
-from slurmft.ipc.pages.heartbeat import Page
-from slurmft.ipc.pages.section_stack import Phase, SectionStack, open_sections
-from slurmft.policy.timing.hangs import Exceeded, Limits, WorkerLook, find_culprit
+from slurmft.config.run import RunConfig
+from slurmft.ipc.pages import Page, Phase, SectionStack, open_sections
+from slurmft.policy.hangs import Exceeded, Limits, WorkerLook, find_culprit
 
 CALLS = 200_000
 WORKERS = 8

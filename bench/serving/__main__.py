@@ -33,7 +33,7 @@ import psutil
 import yaml
 
 import slurmft
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, token_of
 
 ENGINE = Path(__file__).with_name("engine.py")
 SLURMFT = [sys.executable, "-m", "slurmft"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import slurmft
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 from slurmft.storage.run_folder import RunFolder
@@ -80,7 +80,7 @@ def main() -> None:
             lab = Lab.up(LabSettings(folder=folder, nodes=4, slurmd_timeout_s=SLURMD_TIMEOUT_S))
             rounds.append(once(lab, f"standby-{number}"))
         finally:
-            building.purge(folder)
+            cluster.purge(folder)
         print(", ".join(f"{what} {took:.2f} s" for what, took in rounds[-1].items()), flush=True)
     if args.output:
         args.output.write_text(told(rounds, load))

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import slurmft
-from slurmft.config.fault_tolerance import PRELOAD
+from slurmft.config.sections import PRELOAD
 
 ZYGOTE = """
 import runpy, socket, sys
@@ -34,7 +34,7 @@ runpy.run_module("slurmft.agent.zygote", run_name="__main__")
 IMPORTS = "import gc; gc.{state}able(); import importlib\nfor name in {modules!r}: importlib.import_module(name)"
 VERB = (
     "import click, slurmft.cli.main as main; main.cli.get_command(click.Context(main.cli), 'run')\n"
-    "from slurmft.system.collecting import without_collections\nwith without_collections(): import {module}"
+    "from slurmft.system.processes import without_collections\nwith without_collections(): import {module}"
 )
 ROWS = {
     "the zygote, until it is ready": ZYGOTE.format(modules=PRELOAD),

@@ -20,15 +20,14 @@ import numpy as np
 from msgspec.structs import replace
 
 import slurmft
-from slurmft.agent.stragglers import RANKS_PER_MESSAGE, TimingReports
-from slurmft.config.config import validate
-from slurmft.ipc.pages.timing_page import TimingPage
-from slurmft.ipc.reports import RankTimings, TimingsReport
-from slurmft.policy.timing.straggler_verdict import ReportShape, report
-from slurmft.policy.timing.stragglers import Limits, Window, score
+from slurmft.agent.agent import TIMINGS_PER_MESSAGE, TimingReports
+from slurmft.config.run import validate
+from slurmft.ipc.messages import RankTimings, TimingsReport
+from slurmft.ipc.pages import TimingPage
+from slurmft.policy.stragglers import Limits, ReportShape, Window, report, score
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.watch.stragglers import StragglerWatch
-from slurmft.worker.stragglers.stragglers import StragglerDetector
+from slurmft.supervisor.stragglers import StragglerWatch
+from slurmft.worker.stragglers import StragglerDetector
 
 SECTIONS = 8
 RANKS_PER_NODE = 8
@@ -143,7 +142,7 @@ def agents_window() -> list[float]:
                     with detector.section(f"section {number}"):
                         pass
             workers.append(Worker(rank, page))
-        assert len(workers) <= RANKS_PER_MESSAGE
+        assert len(workers) <= TIMINGS_PER_MESSAGE
         return milliseconds(lambda: list(TimingReports(1.0, 0.0).due(workers, time.monotonic())))
 
 

@@ -8,77 +8,412 @@ import logging
 import os
 import signal
 import socket
+import statistics
+import subprocess
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import asdict, replace
 
-from slurmft.agent.container.inside import Outside, limits_here
-from slurmft.agent.digests import DigestReports
+from slurmft.agent.container import Outside, limits_here
 from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
-from slurmft.agent.faults import strike
-from slurmft.agent.forensics import Forensics
-from slurmft.agent.gpus import VISIBLE_VARIABLE, visible_without, wait_until_free
-from slurmft.agent.hangs import HangWatch
-from slurmft.agent.just_in_time import rescue_on_node
-from slurmft.agent.keeper import Keeping, look_after_regularly
-from slurmft.agent.launchers.ray import leave_token
-from slurmft.agent.launchers.torchrun import worker_command
+from slurmft.agent.hangs import Forensics, HangWatch
 from slurmft.agent.notices import NoticeWatch
+from slurmft.agent.ray import leave_token
 from slurmft.agent.rehearsal import SpareRehearsal
-from slurmft.agent.stragglers import TimingReports
-from slurmft.agent.workers import Worker, Workers, reserve_port
-from slurmft.config.config import RunConfig
+from slurmft.agent.torchrun import worker_command
+from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, reserve_port, visible_without, wait_until_free
+from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError
-from slurmft.ipc.calls import (
+from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect
+from slurmft.ipc.messages import (
     AskSections,
     Call,
     Commit,
+    DigestsReport,
+    Done,
+    EvidenceReply,
+    Failed,
+    HangReport,
+    Hello,
     Inject,
+    Injected,
     Kill,
+    Lasting,
+    LimitReport,
     LookNow,
+    Looks,
     PassOnTerm,
     Ping,
     Port,
+    ProgressReport,
     Propose,
+    RankDigests,
+    RankTimings,
     Rehearse,
+    Rescued,
     RescueState,
+    ReservedPort,
+    Sent,
     Shutdown,
+    SignalReport,
+    Started,
     StartWorkers,
+    Synced,
     SyncFolders,
     TakeEvidence,
+    TimingsReport,
     Withdraw,
+    WorkerExited,
+    as_reply,
     parse_call,
 )
-from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, connect
-from slurmft.ipc.pages.heartbeat import NOTHING, Slot
-from slurmft.ipc.replies import Done, EvidenceReply, Failed, Looks, Rescued, ReservedPort, Started, Synced, as_reply
-from slurmft.ipc.reports import (
-    HangReport,
-    Hello,
-    Lasting,
-    LimitReport,
-    ProgressReport,
-    Sent,
-    SignalReport,
-    WorkerExited,
-)
-from slurmft.ipc.shapes import Fields
+from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot, TimingPage
 from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.ipc.zygote_start import Zygote
-from slurmft.policy.timing.fleet import report_interval_s
-from slurmft.policy.timing.stop import NEVER
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.policy.stop import NEVER, report_interval_s
+from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
+from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, announcement, copies_key
 from slurmft.storage.run_folder import RunFolder
 from slurmft.sync.node import NodeSync
-from slurmft.system.processes import birth_of
-from slurmft.system.sleeping import overslept_s
+from slurmft.system.background import overslept_s
+from slurmft.system.files import open_regular, replace_atomically, write_json
+from slurmft.system.processes import birth_of, is_stopped
 
 if TYPE_CHECKING:
-    from slurmft.agent.replicas import Replicas
+    from slurmft.agent.inference import Replicas
+
+# --- The agent's side of replica digests: those that its workers have left in their pages, as messages ---
+
+DIGESTS_PER_MESSAGE = 16
+"""A message must fit into a line of the control channel."""
+
+
+class Digested(Protocol):
+    """A worker as this module needs it."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def page(self) -> Page:
+        """Its heartbeat page."""
+
+
+class DigestReports:
+    """Reports each digest once. One object for the workers of one attempt."""
+
+    def __init__(self) -> None:
+        self._rings: dict[int, tuple[Page, DigestRing]] = {}
+        self._taken: dict[int, int] = {}
+
+    def new(self, workers: Sequence[Digested]) -> Iterator[DigestsReport]:
+        """Messages with what these workers have left since the last call; none where there is nothing."""
+        found = [facts for worker in workers if (facts := self._of(worker)) is not None]
+        for first in range(0, len(found), DIGESTS_PER_MESSAGE):
+            yield DigestsReport(ranks=tuple(found[first : first + DIGESTS_PER_MESSAGE]))
+
+    def _of(self, worker: Digested) -> RankDigests | None:
+        page, ring = self._rings.get(worker.rank, (None, None))
+        if ring is None or page is not worker.page:  # of an earlier life of the rank: its page is closed
+            ring = DigestRing(worker.page)
+            self._rings[worker.rank] = worker.page, ring
+            self._taken[worker.rank] = 0
+        count, taken = ring.count, self._taken.get(worker.rank, 0)
+        if count == taken:
+            return None
+        digests = tuple(ring.since(taken))
+        self._taken[worker.rank] = count
+        return RankDigests(rank=worker.rank, group=ring.group, digests=digests)
+
+
+# --- The agent's part of an injected fault: signals to its workers, and orders that their sessions read at a step ---
+
+
+def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[int] | None) -> Injected:
+    """Inject a fault into those of these workers that are meant; None means all of them.
+
+    Returns the ranks that were hit, and why others were not.
+    """
+    hit: list[int] = []
+    refused: list[str] = []
+    try:
+        fault = order_of(order).fault
+    except ValueError as error:
+        return Injected(injected=(), refused=(str(error),))
+    for worker in workers:
+        if ranks is not None and worker.rank not in ranks:
+            continue
+        if why := _strike_one(worker, fault):
+            refused.append(f"rank {worker.rank} {why}")
+        else:
+            hit.append(worker.rank)
+    return Injected(injected=tuple(hit), refused=tuple(refused))
+
+
+def _strike_one(worker: Worker, fault: Fault) -> str:
+    """Why it could not be done; empty when it was."""
+    if not worker.alive:
+        return "is not alive"
+    if not worker.pid:
+        return NOT_YET
+    try:
+        if fault in BY_SIGNAL:
+            os.kill(worker.trainer_pid, signal.Signals[BY_SIGNAL[fault]])
+            return ""
+        if worker.page[Slot.PID] == 0:
+            return f"uses no session; only {', '.join(BY_SIGNAL)} reach it"
+        path = worker.stacks.with_suffix(FAULT_SUFFIX)
+        write_json(path, {"fault": fault.value}, durable=False)
+    except OSError as error:
+        return f"cannot be reached: {error.strerror}"
+    worker.page[Slot.FAULT] += 1  # only now: the worker reads the file when it sees another number
+    return ""
+
+
+# --- Before workers are killed: those that have the newest complete step keep it (``checkpoint.just_in_time``) ---
+# A worker that waits in a collective for one that is gone cannot run anything in its main thread, so a thread of its
+# own
+# waits at a pipe beside its page. Where nothing would be gained, there is no wait.
+
+BEGIN_S = 1.0
+"""How long a worker may take to begin: its thread needs the interpreter for a moment."""
+
+LOOK_S = 0.002
+
+
+async def rescue_on_node(workers: Sequence[Worker]) -> int:
+    """The newest step that this node's workers have kept when this returns; a negative number where they have none."""
+    # a stopped worker can do nothing; others of its node may have the same state
+    workers = [worker for worker in workers if not (worker.alive and worker.pid and is_stopped(worker.trainer_pid))]
+    asked: set[tuple[int, int]] = set()
+    began = time.monotonic()
+    while able := [worker for worker in workers if worker.alive and worker.page[Slot.RESCUABLE] != NOTHING]:
+        for worker in able:  # a worker that is updating its weights will be at the end of its step in a moment
+            step = worker.page[Slot.RESCUABLE]
+            if step >= 0 and (worker.rank, step) not in asked:
+                asked.add((worker.rank, step))
+                _wake(worker.stacks.with_suffix(RESCUE_SUFFIX))
+        took_s = time.monotonic() - began
+        if all(_is_kept(part, able, workers) for part in _parts(able)) or took_s > RESCUE_S:
+            break
+        if took_s > BEGIN_S and not any(worker.page[Slot.RESCUING] for worker in able):
+            break
+        await asyncio.sleep(LOOK_S)
+    return _kept(workers)
+
+
+def _parts(workers: Sequence[Worker]) -> set[int]:
+    """The parts that these workers have of a state that is spread over ranks; one and the same where it is not."""
+    return {worker.page[Slot.RESCUE_PART] for worker in workers}
+
+
+def _is_kept(part: int, able: Sequence[Worker], workers: Sequence[Worker]) -> bool:
+    """Whether any worker has kept the newest step of this part."""
+    newest = max(worker.page[Slot.RESCUABLE] for worker in able if worker.page[Slot.RESCUE_PART] == part)
+    return 0 <= newest <= _kept([worker for worker in workers if worker.page[Slot.RESCUE_PART] == part])
+
+
+def _kept(workers: Sequence[Worker]) -> int:
+    return max((worker.page[Slot.RESCUED] for worker in workers), default=-1)
+
+
+def _wake(pipe: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # refused where there is no reader
+        try:
+            os.write(descriptor, b"!")
+        finally:
+            os.close(descriptor)
+
+
+# --- The node's memory for snapshots, and its keeper: the agent's child that takes copies of other nodes' shards ---
+# The agent holds the listening socket, so a keeper that dies is followed by another one at the same address.
+
+BACKLOG = 64
+
+
+class Keeping:
+    """The keeper of one node, over all attempts of its agent. A run without copies has none.
+
+    Nothing here may keep workers from starting: errors are logged, and the copies are missing.
+    """
+
+    def __init__(self, memory: Path, copies: int) -> None:
+        self._memory, self._copies = memory, copies
+        self._listener: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(
+        self, attempt_folder: Path, *, generation: int, place: int, nodes: int, hosts: Sequence[str], secret: bytes
+    ) -> None:
+        """Workers of a new attempt begin: copies of older ones are refused from now on, and its nodes get our address.
+
+        Args:
+            place: of this node in the attempt.
+            hosts: names and addresses at which other nodes find this one.
+        """
+        try:
+            self._advance_fence(generation)
+            if nodes < 2:
+                return
+            if not (self._memory / KEY_FILE).exists():
+                replace_atomically(self._memory / KEY_FILE, copies_key(secret).decode(), durable=False)
+            if not self._copies:
+                return
+            if self._listener is None:
+                self._listener = _listen(hosts)
+            self.look_after()
+        except OSError as error:
+            log.error("no copies of other nodes' snapshots are taken: %s", error)
+            self.close()  # it may know an older fence
+            return
+        where = {"hosts": list(hosts), "port": self._listener.getsockname()[1]}
+        path = announcement(attempt_folder, place)
+        # not waited for: a run folder that stalls must not keep the workers from starting
+        threading.Thread(target=_announce, args=(path, where), daemon=True).start()
+
+    def _advance_fence(self, generation: int) -> None:
+        """On a full filesystem in place: the file's page is there already, and a generation never gets shorter.
+
+        Raises:
+            OSError: there is no room, and no such file yet.
+        """
+        path = self._memory / GENERATION_FILE
+        try:
+            replace_atomically(path, str(generation), durable=False)
+        except OSError:
+            descriptor = open_regular(path, os.O_WRONLY)
+            try:
+                os.write(descriptor, str(generation).encode())
+            finally:
+                os.close(descriptor)
+
+    def look_after(self) -> None:
+        """Start the keeper where it should run and does not.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._listener is None or (self._process is not None and self._process.poll() is None):
+            return
+        if self._process is not None:
+            log.warning("the keeper of copies ended with code %s; starting another", self._process.returncode)
+        number = self._listener.fileno()
+        argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(self._memory), str(number)]
+        self._process = subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """End the keeper."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    @property
+    def pid(self) -> int | None:
+        """The keeper's process id, where one runs."""
+        return None if self._process is None else self._process.pid
+
+
+def _listen(hosts: Sequence[str]) -> socket.socket:
+    local = all(host.startswith("127.") for host in hosts)
+    dual = not local and socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    try:
+        if dual:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("127.0.0.1" if local else "", 0))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _announce(path: Path, where: dict[str, object]) -> None:
+    try:
+        write_json(path, where, durable=False)
+    except (OSError, StorageError) as error:
+        log.error("other nodes will send no copies here: %s", error)
+
+
+async def look_after_regularly(keeping: Keeping, interval_s: float) -> None:
+    """Start the keeper again whenever it has died."""
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            keeping.look_after()
+        except OSError as error:
+            log.error("no copies of other nodes' snapshots are taken: %s", error)
+
+
+# --- The agent's side of straggler detection: at the end of each window, numbers from its workers' timing pages ---
+
+MIN_SAMPLES = 3
+"""Where a window holds fewer, older ones are added: steps may be as long as a window."""
+
+TIMINGS_PER_MESSAGE = 32
+"""A message must fit into a line of the control channel, also with long names of sections."""
+
+
+class Measured(Protocol):
+    """A worker as this module needs it."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def timings(self) -> TimingPage | None:
+        """Its page; None where timings are switched off."""
+
+
+class TimingReports:
+    """Cuts time into windows and reports what each worker measured in them."""
+
+    def __init__(self, interval_s: float, began_s: float) -> None:
+        self._interval_s, self._began_s = interval_s, began_s
+        self._window = 0
+        self._taken: dict[int, dict[str, int]] = {}
+
+    def due(self, workers: Sequence[Measured], now_s: float) -> Iterator[TimingsReport]:
+        """The messages of the window that has ended, none before its end. A window that was slept through is left out.
+
+        ``now_s`` is of the clock that ``began_s`` was of.
+        """
+        window = int((now_s - self._began_s) / self._interval_s)
+        if window <= self._window:
+            return
+        self._window = window
+        facts = [found for worker in workers if (found := self._facts(worker)) is not None]
+        for first in range(0, len(facts), TIMINGS_PER_MESSAGE):
+            yield TimingsReport(window=window, ranks=tuple(facts[first : first + TIMINGS_PER_MESSAGE]))
+
+    def _facts(self, worker: Measured) -> RankTimings | None:
+        page = worker.timings
+        if page is None:
+            return None
+        counts = page.counts()  # before the durations: one that comes in between is sent twice, rather than lost
+        durations = page.newest(self._taken.get(worker.rank, {}), MIN_SAMPLES)
+        self._taken[worker.rank] = counts
+        sections = tuple(
+            (name, statistics.median(values) / 1e9, len(values)) for name, values in durations.items() if values
+        )
+        return RankTimings(rank=worker.rank, role=page.role, device=page.device, sections=sections)
+
+
+# --- agent ---
 
 RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
@@ -133,7 +468,7 @@ class Agent:
         self._forensics = Forensics(self._host)
         self._replicas: Replicas | None = None
         if config.inference is not None:
-            from slurmft.agent.replicas import Replicas  # with numpy, which agents of a training do without
+            from slurmft.agent.inference import Replicas  # with numpy, which agents of a training do without
 
             self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
@@ -362,7 +697,7 @@ class Agent:
         return EvidenceReply(ranks=tuple(found))
 
     async def _agree(self, call: Propose | Commit | Withdraw) -> Looks | Done:
-        """One step of the agreement on a stop (``policy.timing.stop``)."""
+        """One step of the agreement on a stop (``policy.stop``)."""
         match call:
             case Propose(tick=tick, action=action):
                 self._propose(tick, action)
@@ -469,6 +804,3 @@ async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str],
     with contextlib.suppress(asyncio.CancelledError):
         return await agent.run()
     return LaunchError.exit_code
-
-
-__all__ = ["Agent", "serve"]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slurmft.agent import flight_recorder
-from slurmft.agent.gpus import own_device
-from slurmft.agent.workers import zygote_arguments
-from slurmft.config.config import RunConfig
-from slurmft.ipc.calls import StartWorkers
+from slurmft.agent import workers
+from slurmft.agent.workers import own_device, zygote_arguments
+from slurmft.config.run import RunConfig
+from slurmft.ipc.messages import StartWorkers
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.ipc.zygote_start import shared_environment
-from slurmft.policy.nodes.rerun_settings import RerunSettings
-from slurmft.policy.site import nccl
-from slurmft.policy.timing.hangs import STEP
+from slurmft.policy import site
+from slurmft.policy.hangs import STEP
+from slurmft.policy.reruns import RerunSettings
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
@@ -71,8 +70,8 @@ def worker_environment(
     entries, timeout_s = config.nccl.flight_recorder_buffer_size, 60 * config.nccl.step_timeout_minutes
     limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)
     environment |= own_device(environment, local_rank)
-    environment |= nccl.variables(environment, timeout_s=timeout_s, limit_s=limit_s)
-    return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment
+    environment |= site.variables(environment, timeout_s=timeout_s, limit_s=limit_s)
+    return workers.variables(entries, folder, same_torch=same_torch) | environment
 
 
 def slurm_task(environment: Mapping[str, str], nodelist: str | None) -> dict[str, str]:

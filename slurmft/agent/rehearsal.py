@@ -24,10 +24,9 @@ from typing import NoReturn
 
 from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import reserve_port, zygote_arguments
-from slurmft.config.config import RunConfig
-from slurmft.ipc.calls import StartWorkers
-from slurmft.ipc.reports import RehearsalReport
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.config.run import RunConfig
+from slurmft.ipc.messages import RehearsalReport, StartWorkers
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.metadata
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
 from slurmft.agent.zygote import LEFT_S, PACKET_BYTES
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
-from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
-from slurmft.ipc.worker_facts import WorkerFacts
+from slurmft.ipc.messages import WorkerFacts
+from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SUFFIX, TIMING_PAGE_VARIABLE, Page, Slot, State, TimingPage
 from slurmft.ipc.zygote_start import Zygote
-from slurmft.policy.timing.stop import Look
-from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.policy.stop import Look
+from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import is_left_over, left_to, make_private_folder, remove_tree
 from slurmft.system.processes import (
@@ -35,6 +37,150 @@ from slurmft.system.processes import (
     reap_adopted,
     was_given,
 )
+
+# --- torch's flight recorder: how it is switched on, where it writes, and how it is asked to write now ---
+# It remembers the newest collectives of each rank, for NCCL; gloo has none that can be asked. Its dumps go straight
+# into
+# the attempt's folder: ``flight-recorder-rank-N``, to be read with torch's own ``torchfrtrace``.
+
+PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+"""torch makes a pipe of this name, the rank and ``.pipe``; any write to it asks for a dump. It looks there
+once a second."""
+
+_PREFIX = "flight-recorder-rank-"
+_NEW_NAMES_SINCE = (2, 8)
+"""From that torch on the old names do nothing but warn that they are old."""
+
+
+@functools.cache
+def knows_new_names() -> bool:
+    """Whether the torch of this interpreter does; False where there is none."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _NEW_NAMES_SINCE
+
+
+def variables(entries: int, folder: Path, *, same_torch: bool) -> dict[str, str]:
+    """Environment that makes it remember so many collectives and dump into ``folder``; 0 switches it off.
+
+    Args:
+        same_torch: the workers use this interpreter's torch. Where that is not known both generations of names are set.
+    """
+    prefix = str(folder / _PREFIX)
+    new = {"TORCH_FR_BUFFER_SIZE": str(entries), "TORCH_FR_DUMP_TEMP_FILE": prefix}
+    old = {"TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix}
+    names = new if same_torch and knows_new_names() else new | old
+    return names | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if entries else "0"}
+
+
+def dump_of(folder: Path, rank: int) -> Path:
+    """Where a rank's recorder writes."""
+    return folder / f"{_PREFIX}{rank}"
+
+
+def pipe_prefix(private: Path) -> str:
+    """Value of PIPE_VARIABLE for workers whose private folder that is."""
+    return str(private / _PREFIX)
+
+
+def ask(private: Path, rank: int) -> bool:
+    """Ask a worker's recorder for a dump; False where no recorder reads its pipe."""
+    path = f"{pipe_prefix(private)}{rank}.pipe"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # no such pipe, or no reader
+        return False
+    try:
+        return os.write(descriptor, b"1\n") > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+# --- The GPUs of a node: which of them its workers may use, and whether killed workers have released them ---
+# GPUs are identified by UUID: indices prove nothing, as they are renumbered inside a job's cgroup, and may change with
+# every allocation.
+
+ASK_S = 20.0
+FREE_S = 30.0
+"""How long the next workers wait for GPU memory that earlier ones still hold."""
+
+LOOK_S = 0.2
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+_DRIVER = Path("/dev/nvidiactl")
+
+
+def gpu_uuids(environment: Mapping[str, str]) -> list[str]:
+    """UUIDs of the GPUs that a worker with this environment would see, in its order; empty where that is unknown."""
+    rows = [line.split(",") for line in _ask("--query-gpu=index,uuid", environment, ASK_S) or []]
+    by_index = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+    if VISIBLE_VARIABLE not in environment:
+        return list(by_index.values())
+    words = [word.strip() for word in environment[VISIBLE_VARIABLE].split(",") if word.strip()]
+    found = [by_index.get(word, word if word in by_index.values() else "") for word in words]
+    return found if all(found) else []
+
+
+def visible_without(environment: Mapping[str, str], suspects: Collection[str], needed: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES that leaves out the suspects; None where fewer than ``needed`` GPUs are proven others."""
+    uuids = gpu_uuids(environment)
+    others = [uuid for uuid in uuids if uuid not in suspects]
+    return ",".join(others) if len(others) >= needed else None
+
+
+def own_device(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """Variables that give a rank an instance of its own where GPUs are split (MIG); none where they are whole.
+
+    CUDA shows a process only the first instance of those it is given, so that all ranks would share one.
+    """
+    words = [word.strip() for word in environment.get(VISIBLE_VARIABLE, "").split(",") if word.strip()]
+    if not words or not all(word.startswith("MIG-") for word in words):
+        return {}
+    return {VISIBLE_VARIABLE: words[local_rank % len(words)]}
+
+
+def wait_until_free(
+    pids: Collection[int], environment: Mapping[str, str], *, limit_s: float = FREE_S, driver: Path = _DRIVER
+) -> set[int]:
+    """Return when none of these processes, which have ended, holds memory of a GPU; those that do after ``limit_s``.
+
+    A context may outlive its process for seconds, while a kernel still runs or an error is handled; a worker that is
+    started meanwhile finds too little memory. Without a driver, or where it does not answer, there is nothing to wait
+    for.
+    """
+    if not pids or not driver.exists():
+        return set()
+    deadline = time.monotonic() + limit_s
+    while left := pids_on_gpus(environment, max(1.0, deadline - time.monotonic())) & set(pids):
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(LOOK_S)
+    return set()
+
+
+def pids_on_gpus(environment: Mapping[str, str], within_s: float = ASK_S) -> set[int]:
+    """Processes that hold memory of a GPU, as far as the driver reports; MIG instances count."""
+    lines = _ask("--query-compute-apps=pid", environment, within_s) or []
+    return {int(line) for line in map(str.strip, lines) if line.isascii() and line.isdecimal() and len(line) < 10}
+
+
+def _ask(query: str, environment: Mapping[str, str], within_s: float) -> list[str] | None:
+    """The lines of nvidia-smi's answer; None where there is none."""
+    argv = ["nvidia-smi", query, "--format=csv,noheader"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=within_s, check=False,
+                              env=dict(environment), stdin=subprocess.DEVNULL)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+# --- A node's workers: their pages, their processes (through the zygote), and their ends ---
 
 END_LOOK_S = 0.005
 GONE_S = 2.0

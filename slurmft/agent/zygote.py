@@ -34,14 +34,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.ipc import stacks
-from slurmft.policy.verdicts.symptoms import cause_of_text, last_words
-from slurmft.policy.verdicts.testimony import claimed
-from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause
+from slurmft.policy.judge import claimed
+from slurmft.policy.symptoms import cause_of_text, last_words
+from slurmft.policy.verdict import EXIT_USAGE, Cause
 from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
-from slurmft.system.collecting import without_collections
+from slurmft.system.files import appending
 from slurmft.system.foreign_text import one_line
-from slurmft.system.opening import appending
-from slurmft.system.processes import MARK_VARIABLE, adopt_orphans, die_with_parent, kill_left, reap_adopted
+from slurmft.system.processes import (
+    MARK_VARIABLE,
+    adopt_orphans,
+    die_with_parent,
+    kill_left,
+    reap_adopted,
+    without_collections,
+)
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slurmft.checkpoint.catalog import Catalog as Catalog
     from slurmft.checkpoint.catalog import Entry as Entry
-    from slurmft.checkpoint.distributed_manager import DistributedCheckpointManager as DistributedCheckpointManager
     from slurmft.checkpoint.loading import LoadedCheckpoint as LoadedCheckpoint
     from slurmft.checkpoint.manager import CheckpointManager as CheckpointManager
+    from slurmft.checkpoint.manager import DistributedCheckpointManager as DistributedCheckpointManager
 
 _HOMES = {
     "CheckpointManager": "slurmft.checkpoint.manager",
-    "DistributedCheckpointManager": "slurmft.checkpoint.distributed_manager",
+    "DistributedCheckpointManager": "slurmft.checkpoint.manager",
     "LoadedCheckpoint": "slurmft.checkpoint.loading",
     "Catalog": "slurmft.checkpoint.catalog",
     "Entry": "slurmft.checkpoint.catalog",

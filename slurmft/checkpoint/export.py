@@ -13,16 +13,13 @@ from typing import Any
 import torch
 
 from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.format.damage import Damaged
-from slurmft.checkpoint.format.flat_keys import Path as KeyPath
-from slurmft.checkpoint.format.flat_keys import key_of, unflatten
-from slurmft.checkpoint.format.flat_state import GROUPS, MODEL, OPTIMIZER, STATE
-from slurmft.checkpoint.format.reading import Stored, Target, fresh
-from slurmft.checkpoint.format.shard_index import index_file, verified_index
-from slurmft.checkpoint.staging.holding import reading
+from slurmft.checkpoint.flat_keys import KeyPath, key_of, unflatten
+from slurmft.checkpoint.flat_state import GROUPS, MODEL, OPTIMIZER, STATE
+from slurmft.checkpoint.holding import reading
+from slurmft.checkpoint.image_file import Damaged, index_file, verified_index
+from slurmft.checkpoint.reading import Stored, Target, fresh
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.system.files import fsync_folder
-from slurmft.system.opening import opened
+from slurmft.system.files import fsync_folder, opened
 
 
 def export_torch(entry: Entry, out: Path, *, with_optimizer: bool) -> int:

@@ -19,47 +19,365 @@ hangs in a collective.
 from __future__ import annotations
 
 import contextlib
+import copy
+import fcntl
 import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from slurmft.checkpoint.format.flat_keys import key_of
-from slurmft.checkpoint.format.flat_state import (
+from slurmft.checkpoint.catalog import own_generation
+from slurmft.checkpoint.flat_keys import key_of
+from slurmft.checkpoint.flat_state import (
     BUFFERS_OF,
     EXTRA,
     FACTS,
+    GROUPS,
     HAS_EXTRA,
     MODEL,
+    PARAMS,
+    STATE,
+    WHOLE,
     Between,
     FlatState,
     capture,
+    part_of,
     plain_name,
     rank_key,
 )
-from slurmft.checkpoint.format.parts import WHOLE, part_of
-from slurmft.checkpoint.format.plain_state import as_json
-from slurmft.checkpoint.staging.boundary_notes import LATE_S, BoundaryNotes, Send
-from slurmft.checkpoint.staging.device_steps import DeviceStep, DeviceSteps
-from slurmft.checkpoint.staging.lead_note import Extra
-from slurmft.checkpoint.staging.rank_records import ERA
-from slurmft.checkpoint.staging.taking_turns import alone_on_this_node, remove_marks
-from slurmft.checkpoint.staging.weights_watch import WeightsWatch, can_be_heard
-from slurmft.checkpoint.state import Trainee, unwrapped
+from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
+from slurmft.checkpoint.state import Trainee, as_json, unwrapped
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.ipc.pages.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
-from slurmft.policy.site.nccl import why_not_to_trust
-from slurmft.storage.memory_folder import ranks_of_this_node
+from slurmft.ipc.pages import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
+from slurmft.policy.site import why_not_to_trust
+from slurmft.storage.checkpoint_names import ranks_of_this_node
+from slurmft.system.files import open_regular
 from slurmft.trainer import streams
 from slurmft.trainer.savers import SAVERS, weakly
+from slurmft.trainer.streams import Device, Event, is_on_device
+
+# --- Which step's state lies on a GPU now, independent of the work that the host has queued since ---
+# The host runs ahead: when it is at the end of step 9, the device may hang in a collective of step 8, with the
+# weights of
+# step 7. So events are recorded at the end of each step, and around each update of the weights. The state of a step is
+# trusted where the device has passed its end and not yet begun to change it for the next one: before a copy, and again
+# after it. State of the host alone (the schedule, an optimizer's counters in main memory) is noted at the end of each
+# step.
+
+AHEAD = 4
+"""Steps that the host may be ahead of its device; ``rank_records`` remembers as many."""
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """The end of one step."""
+
+    step: int
+    events: Sequence[Event]
+    """Events that are done when its state is whole: updates of the weights, then the end of the step."""
+
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any] | None
+    counters: dict[tuple[int, str], torch.Tensor]
+    """The optimizer's tensors in main memory, by parameter and name."""
+
+    left: list[Event] = field(default_factory=list)
+    """Come by when what follows begins to change the weights, or the copies of the buffers."""
+
+    def has_come(self) -> bool:
+        """Whether the device has done all of it."""
+        return all(event.query() for event in self.events)
+
+    def has_begun(self) -> bool:
+        """Whether the device has done any of it, or has begun to change the state for what follows."""
+        return any(event.query() for event in (*self.events, *self.left))
+
+    def as_of(self, trainee: Trainee) -> Trainee:
+        """``trainee`` with the host's state at the end of this step; tensors on the device are its own."""
+        scheduler = trainee.scheduler
+        if scheduler is not None and self.scheduler is not None:
+            scheduler = _Noted(self.scheduler)
+        optimizer = cast(torch.optim.Optimizer, _OptimizerThen(trainee.optimizer, self))
+        return replace(trainee, optimizer=optimizer, scheduler=scheduler)
+
+
+class DeviceSteps:
+    """The newest steps that the host has queued. One thread records them, another one may read."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._steps: deque[DeviceStep] = deque(maxlen=AHEAD)
+        self._updates: list[Event] = []
+
+    def boundary(self, step: int, trainee: Trainee) -> None:
+        """The host is at the end of ``step``; waits for nothing."""
+        groups = [{name: _now(value) for name, value in group.items() if name != PARAMS}
+                  for group in trainee.optimizer.param_groups]  # fmt: skip
+        counters = {
+            (id(parameter), name): value.clone()
+            for parameter, state in getattr(trainee.optimizer, "state", {}).items() for name, value in state.items()
+            if isinstance(value, torch.Tensor) and not is_on_device(value)
+        }  # fmt: skip
+        scheduler = None if trainee.scheduler is None else copy.deepcopy(trainee.scheduler.state_dict())
+        events, self._updates = [*self._updates, self._recorded()], []
+        self._steps.append(DeviceStep(step, events, groups, scheduler, counters))
+
+    def state_changes(self) -> None:
+        """The host is about to ask for new weights, or for new copies of the buffers, on the current stream."""
+        if self._steps:
+            self._steps[-1].left.append(self._recorded())
+
+    def update_ends(self) -> None:
+        """It has asked for new weights."""
+        self._updates.append(self._recorded())
+
+    def forget(self) -> None:
+        """The state was replaced."""
+        self._steps.clear()
+        self._updates = []
+
+    def newest(self) -> DeviceStep:
+        """The step whose state lies on the device now, whole.
+
+        Raises:
+            UsageError: there is none.
+        """
+        later: list[DeviceStep] = []
+        for one in reversed(list(self._steps)):
+            if one.has_come():
+                if any(event.query() for event in one.left) or any(each.has_begun() for each in later):
+                    raise UsageError(f"the device is between step {one.step} and the next one")
+                return one
+            later.append(one)
+        raise UsageError(f"the device is more than {len(self._steps)} steps behind the host")
+
+    def check(self, step: DeviceStep) -> None:
+        """After a copy: raises UsageError where the device has gone on meanwhile."""
+        if self.newest() is not step:
+            raise UsageError(f"the device has gone on since step {step.step}")
+
+    def _recorded(self) -> Event:
+        event: Event = self.device.event()
+        event.record()
+        return event
+
+
+def _now(value: Any) -> Any:
+    """A value as it is now; tensors on the device are read when they are needed."""
+    return value.clone() if isinstance(value, torch.Tensor) and not is_on_device(value) else value
+
+
+class _Noted:
+    """A scheduler as it was."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        raise NotImplementedError
+
+
+class _OptimizerThen:
+    """An optimizer with the groups and counters of an earlier step: what ``flat_state.capture`` asks of one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, then: DeviceStep) -> None:
+        self._optimizer, self._then = optimizer, then
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def state_dict(self) -> Mapping[str, Any]:
+        now = self._optimizer.state_dict()
+        parameters = [one for group in self._optimizer.param_groups for one in group[PARAMS]]
+        numbers = [number for group in now[GROUPS] for number in group[PARAMS]]
+        id_of = {number: id(one) for number, one in zip(numbers, parameters, strict=True)}
+        state = {
+            number: {name: self._then.counters.get((id_of.get(number, 0), name), value) for name, value in one.items()}
+            for number, one in now[STATE].items()
+        }
+        groups = [{**then, PARAMS: group[PARAMS]} for then, group in zip(self._then.groups, now[GROUPS], strict=True)]
+        return {**now, STATE: state, GROUPS: groups}
+
+
+# --- Of the ranks of a node that could keep a step just in time, one does; the others wait, in case it fails ---
+
+OTHERS_S = 10.0
+"""How long a rank waits for another one of its node that keeps the step."""
+
+_LOOK_S = 0.005
+_MARK = "rescue-"
+
+
+@contextlib.contextmanager
+def alone_on_this_node(folder: Path, step: int, part: int = 0) -> Iterator[int]:
+    """A descriptor of the file with which the ranks of a node take turns at a step; the lock ends with its holder.
+
+    Ranks that have different parts of the state do not wait for each other.
+
+    Raises:
+        OSError: another rank has it for too long, or there is no room for it.
+    """
+    of_this_load = f"{own_generation()}-{SAVERS.loads}-{step}"  # step numbers repeat after one
+    descriptor = open_regular(folder / f"{_MARK}{of_this_load}-{part}", os.O_RDWR | os.O_CREAT)
+    deadline = time.monotonic() + OTHERS_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOOK_S)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_marks(folder: Path) -> None:
+    """Of earlier attempts: none of their ranks lives."""
+    for path in folder.glob(f"{_MARK}*"):
+        if not path.name.startswith(f"{_MARK}{own_generation()}-"):
+            path.unlink(missing_ok=True)
+
+
+# --- Whether the state is still that of the last boundary: weights, schedule and scale, without a copy of them ---
+# Just in time, the weights of a step are kept after the next step has begun. That is right only while nothing has
+# changed
+# them. Steps of optimizers call a hook before they change anything; other changes of weights (a wrapper's own
+# update, an
+# average that is swapped in for an evaluation, a graph that is replayed) are found by comparison.
+
+MAX_SAMPLED = 32
+"""Weights of which some values are compared: changes through ``.data`` leave torch's count of writes as it is."""
+
+SAMPLE_VALUES = 16
+_PLAIN = (bool, int, float, str)
+_MAX_DEPTH = 2
+_MAX_NESTED = 6
+
+
+class WeightsWatch:
+    """Compares the trainee now with what it was at the newest ``note``."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+        weights = {id(one): one for one in unwrapped(trainee.model).parameters()}
+        weights |= {id(one): one for group in trainee.optimizer.param_groups for one in group["params"]}
+        self._ids, self._weights = weights.keys(), list(weights.values())
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        dense = [one for one in self._weights if (here := _here(one)).numel() and here.layout is torch.strided]
+        self._sampled = dense[:: -(-len(dense) // MAX_SAMPLED) or 1]
+        self._views: list[torch.Tensor] = []
+        self._samples: list[torch.Tensor] = []
+        self._schedule: list[Any] = []
+
+    def shares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of ``optimizer`` changes weights that are watched, also where it is wrapped."""
+        return any(id(one) in self._ids for group in optimizer.param_groups for one in group["params"])
+
+    def note(self) -> None:
+        """Note them at a boundary. Does not wait for a GPU."""
+        self._versions = [_here(one)._version for one in self._weights]
+        if (addresses := [_here(one).data_ptr() for one in self._sampled]) != self._addresses:
+            self._addresses = addresses
+            self._views = [_first_values(one) for one in self._sampled]
+            self._samples = [one.clone() for one in self._views]
+        elif self._views:
+            torch._foreach_copy_(self._samples, self._views)
+        self._schedule = _schedule(self._trainee)
+
+    def weights_were_written(self) -> bool:
+        """Whether torch has counted a write since ``note``; cheap."""
+        return self._versions != [_here(one)._version for one in self._weights]
+
+    def difference(self, *, of_values: bool = True) -> str:
+        """The first change since ``note``; empty where there is none. Without ``of_values`` no kernel is launched."""
+        if self.weights_were_written() or self._addresses != [_here(one).data_ptr() for one in self._sampled]:
+            return "the weights were changed"
+        if of_values and not all(map(torch.equal, self._samples, self._views)):
+            return "the weights were changed"
+        if self._schedule != _schedule(self._trainee):
+            return "the learning rate, schedule or scale was changed before the weights were"
+        return ""
+
+
+def can_be_heard(optimizer: Any) -> bool:
+    """Whether the step of this optimizer, or of one that it wraps, calls its hooks before it changes anything."""
+    return any(getattr(getattr(type(one), "step", None), "hooked", False) for one in _with_inner(optimizer, _MAX_DEPTH))
+
+
+def _with_inner(optimizer: Any, depth: int) -> Iterator[Any]:
+    yield optimizer
+    if depth:
+        for value in getattr(optimizer, "__dict__", {}).values():
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, torch.optim.Optimizer):
+                    yield from _with_inner(one, depth - 1)
+
+
+def _here(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, where it is spread over ranks."""
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
+def _first_values(weight: torch.Tensor) -> torch.Tensor:
+    """A view of some of its values, wherever they lie."""
+    view = _here(weight).detach()
+    while view.dim() > 1:
+        view = view[0]
+    return view[:SAMPLE_VALUES] if view.dim() else view
+
+
+def _schedule(trainee: Trainee) -> list[Any]:
+    """The values that a scheduler or scaler changes; some trainers call theirs at the beginning of a step."""
+    values: list[Any] = []
+    for group in trainee.optimizer.param_groups:
+        values += [mark for name, value in group.items() if name != "params" for mark in _marks(value, _MAX_DEPTH)]
+    for part in (trainee.scheduler, trainee.scaler):
+        values += _marks(part, _MAX_NESTED)
+    return values
+
+
+def _marks(value: Any, depth: int) -> Iterator[Any]:
+    """Plain values, and how often tensors were written to, in a part's attributes, collections, and parts of its own.
+
+    Not its ``state_dict()``: a scaler's waits for the GPU.
+    """
+    if type(value) in _PLAIN:
+        yield value
+    elif isinstance(value, torch.Tensor):
+        yield id(value), value._version
+    elif not depth or isinstance(value, torch.optim.Optimizer):
+        return
+    elif isinstance(value, Mapping):
+        for key, one in list(value.items()):
+            yield from _marks(key, 0)
+            yield from _marks(one, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for one in list(value):
+            yield from _marks(one, depth - 1)
+    elif hasattr(value, "state_dict"):
+        yield from _marks(getattr(value, "__dict__", {}), depth)
+
+
+# --- The last complete step, saved by a rank that still has it when another one fails ---
 
 MAX_SHARE = 0.05
 """Of the time of a step, which the notes at its boundaries may take; about 0.1 ms of processor time."""

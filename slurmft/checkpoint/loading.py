@@ -6,43 +6,553 @@ reads and verifies its part, and all agree on how that went before any of them c
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmft.checkpoint import restore
-from slurmft.checkpoint.agreement import Guard, damage_report, failure
-from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
-from slurmft.checkpoint.folders import own_generation
-from slurmft.checkpoint.format.damage import Damage, Damaged
-from slurmft.checkpoint.format.flat_state import is_sharded
-from slurmft.checkpoint.format.parts import WHOLE, Part, part_of
-from slurmft.checkpoint.format.reading import Source, Stored
-from slurmft.checkpoint.format.shard_index import image_file, index_file, verified_index
-from slurmft.checkpoint.mappings import ReadsAsMapping
-from slurmft.checkpoint.replicas.memory_sources import MemorySources
-from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather
-from slurmft.checkpoint.replicas.offers import MAX_WORLD
-from slurmft.checkpoint.retention import by_merit
-from slurmft.checkpoint.staging import holding
-from slurmft.checkpoint.state import Tolerance, Trainee, unwrapped
-from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.writer.write_requests import BestMode
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from slurmft.checkpoint import holding
+from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
+from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
+from slurmft.checkpoint.flat_keys import KeyPath, key_of, unflatten
+from slurmft.checkpoint.flat_state import (
+    BUFFERS_OF,
+    EXTRA,
+    FACTS,
+    GROUPS,
+    HAS_EXTRA,
+    MODEL,
+    OPTIMIZER,
+    PARAMS,
+    STATE,
+    WHOLE,
+    Part,
+    group_names,
+    is_dense,
+    is_sharded,
+    part_of,
+    plain_name,
+    rank_key,
+)
+from slurmft.checkpoint.holding import MAX_WORLD
+from slurmft.checkpoint.image import local
+from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, verified_index
+from slurmft.checkpoint.memory_sources import MemorySources
+from slurmft.checkpoint.notes import ERA, LeadNote, OwnNotes, gather
+from slurmft.checkpoint.reading import Source, Stored, Target, fresh
+from slurmft.checkpoint.state import (
+    LOADER,
+    Stateful,
+    Tolerance,
+    Trainee,
+    load_part,
+    original,
+    position_number,
+    shared_position,
+    unwrapped,
+)
+from slurmft.checkpoint.write_requests import BestMode
 from slurmft.errors import CheckpointError, NewerFormat, StorageError, UsageError
-from slurmft.policy.checkpoints.tiers import Committed, Decision, Name
+from slurmft.policy.checkpoints import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
-from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
-from slurmft.storage.digest_record import Doubt, read_digests
-from slurmft.storage.memory_folder import memory_folder_of
+from slurmft.storage.checkpoint_names import MANIFEST, Doubt, Identity, memory_folder_of, read_digests, read_quarantine
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-from slurmft.trainer import rng
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS, Loaded
 from slurmft.trainer.streams import settle
+
+# --- Where the tensors of a stored state are read to, before any of the trainer's objects is touched ---
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A tensor that is being read, and its target."""
+
+    target: Target
+    like: DTensor | None = None
+    """Spread over ranks in the same way; None for a plain tensor."""
+
+    is_whole: bool = False
+    """Whether each rank reads all of it although ``like`` is spread over ranks."""
+
+    into: torch.Tensor | None = None
+    """A tensor of the optimizer that takes the values itself, as its memory is there already."""
+
+    def value(self) -> torch.Tensor:
+        if self.into is not None:
+            with torch.no_grad():
+                local(self.into).copy_(self.target.tensor)
+            return self.into
+        if self.like is None:
+            return self.target.tensor
+        if self.is_whole:
+            mesh = self.like.device_mesh
+            return DTensor.from_local(self.target.tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return DTensor.from_local(
+            self.target.tensor,
+            self.like.device_mesh,
+            self.like.placements,
+            run_check=False,
+            shape=self.like.shape,
+            stride=self.like.stride(),
+        )
+
+
+def landing_of(stored: Stored, key: str, like: object, *, may_map: bool = False) -> Landing:
+    """Where a stored tensor is read to, in the place of ``like`` (a tensor of the trainer, or any value).
+
+    Args:
+        may_map: its values are copied out of it once, and it is not kept.
+    """
+    there = stored.tensors[key]
+    spread = like if isinstance(like, DTensor) else None
+    is_whole = spread is not None and tuple(spread.shape) != there.shape
+    if is_whole and there.pieces == 1:
+        spread, is_whole = None, False
+    starts, sizes = _own_box(None if is_whole else spread, there.shape)
+    target = stored.mapped(key, starts, sizes) if may_map else None
+    return Landing(target or Target(fresh(sizes, there.dtype), starts), spread, is_whole=is_whole)
+
+
+def _own_box(like: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the part begins that this rank holds, and its sizes; all of it but where ``like`` is spread over ranks."""
+    if not isinstance(like, DTensor):
+        return (0,) * len(shape), shape
+    (chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def landing_in_place(stored: Stored, key: str, here: torch.Tensor) -> Landing | None:
+    """Into the optimizer's present tensor, which shares its memory with nothing; None where that is of another kind."""
+    there, inside = stored.tensors[key], local(here)
+    if not is_dense(here) or (tuple(here.shape), here.dtype) != (there.shape, there.dtype):
+        return None
+    starts, sizes = _own_box(here, there.shape)
+    if tuple(inside.shape) != sizes or not inside.is_contiguous():
+        return None
+    target = stored.mapped(key, starts, sizes)
+    return Landing(target, into=here) if target is not None else None
+
+
+class Apart:
+    """Which of an optimizer's present tensors may take what is loaded themselves: nothing else lies in their memory.
+
+    None of them where the optimizer has a ``load_state_dict`` of its own, which may begin with clearing them.
+    """
+
+    def __init__(self, trainee: Trainee) -> None:
+        optimizer = trainee.optimizer
+        own = getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict
+        hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+        self._is_used = own and not hooks
+        groups = (one for group in optimizer.param_groups for one in group[PARAMS])
+        weights = (*unwrapped(trainee.model).parameters(), *unwrapped(trainee.model).buffers(), *groups)
+        self._taken = {one.untyped_storage().data_ptr() for each in weights if is_dense(one := local(each))}
+        self._places: list[tuple[int, int]] = []
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether this one may, which takes its place."""
+        inside = local(tensor)
+        if not self._is_used or not is_dense(inside) or inside.untyped_storage().data_ptr() in self._taken:
+            return False
+        begin, end = inside.data_ptr(), inside.data_ptr() + inside.nbytes
+        place = bisect.bisect_left(self._places, (begin, end))
+        neighbours = self._places[max(place - 1, 0) : place + 1]
+        if any(start < end and begin < stop for start, stop in neighbours):
+            return False
+        self._places.insert(place, (begin, end))
+        return True
+
+
+# --- mappings ---
+# The result of a load as a mapping, for scripts that know a checkpoint as the dict that ``torch.load`` returns.
+
+
+class ReadsAsMapping(Mapping[str, Any]):
+    """A mapping of what ``as_mapping`` returns. Empty, and false, where nothing was found."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def as_mapping(self) -> Mapping[str, Any]:
+        """Its keys and values; none where nothing was found."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.as_mapping()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.as_mapping())
+
+    def __len__(self) -> int:
+        return len(self.as_mapping())
+
+
+# --- restore ---
+# A stored state on its way into the trainer's objects: checked for fit, read and verified, and only then applied.
+
+_RANK_KEYS = rank_key(0)[:-1]
+_NO_NOTES = OwnNotes()
+_STEP = "step"
+"""The one entry of an optimizer's state whose type torch chooses by how the optimizer was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One rank's part of a state, read and verified. The trainer's objects have not been touched."""
+
+    trainee: Trainee
+    stored: Stored
+    is_own: bool
+    """False when this rank did not exist in the run that saved, and takes the position that all ranks share."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any]
+    recast: frozenset[str]
+    """Parameters whose dtype is another one in the checkpoint."""
+
+    @property
+    def loader_state(self) -> Any:
+        """What the loader is given; None where it is given nothing, or a part of another rank's."""
+        return self.own.get(LOADER) if self.is_own else None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts that rank 0 stored about the whole state."""
+        value: Mapping[str, Any] = self.shared.get(FACTS, {})
+        return value
+
+    @property
+    def place(self) -> int:
+        """The position in the data, as a number that all ranks must have alike; 0 where each has its own."""
+        return position_number(self.trainee.loader, self.own)
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The ``extra`` of the save."""
+        value: Mapping[str, Any] = original(self.shared.get(EXTRA, {}))
+        return value
+
+    def apply(self) -> None:
+        """Load everything; the random number generators last, so that nothing draws from them in between.
+
+        Raises:
+            CheckpointError: a scheduler, scaler or loader cannot take what is stored for it; or what lay in memory was
+                changed meanwhile, by a process that should be dead.
+        """
+        load_part(LOADER, self.trainee.loader, self.own)  # first: it refuses other data, and the model is still whole
+        unwrapped(self.trainee.model).load_state_dict(_landed(self.model))
+        optimizer = _landed(self.optimizer)
+        self.trainee.optimizer.load_state_dict(optimizer)
+        self._restore_types(optimizer[STATE])
+        if not self.stored.is_unchanged:
+            raise CheckpointError(
+                "the snapshot was changed while it was loaded, and these objects have a part of it",
+                hint="start again; a worker of an earlier attempt may still run on this node",
+            )
+        for name, part in self.trainee.shared_parts().items():
+            load_part(name, part, self.shared)
+        if self.is_own:
+            self.trainee.restore_rng(self.own)
+
+    def _restore_types(self, stored: Mapping[int, Any]) -> None:
+        """torch casts an optimizer's state to the type of the weights: moments of higher precision, and counters."""
+        names = [name for group in group_names(self.trainee) for name in group]
+        parameters = [one for group in self.trainee.optimizer.param_groups for one in group[PARAMS]]
+        present = self.trainee.optimizer.state
+        for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+            if number in stored and parameter in present:
+                _with_types_of(stored[number], present[parameter], follows_weight=name in self.recast)
+
+
+def prepare(
+    trainee: Trainee, stored: Stored, *, rank: int, world_size: int, tolerance: Tolerance | None = None,
+    notes: OwnNotes = _NO_NOTES,
+) -> Prepared:  # fmt: skip
+    """Read this rank's part of ``stored`` into new memory and verify it; the trainer's objects stay as they are.
+
+    The rank's own state comes with the state, or from ``notes``. A rank that did not exist when it was saved
+    takes the position in the data that all ranks share.
+
+    Raises:
+        Damaged: the state does not fit these objects (the keys are named), is damaged, or a part of it is lost.
+        UsageError: the model is of a kind that cannot be loaded.
+    """
+    tolerance = tolerance or Tolerance()
+    rank_keys = sorted(key for key in stored.objects if key.startswith(_RANK_KEYS))
+    own_key = rank_key(rank) if rank_key(rank) in stored.objects else next(iter(rank_keys), "")
+    wanted = [key for key in stored.objects if not key.startswith(_RANK_KEYS) or key == own_key]
+    objects = stored.load_objects(wanted)
+    facts: Mapping[str, Any] = objects.get(FACTS, {})
+    notes = notes.of(facts.get(ERA, 0)) if facts.get("just_in_time") else _NO_NOTES
+    own, is_own = _own_part(objects, stored, rank=rank, noted=notes.own)
+    extra, buffers = _lead_part(objects, facts, rank=rank, lead=notes.lead)
+    _check_parts(trainee, objects, own, tolerance)
+    saved_ranks = _saved_ranks(objects, stored)
+    if saved_ranks != world_size and trainee.loader is not None and shared_position(trainee.loader, own) is None:
+        if LOADER not in tolerance.missing:
+            raise _not_shared(trainee.loader, f"{saved_ranks} ranks saved, and {world_size} load")
+        own = own if is_own else {}
+    leaves: dict[KeyPath, Any] = {stored.path(key): value for key, value in objects.items()} | extra
+    recast = set[str]()
+    landings = _model_landings(trainee, stored, tolerance, recast) | _optimizer_landings(trainee, stored, leaves)
+    stored.fill({key: landing.target for key, landing in landings.items()})
+    _put_buffers(buffers, landings)
+    leaves |= {stored.path(key): landing for key, landing in landings.items()}
+    try:
+        tree = unflatten(leaves)
+        return Prepared(
+            trainee=trainee,
+            stored=stored,
+            is_own=is_own,
+            model=_with_raw_names(trainee, tree.get(MODEL, {})),
+            optimizer=_with_numbers(trainee, tree[OPTIMIZER]),
+            shared=tree,
+            own=own,
+            recast=frozenset(recast),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise _misfit(f"its keys make no sense: {error!r}") from error
+
+
+def _saved_ranks(objects: Mapping[str, Any], stored: Stored) -> int:
+    return int(objects.get(FACTS, {}).get("world_size", stored.shards))
+
+
+def _own_part(
+    objects: Mapping[str, Any], stored: Stored, *, rank: int, noted: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], bool]:
+    """The own state for this rank to load, and whether that was saved by itself.
+
+    Raises:
+        Damaged: its state is lost; or there is no rank's part whose position it could take.
+    """
+    if (own := objects.get(rank_key(rank))) is not None:
+        return own, True
+    if rank < _saved_ranks(objects, stored):
+        if noted is not None:
+            return noted, True
+        raise Damaged(Damage.MISSING, image_file(rank), f"own state of rank {rank}")
+    others = [value for key, value in objects.items() if key.startswith(_RANK_KEYS)]
+    if not others:
+        raise Damaged(Damage.MISSING, image_file(0), "own state of any rank")
+    return {key: value for key, value in others[0].items() if key == LOADER}, False
+
+
+def _lead_part(
+    objects: Mapping[str, Any], facts: Mapping[str, Any], *, rank: int, lead: LeadNote | None
+) -> tuple[dict[KeyPath, Any], Mapping[str, torch.Tensor]]:
+    """What rank 0 alone had and is not stored: the ``extra``, and the buffers that are to replace those stored.
+
+    Raises:
+        Damaged: it is lost.
+    """
+    extra: dict[KeyPath, Any] = {}
+    if facts.get(HAS_EXTRA) and EXTRA not in objects:
+        if lead is None or lead.extra is None:
+            raise Damaged(Damage.MISSING, image_file(0), "extra, which rank 0 had")
+        extra = {(EXTRA,): dict(lead.extra)}
+    if facts.get(BUFFERS_OF, 0) == 0:
+        return extra, {}
+    if lead is not None and lead.has_buffers:
+        return extra, lead.buffers
+    if rank == 0:
+        raise Damaged(Damage.MISSING, image_file(0), "the buffers of rank 0, which DDP sends to all others")
+    return extra, {}
+
+
+def _put_buffers(buffers: Mapping[str, torch.Tensor], landings: Mapping[str, Landing]) -> None:
+    for name, value in buffers.items():
+        landing = landings.get(key_of((MODEL, plain_name(name))))
+        if landing is None or (landing.target.tensor.dtype, landing.target.tensor.shape) != (value.dtype, value.shape):
+            raise Damaged(Damage.MISSING, image_file(0), f"rank 0's buffer {name} in the form of this model")
+        landing.target.tensor.copy_(value)
+
+
+def _check_parts(trainee: Trainee, shared: Mapping[str, Any], own: Mapping[str, Any], tolerance: Tolerance) -> None:
+    """Raises Damaged where the checkpoint has no state for an object that is to get one."""
+    stored = {*shared, *own}
+    lacking = [name for name, part in trainee.parts.items() if part is not None and name not in stored]
+    if lacking := [name for name in lacking if name not in tolerance.missing]:
+        raise Damaged(
+            Damage.MISFIT,
+            index_file(0),
+            f"it has no state of the {' and the '.join(lacking)}",
+            hint=f"it was saved without; pass allow_missing={lacking!r} to begin anew with what is not there",
+        )
+
+
+def _not_shared(loader: Stateful, why: str) -> Damaged:
+    return Damaged(
+        Damage.MISFIT,
+        index_file(0),
+        f"{why}, and each rank's {type(loader).__name__} has a position of its own",
+        hint="resume with as many ranks as saved, use an ElasticSampler, give the loader a shared_position(), or "
+        "pass allow_missing=['loader']",
+    )
+
+
+def _with_types_of(stored: Any, present: Any, *, follows_weight: bool) -> None:
+    """Put values of ``stored`` into ``present`` where a cast has changed their types.
+
+    Args:
+        follows_weight: the weight itself was cast, and with it all values but whole numbers; counters never are.
+    """
+    places = stored.items() if isinstance(stored, Mapping) else enumerate(stored)
+    for key, value in places:
+        try:
+            here = present[key]
+        except (KeyError, IndexError):
+            continue  # the optimizer's own load has put it elsewhere
+        if isinstance(value, torch.Tensor):
+            is_cast = isinstance(here, torch.Tensor) and here.dtype != value.dtype and key != _STEP
+            if is_cast and not (follows_weight and value.is_floating_point()):
+                present[key] = value.to(here.device)
+        elif isinstance(value, dict | list) and isinstance(here, dict | list):
+            _with_types_of(value, here, follows_weight=follows_weight)
+
+
+def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, recast: set[str]) -> dict[str, Landing]:
+    """Adds to ``recast`` the names of weights that are of another dtype in the checkpoint."""
+    present = {plain_name(name): value for name, value in unwrapped(trainee.model).state_dict().items()}
+    keys = [key for key in (*stored.tensors, *stored.objects) if stored.path(key)[0] == MODEL]
+    names = {str(stored.path(key)[1]) if len(stored.path(key)) > 1 else key for key in keys}
+    if missing := sorted(present.keys() - names):
+        raise _misfit(f"it lacks {_some(missing)}")
+    if unknown := sorted(names - present.keys()):
+        raise _misfit(f"this model has no {_some(unknown)}")
+    landings, mappable = {}, _only_copied(unwrapped(trainee.model))
+    for key in keys:
+        name, there = str(stored.path(key)[1]), stored.tensors.get(key)
+        here: Any = present[name] if len(stored.path(key)) == 2 else None
+        if is_dense(here):
+            shape = list(here.shape)
+            if there is None or list(there.shape) != shape:
+                raise _misfit(f"{name} is {list(there.shape) if there else 'no tensor'} there and {shape} here")
+            if there.dtype != here.dtype:
+                if not tolerance.cast:
+                    raise Damaged(
+                        Damage.MISFIT,
+                        index_file(0),
+                        f"{name} is {_short(there.dtype)} there and {_short(here.dtype)} here",
+                        hint="load into a model of the type that was saved, or pass allow_cast=True",
+                    )
+                recast.add(name)
+        if there is not None:
+            landings[key] = landing_of(stored, key, here, may_map=name in mappable and is_dense(here))
+    return landings
+
+
+def _only_copied(model: torch.nn.Module) -> set[str]:
+    """The names of values that ``load_state_dict`` copies, and keeps no tensor of: where it is torch's own all through,
+    weights and buffers. What a module takes as its extra state it may keep."""
+    if getattr(model.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return set()
+    if any(
+        module._load_state_dict_pre_hooks
+        or not getattr(module._load_from_state_dict, "__module__", "").startswith("torch.nn.modules.")
+        for module in model.modules()
+    ):
+        return set()
+    values = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {plain_name(name) for name, _ in values}
+
+
+def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[KeyPath, Any]) -> dict[str, Landing]:
+    names = group_names(trainee)
+    _check_groups(names, leaves)
+    flat = [name for group in names for name in group]
+    parameters = [parameter for group in trainee.optimizer.param_groups for parameter in group[PARAMS]]
+    by_name = dict(zip(flat, parameters, strict=True))
+    landings, apart = {}, Apart(trainee)
+    for key in stored.tensors:
+        path = stored.path(key)
+        if path[0] == MODEL:
+            continue
+        parameter, here, in_place = None, None, None
+        if path[:2] == (OPTIMIZER, STATE) and len(path) > 3:
+            parameter = by_name.get(str(path[2]))
+            here = _present_state(trainee, parameter, path[3:])
+        if here is not None and apart.has(here):
+            in_place = landing_in_place(stored, key, here)
+        landings[key] = in_place or landing_of(stored, key, parameter if here is None else here)
+    return landings
+
+
+def _present_state(trainee: Trainee, parameter: torch.Tensor | None, path: KeyPath) -> torch.Tensor | None:
+    """The optimizer's present state there; None where it has none yet."""
+    value: Any = trainee.optimizer.state.get(parameter) if parameter is not None else None
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _check_groups(here: Sequence[Sequence[str]], leaves: Mapping[KeyPath, Any]) -> None:
+    there = {path[2]: value for path, value in leaves.items() if path[:2] == (OPTIMIZER, GROUPS) and path[-1] == PARAMS}
+    if not there:
+        raise _misfit("it has no optimizer state")
+    counts = [len(there[number]) for number in sorted(there)]
+    if len(counts) != len(here):
+        raise _misfit(f"the optimizer has {len(counts)} parameter groups there and {len(here)} here")
+    for number, names in enumerate(here):
+        if missing := sorted(set(names) - set(there[number])):
+            raise _misfit(f"optimizer group {number} lacks {_some(missing)}")
+        if unknown := sorted(set(there[number]) - set(names)):
+            raise _misfit(f"optimizer group {number} has no {_some(unknown)} here")
+
+
+def _with_raw_names(trainee: Trainee, model: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names that the model itself uses."""
+    return {name: model[plain_name(name)] for name in unwrapped(trainee.model).state_dict()}
+
+
+def _with_numbers(trainee: Trainee, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """In the form of ``Optimizer.load_state_dict``: parameters by their places in this optimizer."""
+    names = group_names(trainee)
+    flat = [name for group in names for name in group]
+    number_of = {name: number for number, name in enumerate(flat)}
+    groups = [
+        {**group, PARAMS: [number_of[name] for name in here]}
+        for group, here in zip(optimizer[GROUPS], names, strict=True)
+    ]
+    state = {number_of.get(name, name): value for name, value in optimizer.get(STATE, {}).items()}
+    return {**optimizer, STATE: state, GROUPS: groups}
+
+
+def _landed(value: Any) -> Any:
+    """With tensors in the place of landings."""
+    if isinstance(value, Landing):
+        return value.value()
+    if type(value) is dict:
+        return {key: _landed(each) for key, each in value.items()}
+    if type(value) is list:
+        return [_landed(each) for each in value]
+    return value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _misfit(problem: str) -> Damaged:
+    return Damaged(Damage.MISFIT, index_file(0), problem)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# --- The walk from the best candidate to the first that every rank can use: in memory first, then on disk ---
 
 _QUARANTINE = frozenset({Damage.NONE, Damage.QUARANTINED, Damage.GIVEN_UP})
 _OTHER = -1
@@ -223,13 +733,13 @@ class Loading:
             return None
         return range(self._part.number, self._part.number + 1)
 
-    def _prepared(self, stored: Stored, notes: OwnNotes) -> restore.Prepared:
+    def _prepared(self, stored: Stored, notes: OwnNotes) -> Prepared:
         team = self._team
-        return restore.prepare(
+        return prepare(
             self.trainee, stored, rank=team.rank, world_size=team.world_size, tolerance=self._tolerance, notes=notes
         )
 
-    def _exchange(self, guard: Guard, prepared: restore.Prepared | None) -> list[list[int]]:
+    def _exchange(self, guard: Guard, prepared: Prepared | None) -> list[list[int]]:
         """Exchange every rank's result, as (damage, file): alike on all. Nothing is applied before this.
 
         Parts that are intact each for itself may still not be of one state: of ranks that take their samples together,
@@ -332,12 +842,12 @@ class Loading:
             note_resuming(Path(folder), path.name if path is not None else "", source=source)
 
     def _apply(
-        self, path: Path, prepared: restore.Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
+        self, path: Path, prepared: Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
         is_durable: bool = True,
     ) -> LoadedCheckpoint:  # fmt: skip
         settle(self.trainee.model.parameters())  # an update on another stream would come on top of what is loaded
         prepared.apply()
-        SAVERS.loaded = Loaded(identity.step, self.trainee.loader, prepared.loader_state, rng.capture())
+        SAVERS.loaded = Loaded(identity.step, self.trainee.loader, prepared.loader_state, savers.capture())
         team, world_size = self._team, int(facts.get("world_size", 0))
         self.newest_commit = max(self.newest_commit, identity.commit)
         if not prepared.is_own:

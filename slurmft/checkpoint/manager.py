@@ -15,37 +15,223 @@ import operator
 import os
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat, cast
 
 import torch
 
-from slurmft.checkpoint.agreement import Guard, failure
-from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.folders import own_generation, remove_left_overs
-from slurmft.checkpoint.format.flat_state import FACTS, FlatState, for_save, is_plain, number_of
+from slurmft.checkpoint.agreement import Guard, Team, failure
+from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
+from slurmft.checkpoint.flat_state import FACTS, FlatState, for_save, is_plain, number_of
+from slurmft.checkpoint.holding import forget_others
 from slurmft.checkpoint.just_in_time import JustInTime
-from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
-from slurmft.checkpoint.named_states import NamedStates
-from slurmft.checkpoint.replicas.memory_sources import same_state
-from slurmft.checkpoint.replicas.note_sender import note_sender
-from slurmft.checkpoint.replicas.offers import forget_others
-from slurmft.checkpoint.replicas.step_copies import StepCopies
-from slurmft.checkpoint.staging.lead_note import Extra
-from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
-from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
-from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.turns import OfLead, Row, Turn, mismatch
-from slurmft.checkpoint.writer.fault_points import reached
-from slurmft.checkpoint.writer.write_requests import BestMode, order_of
+from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping
+from slurmft.checkpoint.memory_sources import same_state
+from slurmft.checkpoint.notes import Extra, note_sender
+from slurmft.checkpoint.snapshots import LaidOut, Snapshots
+from slurmft.checkpoint.state import Stateful, Tolerance, Trainee, as_plain, original
+from slurmft.checkpoint.step_copies import OfLead, Row, StepCopies, Turn, mismatch
+from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
+from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity, memory_folder_of, ranks_of_this_node
 from slurmft.storage.fence import check_fence
-from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
-from slurmft.trainer import rng, stateful_loader
+from slurmft.trainer import savers, stateful_loader
 from slurmft.trainer.savers import SAVERS, Loaded, Outcome, weakly
+
+# --- Checkpoints by their name: one folder among others, or any plain state of a program that has no model ---
+
+_ID = "checkpoint_id: "
+"""Beginning of the metric that an id which is no number is kept as: markers hold metrics, and can be read cheaply."""
+
+_STATE = "plain state"
+
+
+class NamedStates(ABC):
+    """The part of ``CheckpointManager`` that knows checkpoints by name. All methods are collectives, as there."""
+
+    directory: Path
+    settings: Any
+    _distrusted: Any
+
+    def save_checkpoint(self, state: Any, checkpoint_id: int | str) -> Path | None:
+        """Save any plain state, such as a dict of numbers, texts, lists and tensors; rank 0's where there are several.
+
+        The id is a step number, or any other name, whose step is then the one after the newest. Saved like a model:
+        committed last, verified when it is loaded, pruned by ``keep_last_n``. It is durable on return: of saves that
+        overlap, a newer one may take the place of an older one, and each id is to be found again.
+
+        Raises:
+            CheckpointError: nothing was saved, older checkpoints are untouched.
+            UsageError: the id is neither a number of a step nor a name, or this is a signal handler (see ``save``).
+        """
+        if SAVERS.is_left_to_the_session():
+            return None
+        step, name = _numbered(checkpoint_id)
+        metrics = {f"{_ID}{name}": 0.0} if name else {}
+        if step is None:
+            step = self._newest_step() + 1
+        model, optimizer = _nothing()
+        return self.save(
+            model, optimizer, step=step, metrics=metrics, extra={_STATE: as_plain(state)}, async_save=False
+        )
+
+    def load_checkpoint(self, checkpoint_id: int | str | None = None) -> Any:
+        """The state that ``save_checkpoint`` was given under this id, or the newest one; None where there is none.
+
+        Raises:
+            CheckpointError: it exists and cannot be used, or holds a model (``load_latest`` loads those).
+            UsageError: the id is neither a number of a step nor a name.
+        """
+        model, optimizer = _nothing()
+        if checkpoint_id is None:
+            loaded = self.load_latest(model, optimizer)
+        else:
+            step, name = _numbered(checkpoint_id)
+            loaded = self._load_chosen(
+                Trainee(model, optimizer),
+                lambda entry: entry.step == step if step is not None else f"{_ID}{name}" in entry.metrics,
+            )
+        if not loaded.found:
+            return None
+        if _STATE not in loaded.extra:
+            raise CheckpointError(f"{loaded.path} was not saved by save_checkpoint(state, id)",
+                                  hint="load_latest(model, optimizer) loads the checkpoint of a model")  # fmt: skip
+        return original(loaded.extra[_STATE])
+
+    def cleanup_old_checkpoints(self, keep_last: int | None = None) -> int:
+        """Remove all but the newest ``keep_last`` (``keep_last_n`` when empty), the best one, those of ``keep_every``,
+        and always the newest two good ones. Returns how many are gone.
+
+        Every save does so by itself; this is for a lower number. Saves under way are waited for.
+
+        Raises:
+            CheckpointError: a save under way failed, or the folder cannot be read.
+            UsageError: ``keep_last`` is not positive.
+        """
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise UsageError(f"keep_last is {keep_last!r:.60}; at least 1 checkpoint must be kept")
+        self.wait()
+        team, guard, gone = Team(), Guard(), 0
+        if team.is_lead:
+            with guard:
+                keep = order_of(self.settings, {}, self._distrusted).keep
+                before = len(Catalog(self.directory).committed())
+                prune(self.directory, replace(keep, keep_last_n=keep_last or keep.keep_last_n))
+                gone = before - len(Catalog(self.directory).committed())
+        code, gone = team.from_lead([guard.code, gone])
+        if code:
+            raise failure(f"old checkpoints in {self.directory} were not removed", [code], team, guard)
+        return gone
+
+    def get_latest_checkpoint_id(self) -> int | str | None:
+        """The id of the newest checkpoint, for ``load_checkpoint``: its step, or its name; None where there is none.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        if (step := self._newest_step()) < 0:
+            return None
+        entry = next((each for each in Catalog(self.directory).committed() if each.step == step), None)
+        return (named(entry) if entry else "") or step
+
+    def load_from(
+        self,
+        path: Path | str,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
+    ) -> LoadedCheckpoint:
+        """As ``load_latest``, the checkpoint in the folder ``path``, from disk. It may be another run's.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, or it does not fit the objects.
+        """
+        if not isinstance(path, str | Path) or not str(path):
+            raise UsageError(f"checkpoint_path is {path!r:.60}; it is the folder of a checkpoint")
+        folder = Path(path)
+        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        tolerance = Tolerance.of(allow_missing, allow_cast=allow_cast)
+        loaded = self._load_chosen(trainee, lambda entry: entry.path.name == folder.name, folder.parent, tolerance)
+        if loaded.found:
+            return loaded
+        if folder.is_file():
+            raise CheckpointError(f"{folder} is a file, and checkpoints of slurmft are folders",
+                                  hint="load it once with torch.load, then save it here")  # fmt: skip
+        raise CheckpointError(f"there is no checkpoint {folder}", hint=f"slurmft checkpoint list {folder.parent}")
+
+    def _load_chosen(
+        self, trainee: Trainee, chosen: Any, directory: Path | None = None, tolerance: Tolerance | None = None
+    ) -> LoadedCheckpoint:
+        self._settle()
+        place = directory or self.directory
+        loading = Loading(place, trainee, tolerance or Tolerance.of((), allow_cast=False))
+        loaded = loading.chosen(chosen)
+        return self._loaded(loading, loaded) if os.path.realpath(place) == os.path.realpath(self.directory) else loaded
+
+    def _newest_step(self) -> int:
+        """Of all checkpoints, also of one that is still being written; the same on all ranks."""
+        self._settle()
+        model, optimizer = _nothing()
+        return Loading(self.directory, Trainee(model, optimizer)).newest_step()
+
+    @abstractmethod
+    def save(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, step: int,
+        metrics: Mapping[str, SupportsFloat] | None = None, extra: Mapping[str, Any] | None = None,
+        async_save: bool | None = None,
+    ) -> Path | None: ...  # fmt: skip
+
+    @abstractmethod
+    def load_latest(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoadedCheckpoint: ...
+
+    @abstractmethod
+    def wait(self) -> None: ...
+
+    @abstractmethod
+    def _settle(self) -> None: ...
+
+    @abstractmethod
+    def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint: ...
+
+
+def named(entry: Entry) -> str:
+    """The id that ``save_checkpoint`` was given, where it was no number; else empty."""
+    return next((name.removeprefix(_ID) for name in entry.metrics if name.startswith(_ID)), "")
+
+
+def _numbered(checkpoint_id: object) -> tuple[int | None, str]:
+    """(step, "") or (None, name)."""
+    if isinstance(checkpoint_id, str):
+        if checkpoint_id.isascii() and checkpoint_id.isdecimal() and int(checkpoint_id) <= MAX_STEP:
+            return int(checkpoint_id), ""
+        if checkpoint_id.strip() and checkpoint_id.isprintable() and len(checkpoint_id) <= 200:
+            return None, checkpoint_id
+    elif not isinstance(checkpoint_id, bool):
+        try:
+            step = operator.index(checkpoint_id)  # type: ignore[arg-type]
+        except TypeError:
+            step = -1
+        if 0 <= step <= MAX_STEP:
+            return step, ""
+    raise UsageError(f"checkpoint_id is {checkpoint_id!r:.60}", hint="a step number from 0 on, or a name of one line")
+
+
+def _nothing() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that stand for none: both must be there in a checkpoint."""
+    model = torch.nn.ParameterDict({"none": torch.zeros(())})
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+# --- Saving and resuming a training run, on one process or on many ---
 
 log = logging.getLogger(__name__)
 
@@ -480,7 +666,7 @@ class CheckpointManager(NamedStates):
         self._snapshots.take_place(team.rank, team.world_size)
         SAVERS.loads += 1
         if not loaded.found:
-            SAVERS.loaded = Loaded(0, loading.trainee.loader, {}, rng.capture())
+            SAVERS.loaded = Loaded(0, loading.trainee.loader, {}, savers.capture())
         if self._rescue is not None:
             self._rescue.loaded()
         in_memory_only = Identity.parse(loaded.path.name) if loaded.path and not loaded.is_durable else None
@@ -490,3 +676,156 @@ class CheckpointManager(NamedStates):
         if SAVERS.listener is not None:
             SAVERS.listener.on_loaded(time.monotonic() - loading.began_s)
         return loaded
+
+
+# --- The checkpoint manager under the names that many training scripts use already, to ease migration ---
+
+_EPOCH = "epoch"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState(ReadsAsMapping):
+    """The state at which a script goes on.
+
+    Also a mapping, for scripts that know a loaded file as one: ``state["step"]``, ``state["epoch"]``,
+    ``state["metrics"]``, and the keys of ``extra``. It is empty when there is no checkpoint yet, and its epoch is the
+    step where a save was given only one number.
+    """
+
+    step: int = 0
+    """Steps that are complete; 0 when there is no checkpoint yet."""
+
+    epoch: int = 0
+    """What ``save_checkpoint(epoch=...)`` was given; 0 where nothing was."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    """The folder; None when there is no checkpoint yet."""
+
+    has_epoch: bool = False
+    """Whether the save was given an epoch."""
+
+    def as_mapping(self) -> Mapping[str, Any]:
+        """Its keys and values; none when there is no checkpoint yet."""
+        if self.path is None:
+            return {}
+        epoch = self.epoch if self.has_epoch else self.step
+        return {**self.extra, "step": self.step, "epoch": epoch, "metrics": self.metrics, "path": self.path}
+
+
+class DistributedCheckpointManager:
+    """``save_checkpoint``, ``load_checkpoint`` and ``cleanup_old_checkpoints`` over a ``CheckpointManager``.
+
+    Every method is called by all ranks, also where scripts used to call it on rank 0 only. Options are those of
+    ``CheckpointManager``, which is available as ``manager``.
+    """
+
+    def __init__(self, checkpoint_dir: Path | str, keep_last_n: int | None = None, **options: Any) -> None:
+        self.manager = CheckpointManager(checkpoint_dir, keep_last_n, **options)
+
+    def save_checkpoint(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: int | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        *,
+        epoch: int | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """``CheckpointManager.save``; the epoch is kept as well, and is the step where none is given.
+
+        A script that counts epochs alone passes ``save_checkpoint(model, optimizer, epoch, metrics)``.
+
+        An epoch, like ``extra``, is what it was at the last save: saving just in time is off then. It can often be
+        computed from the step.
+
+        Raises:
+            CheckpointError: nothing was saved, older checkpoints are untouched.
+            UsageError: ``extra`` has a key ``epoch``, or there is neither a step nor an epoch, or one is no number.
+        """
+        for name, number in (("step", step), ("epoch", epoch)):
+            if number is not None and (isinstance(number, bool) or not hasattr(number, "__index__")):
+                raise UsageError(f"{name} is {number!r:.60}; it is an integer")
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise UsageError(f"metrics is {metrics!r:.60}; it is a dict of numbers")
+        if step is None and epoch is None:
+            raise UsageError("neither a step nor an epoch was given", hint="save_checkpoint(model, optimizer, step)")
+        if step is None:
+            step = epoch
+        assert step is not None
+        kept = dict(extra or {})
+        if _EPOCH in kept:
+            raise UsageError("extra has a key 'epoch'", hint="pass epoch= instead")
+        if epoch is not None:
+            kept[_EPOCH] = int(epoch)
+        return self.manager.save(
+            model, optimizer, step=step, metrics=metrics, scheduler=scheduler, scaler=scaler, loader=loader,
+            extra=kept or None,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpoint_path: Path | str | None = None,
+        *,
+        which: Literal["latest", "best"] = "latest",
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
+    ) -> TrainingState:
+        """Load into the objects and say where to go on: at step 0 when there is no checkpoint yet.
+
+        Args:
+            checkpoint_path: the folder of a checkpoint; the newest one's when empty. The words "latest" and "best"
+                count as ``which``.
+
+        Raises:
+            CheckpointError: checkpoints exist and none is usable, they do not fit the objects, or there is none in
+                ``checkpoint_path``.
+            UsageError: ``which`` is neither, or ``checkpoint_path`` is no path.
+        """
+        if checkpoint_path in ("latest", "best"):
+            which, checkpoint_path = cast("Literal['latest', 'best']", checkpoint_path), None
+        if which not in ("latest", "best"):
+            raise UsageError(f"which is {which!r}; it is 'latest' or 'best'")
+        load = self.manager.load_latest if which == "latest" else self.manager.load_best
+        if checkpoint_path is not None:
+            load = functools.partial(self.manager.load_from, checkpoint_path)
+        loaded = load(
+            model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader, allow_missing=allow_missing,
+            allow_cast=allow_cast,
+        )  # fmt: skip
+        extra = dict(loaded.extra)
+        epoch = extra.pop(_EPOCH, None)
+        return TrainingState(
+            step=loaded.step, epoch=epoch if type(epoch) is int else 0, metrics=loaded.metrics, extra=extra,
+            path=loaded.path if loaded.found else None, has_epoch=type(epoch) is int,
+        )  # fmt: skip
+
+    def cleanup_old_checkpoints(self, keep_last_n: int | None = None) -> int:
+        """Remove all but the newest ``keep_last_n`` (the manager's own number when empty) and what else is kept: the
+        best one, every ``keep_every`` steps, and always the newest two good ones. Returns how many are gone.
+
+        Every save does so by itself; this is for a lower number. Saves under way are waited for.
+
+        Raises:
+            CheckpointError: a save under way failed, or the folder cannot be read.
+            UsageError: ``keep_last_n`` is not positive.
+        """
+        return self.manager.cleanup_old_checkpoints(keep_last_n)
+
+    def wait(self) -> None:
+        """``CheckpointManager.wait``: return when everything is durable."""
+        self.manager.wait()
+
+    def close(self) -> None:
+        """``CheckpointManager.close``."""
+        self.manager.close()

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 import xxhash
 
 from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.format.damage import Damage, Damaged
-from slurmft.checkpoint.format.image_file import ImageFile
-from slurmft.checkpoint.format.shard_index import Item, ShardIndex, image_file, index_file, verified_index
-from slurmft.checkpoint.staging.holding import reading
-from slurmft.system.opening import opened
+from slurmft.checkpoint.holding import reading
+from slurmft.checkpoint.image_file import (
+    Damage,
+    Damaged,
+    ImageFile,
+    Item,
+    ShardIndex,
+    image_file,
+    index_file,
+    verified_index,
+)
+from slurmft.system.files import opened
 
 THREADS = 2
 SHOWN = 5

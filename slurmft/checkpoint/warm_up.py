@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from slurmft.checkpoint.format.flat_state import capture
-from slurmft.checkpoint.format.reading import Source, Stored
-from slurmft.checkpoint.format.shard_index import read_index
-from slurmft.checkpoint.restore import prepare
-from slurmft.checkpoint.staging.snapshots import Snapshots
+from slurmft.checkpoint.flat_state import capture
+from slurmft.checkpoint.image_file import read_index
+from slurmft.checkpoint.loading import prepare
+from slurmft.checkpoint.reading import Source, Stored
+from slurmft.checkpoint.snapshots import Snapshots
 from slurmft.checkpoint.state import Trainee
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.trainer import rng
+from slurmft.trainer import savers
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ def warm_up(folder: Path) -> None:
     A fork shares its parent's pages until it touches them, and the interpreter is slow where it comes for the first
     time: both together are half of what the load of a small state takes. An error here concerns no worker.
     """
-    before = rng.capture()
+    before = savers.capture()
     try:
         with tempfile.TemporaryDirectory(prefix="warm-up-", dir=folder) as name:
             _save_and_load(Path(name))
     except Exception as error:  # noqa: BLE001 - what is wrong for the worker, too, it will report itself
         log.debug("no warm-up: %s", error)
     finally:
-        rng.restore(before)
+        savers.restore(before)
 
 
 def _save_and_load(folder: Path) -> None:

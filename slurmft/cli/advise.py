@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import own_configuration
-from slurmft.cli.output import say, say_json
+from slurmft.cli.main import say, say_json
 from slurmft.system.foreign_text import one_line
 
 WIDTH = 110

@@ -15,7 +15,7 @@ from slurmft.storage.checkpoint_names import MAX_STEP
 from slurmft.storage.run_folder import RunFolder, find_run, list_runs
 
 if TYPE_CHECKING:
-    from slurmft.config.config import RunConfig
+    from slurmft.config.run import RunConfig
 
 
 def runs_root() -> Path:

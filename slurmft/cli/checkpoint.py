@@ -15,17 +15,15 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.checkpoint.catalog import Catalog, Contents, Entry
-from slurmft.checkpoint.folders import remove_folder
-from slurmft.checkpoint.retention import NEVER_REMOVED, by_merit
-from slurmft.checkpoint.staging.holding import reading
+from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, by_merit, remove_folder
+from slurmft.checkpoint.holding import reading
 from slurmft.checkpoint.verify import Problem, verify
 from slurmft.cli.arguments import STEP, refuse_foreign, runs_root
-from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.cli.main import console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, find_run
 from slurmft.system.foreign_text import one_line
 from slurmft.system.processes import who
@@ -249,11 +247,11 @@ def export(
         raise UsageError(f"{out} exists", hint="--overwrite replaces it")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {out.absolute().parent}", hint="make it first")
-    from slurmft.checkpoint import export
+    from slurmft.checkpoint import export as checkpoint_export
 
     if sys.stderr.isatty():
         say(f"reading {_size(entry.size_bytes)} of {entry.path}", err=True)
-    write = export.export_torch if form == "torch" else export.export_safetensors
+    write = checkpoint_export.export_torch if form == "torch" else checkpoint_export.export_safetensors
     with _kept(entry) as is_there:
         if not is_there:
             raise CheckpointError(f"{entry.path} was removed meanwhile", hint="try again")

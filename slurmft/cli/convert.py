@@ -6,14 +6,13 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.output import say, say_block
-from slurmft.compat.sbatch_script import convert as converted
-from slurmft.config import yaml_text
-from slurmft.config.config import from_values
+from slurmft.cli.main import say, say_block
+from slurmft.compat.converters import convert as converted
+from slurmft.config import base
+from slurmft.config.run import from_values
 from slurmft.errors import StorageError, UsageError
-from slurmft.system.files import replace_atomically
+from slurmft.system.files import read_text, replace_atomically
 from slurmft.system.foreign_text import one_line
-from slurmft.system.opening import read_text
 
 MAX_SCRIPT_BYTES = 1 << 20
 
@@ -36,7 +35,7 @@ def convert(*, script: Path, output: Path | None) -> int:
     found = converted(text, script.stem)
     from_values(dict(found.settings), source=f"what {script} says", known_here=lambda options: options)
     remarks = "".join(f"# {one_line(remark)}\n" for remark in found.remarks)
-    result = f"# From {one_line(script.name)}\n{remarks}{yaml_text.written(found.settings)}"
+    result = f"# From {one_line(script.name)}\n{remarks}{base.written(found.settings)}"
     if output is None:
         say_block(result.removesuffix("\n"))
         return 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import own_configuration
-from slurmft.cli.output import say, say_json
-from slurmft.operations.site.doctor import as_lines, diagnose
+from slurmft.cli.main import say, say_json
+from slurmft.operations.site import as_lines, diagnose
 
 FORMAT = 1
 _EXIT_CODES = """\b

@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import Amount, own_configuration
-from slurmft.cli.output import console, say, say_block, say_json
+from slurmft.cli.main import console, say, say_block, say_json
 from slurmft.errors import UsageError
-from slurmft.operations.site.drill import carry_out, prepared
-from slurmft.policy.site.drill import passed
+from slurmft.operations.site import carry_out, prepared
+from slurmft.policy.site import passed
 from slurmft.scheduler import slurm
-from slurmft.scheduler.signalling import preempt_argv, signal_argv
+from slurmft.scheduler.jobs import preempt_argv, signal_argv
 from slurmft.system.foreign_text import one_line
 
 FORMAT = 1

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import own_configuration
-from slurmft.cli.output import console, say, say_error, say_json
-from slurmft.config.exclusions import ExclusionsConfig
+from slurmft.cli.main import console, say, say_error, say_json
+from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import StorageError, UsageError
-from slurmft.policy.nodes.suspicion import (
+from slurmft.policy.suspicion import (
     ManualEntry,
     Observation,
     Rules,
@@ -33,7 +33,7 @@ from slurmft.policy.nodes.suspicion import (
 )
 from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.storage.exclusions import ExclusionList, Exclusions
-from slurmft.supervisor.recovery.avoided_nodes import list_path
+from slurmft.supervisor.avoided_nodes import list_path
 from slurmft.system.foreign_text import one_line
 from slurmft.system.processes import who
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import click
 
 from slurmft.cli.arguments import run_argument
-from slurmft.cli.output import say, say_error, say_json
+from slurmft.cli.main import say, say_error, say_json
 from slurmft.errors import StorageError
 from slurmft.operations.status import account_of, story
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.watch.evidence_summary import look_told
-from slurmft.supervisor.watch.saves import saves_told
+from slurmft.supervisor.live import look_told
+from slurmft.supervisor.observations import saves_told
 from slurmft.system.foreign_text import one_line
 
 _IN_FULL: dict[str, frozenset[str]] = {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.output import say, say_block
+from slurmft.cli.main import say, say_block
 from slurmft.cli.submit import submit_run
-from slurmft.compat import ft_launcher
-from slurmft.config.config import from_values
+from slurmft.compat import converters
+from slurmft.config.run import from_values
 from slurmft.errors import UsageError
-from slurmft.scheduler.site_options import known_options
+from slurmft.scheduler.slurm import known_options
 
 
 @click.command(
@@ -41,7 +41,7 @@ def ft_launch(
     if "SLURM_PROCID" in os.environ:
         raise UsageError("this is inside of a job, where each task would submit a run of its own",
                          hint="call slurmft ft-launch once, where you would call sbatch")  # fmt: skip
-    launch = ft_launcher.parse(words)
+    launch = converters.parse(words)
     for remark in launch.remarks:
         if not remark.startswith("FaultToleranceConfig"):  # which has said it
             say(f"ft-launch: {remark}", err=True)

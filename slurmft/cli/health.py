@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.cli.main import console, say, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
-from slurmft.policy.nodes.node_health import Checkup, Status
+from slurmft.policy.node_health import Checkup, Status
 from slurmft.system.foreign_text import one_line
 
 _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.CRITICAL: "red", Status.UNKNOWN: "magenta"}

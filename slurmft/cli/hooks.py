@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 import slurmft
-from slurmft.cli.output import say, say_block
+from slurmft.cli.main import say, say_block
 from slurmft.errors import UsageError
-from slurmft.health import requeued
+from slurmft.health import hooks as health_hooks
 from slurmft.health.hooks import HOOKS, slurm_conf_lines
 
 
@@ -35,7 +35,7 @@ def run(*, name: str, job: str) -> int:
     # slurmctld starts its scripts with all signals blocked, and processes that we start would inherit that
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if name == "follow-requeue":
-        say(_line(requeued.follow_quietly(job)))
+        say(_line(health_hooks.follow_quietly(job)))
         return 0
     if name not in HOOKS:
         raise UsageError(f"there is no hook {name[:40]!r}", hint=f"hooks: {', '.join(HOOKS)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.output import say
+from slurmft.cli.main import say
 from slurmft.cli.submit import submit_run
 from slurmft.errors import UsageError
 from slurmft.operations.run_configuration import load_given

@@ -9,15 +9,14 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import RANK, Amount, own_run_argument
-from slurmft.cli.output import say
+from slurmft.cli.main import say
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
-from slurmft.policy.faults import MAX_AFTER_S, Fault, Order
-from slurmft.storage.events import EventName
-from slurmft.storage.order_file import give_order, is_pending, withdraw_order
-from slurmft.storage.run_folder import RunFolder
-from slurmft.system.opening import open_regular
+from slurmft.policy.values import MAX_AFTER_S, Fault, Order
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import RunFolder, give_order, is_pending, withdraw_order
+from slurmft.system.files import open_regular
 from slurmft.system.processes import who
 
 TAKEN_WITHIN_S = 10.0
@@ -88,7 +87,7 @@ def _refuse(run: RunFolder, order: Order) -> None:
 
 def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:
     from slurmft.checkpoint.catalog import Catalog
-    from slurmft.checkpoint.format.shard_index import image_file
+    from slurmft.checkpoint.image_file import image_file
 
     folder = configuration_of(run).checkpoint_dir
     refuse_shared(run, folder)

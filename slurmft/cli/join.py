@@ -8,13 +8,13 @@ import shlex
 import click
 
 from slurmft.cli.arguments import own_run_argument
-from slurmft.cli.output import say
+from slurmft.cli.main import say
 from slurmft.errors import UsageError
 from slurmft.operations.run_configuration import configuration_of
-from slurmft.scheduler import lending, submission
-from slurmft.storage.events import EventName
+from slurmft.scheduler import submission, successor
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.recovery import avoided_nodes
+from slurmft.supervisor import avoided_nodes
 from slurmft.system.processes import who
 
 
@@ -44,11 +44,11 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
         raise UsageError(f"run {run.path.name} is finished ({done.get('reason')})")
     options = submission.parse_sbatch_options(sbatch_options)
     avoiding = avoided_nodes.for_submission(settings, options, os.environ, ())
-    argv = lending.lending_command(settings, run, nodes=nodes, options=options, avoid=frozenset(avoiding.nodes))
+    argv = successor.lending_command(settings, run, nodes=nodes, options=options, avoid=frozenset(avoiding.nodes))
     if dry_run:
         say(shlex.join(argv))
         return 0
-    job = lending.submit_lender(argv)
+    job = successor.submit_lender(argv)
     run.journal().append(EventName.JOINING, job=job, nodes=nodes, who=who())
     say(f"submitted job {job}, which lends {nodes} {'node' if nodes == 1 else 'nodes'} to {settings.name}")
     return 0

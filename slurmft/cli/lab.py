@@ -11,14 +11,12 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import Amount
-from slurmft.cli.output import say_block, say_error, say_json
+from slurmft.cli.main import say_block, say_error, say_json
 from slurmft.errors import SlurmftError
-from slurmft.lab import building, faults
-from slurmft.lab.cluster import Lab
-from slurmft.lab.releases import release_of
-from slurmft.lab.settings import LabSettings, default_folder
-from slurmft.lab.status import LabStatus, status_of
-from slurmft.system.log_format import log_to_stderr
+from slurmft.lab import cluster
+from slurmft.lab.cluster import Lab, LabStatus, status_of
+from slurmft.lab.settings import LabSettings, default_folder, release_of
+from slurmft.system.foreign_text import log_to_stderr
 
 _DEFAULTS = LabSettings()
 
@@ -134,7 +132,7 @@ def up(
 @click.pass_obj
 def down(folder: Path, purge: bool) -> None:
     """End the cluster; no process, mount, namespace or link is left."""
-    (building.purge if purge else building.down)(folder)
+    (cluster.purge if purge else cluster.down)(folder)
 
 
 @lab.command()
@@ -198,7 +196,7 @@ def _working_folder() -> Path | None:
 @click.pass_obj
 def kill_node(folder: Path, node: str) -> None:
     """End a node at once, with everything on it, as a power cut does."""
-    faults.kill_node(folder, node)
+    cluster.kill_node(folder, node)
 
 
 @lab.command("start-node")
@@ -206,7 +204,7 @@ def kill_node(folder: Path, node: str) -> None:
 @click.pass_obj
 def start_node(folder: Path, node: str) -> None:
     """Start a dead node again."""
-    faults.start_node(folder, node)
+    cluster.start_node(folder, node)
 
 
 @lab.command()
@@ -214,7 +212,7 @@ def start_node(folder: Path, node: str) -> None:
 @click.pass_obj
 def partition(folder: Path, node: str) -> None:
     """Cut a node off the network; its processes go on."""
-    faults.partition(folder, node)
+    cluster.partition(folder, node)
 
 
 @lab.command()
@@ -222,7 +220,7 @@ def partition(folder: Path, node: str) -> None:
 @click.pass_obj
 def heal(folder: Path, node: str) -> None:
     """Connect a node again that `partition` cut off."""
-    faults.heal(folder, node)
+    cluster.heal(folder, node)
 
 
 @lab.command("slow-node")
@@ -238,9 +236,9 @@ def heal(folder: Path, node: str) -> None:
 def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: bool) -> None:
     """Limit the CPU time of a node, as a failing fan or a noisy neighbour does."""
     if undo:
-        faults.restore_speed(folder, node)
+        cluster.restore_speed(folder, node)
     else:
-        faults.slow_node(folder, node, cpus=cpus, for_s=seconds)
+        cluster.slow_node(folder, node, cpus=cpus, for_s=seconds)
 
 
 @lab.command("stop-controller")
@@ -248,14 +246,14 @@ def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: boo
 @click.pass_obj
 def stop_controller(folder: Path, crash: bool) -> None:
     """Stop slurmctld; jobs go on, no command is answered."""
-    (faults.crash_controller if crash else faults.stop_controller)(folder)
+    (cluster.crash_controller if crash else cluster.stop_controller)(folder)
 
 
 @lab.command("start-controller")
 @click.pass_obj
 def start_controller(folder: Path) -> None:
     """Start slurmctld again from its saved state."""
-    faults.start_controller(folder)
+    cluster.start_controller(folder)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import LINES, RANK, run_argument
-from slurmft.cli.output import say, say_error, say_raw
+from slurmft.cli.main import say, say_error, say_raw
 from slurmft.operations.status import logs_of
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import open_regular, read_part
 from slurmft.system.foreign_text import Terminal
-from slurmft.system.opening import open_regular, read_part
 
 MAX_SHOWN_BYTES = 64 << 20
 """Only the end of a log is shown: more is no use on a terminal, and a sparse file could take hours to print."""

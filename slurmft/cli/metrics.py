@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import every_run, optional_run_argument
-from slurmft.cli.output import say_block, say_error
+from slurmft.cli.main import say_block, say_error
 from slurmft.errors import UsageError
 from slurmft.storage.run_folder import RunFolder
 
@@ -30,7 +30,7 @@ def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | Non
 
     For cron. A running job publishes its own by itself where its configuration has a section metrics.
     """
-    from slurmft.reporting import publishing
+    from slurmft.reporting import metrics as reporting_metrics
     from slurmft.reporting.metrics import families, looks_at
     from slurmft.system.exposition import text
 
@@ -40,9 +40,9 @@ def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | Non
         say_error(problem)
     try:
         if targets is not None:
-            publishing.write_targets(targets, runs)
+            reporting_metrics.write_targets(targets, runs)
         if textfile is not None:
-            publishing.write_textfile(textfile, families(looks))
+            reporting_metrics.write_textfile(textfile, families(looks))
     except OSError as error:
         raise UsageError(f"cannot write {textfile or targets}: {error.strerror}") from error
     if textfile is None and targets is None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmft.cli.output import say, say_json
+from slurmft.cli.main import say, say_json
 from slurmft.errors import StorageError
 from slurmft.system.files import replace_atomically
 from slurmft.system.foreign_text import one_line
 
 if TYPE_CHECKING:
-    from slurmft.planning.outcome import Estimate, Outcome
+    from slurmft.planning.plan import Estimate, Outcome
 
 FORMAT = 1
 _COLUMNS = ("days", "failures", "restarts", "requeues", "given_up", "excluded")
@@ -45,7 +45,7 @@ def plan(
     found = alternatives(config, site, overrides=overrides, varied=varied, seeds=seeds)
     outcomes = list(simulated(found, lambda text: say(one_line(text), err=True)))
     if svg is not None:
-        from slurmft.planning.chart import svg as drawn
+        from slurmft.planning.plan import svg as drawn
 
         try:
             replace_atomically(svg, drawn(outcomes), mode=0o644)
@@ -77,7 +77,7 @@ def _mean(outcome: Outcome, name: str) -> float:
 
 
 def _shares(outcome: Outcome) -> dict[str, float]:
-    from slurmft.planning.outcome import shares
+    from slurmft.planning.plan import shares
 
     return shares(outcome)
 

@@ -6,12 +6,10 @@ import time
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from slurmft.cli.output import console, say
+from slurmft.cli.main import console, say
 from slurmft.operations.status import Overview, exit_code_of, has_ended, oldest_first, overviews
-from slurmft.storage.events import EventName
-from slurmft.storage.history.progress import progress_of
-from slurmft.storage.journal import Event
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.journal import Event, EventName
+from slurmft.storage.run_folder import RunFolder, progress_of
 from slurmft.supervisor.evidence import tail
 from slurmft.system.foreign_text import one_line
 

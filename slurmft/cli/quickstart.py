@@ -11,7 +11,7 @@ import click
 import slurmft.examples
 from slurmft.cli import infer as inferring
 from slurmft.cli import submit
-from slurmft.cli.output import say
+from slurmft.cli.main import say
 from slurmft.errors import UsageError
 from slurmft.storage.run_folder import RunFolder
 

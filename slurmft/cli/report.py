@@ -13,12 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import RunType, every_run, runs_root
-from slurmft.cli.output import console, counted, say, say_error, say_json
+from slurmft.cli.main import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
-from slurmft.reporting.page import hours, page_of, percent, span
-from slurmft.reporting.reading import report_of
-from slurmft.reporting.summary import Fleet, Report
-from slurmft.reporting.times import MEANING, WITHOUT_NODES, Category
+from slurmft.reporting.accounting import MEANING, WITHOUT_NODES, Category
+from slurmft.reporting.report import Fleet, Report, hours, page_of, percent, report_of, span
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import replace_atomically
 from slurmft.system.foreign_text import one_line

@@ -8,10 +8,10 @@ import signal
 import click
 
 from slurmft.cli.arguments import optional_run_argument, refuse_foreign, runs_root
-from slurmft.cli.output import say, say_error
+from slurmft.cli.main import say, say_error
 from slurmft.errors import UsageError
 from slurmft.operations import control, rescue
-from slurmft.operations.on_behalf import OWNER_LIMIT_S
+from slurmft.operations.rescue import OWNER_LIMIT_S
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.processes import who
 

@@ -12,8 +12,8 @@ import click
 
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
-from slurmft.system.collecting import without_collections
-from slurmft.system.opening import appending
+from slurmft.system.files import appending
+from slurmft.system.processes import without_collections
 
 
 @click.command()
@@ -28,9 +28,9 @@ def run(*, config: Path, after_loss: int | None) -> int:
     """Run the supervisor of one job (called by the batch script)."""
     # before the fork: the guardian may need it when files cannot be read any more
     with without_collections():
-        from slurmft.supervisor.fleet.outliving import outlives_its_supervisor
+        from slurmft.supervisor.agents import outlives_its_supervisor
         from slurmft.supervisor.guardian import guarded
-        from slurmft.supervisor.standby.aside import standby_has_taken_over
+        from slurmft.supervisor.lease import standby_has_taken_over
 
     refuse_foreign_configuration(config)
     settings = functools.cache(lambda: load_given(config))
@@ -53,16 +53,16 @@ def run(*, config: Path, after_loss: int | None) -> int:
 def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
     """Run one node's agent (started by the supervisor with srun)."""
     with without_collections():
+        from slurmft.agent import container as agent_container
         from slurmft.agent.agent import serve
-        from slurmft.agent.container import inside
 
     refuse_foreign_configuration(config)
     settings = load_given(config)
     if (container := settings.contained()) is None:
         return asyncio.run(serve(settings, attempt, os.environ, begun))
-    inside.become_first_process()
-    environment = inside.usable_environment(os.environ, os.uname().nodename)
-    inside.refuse_unusable(container, attempt, environment)
+    agent_container.become_first_process()
+    environment = agent_container.usable_environment(os.environ, os.uname().nodename)
+    agent_container.refuse_unusable(container, attempt, environment)
     return asyncio.run(serve(settings, attempt, environment))
 
 
@@ -72,12 +72,12 @@ def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
 def standby(*, config: Path, token: str) -> int:
     """Stand by for the supervisor of a job (started by it with srun, on another node)."""
     with without_collections():
-        from slurmft.supervisor.signals import block_signals, keep_signals
+        from slurmft.supervisor.guardian import block_signals, keep_signals
 
         block_signals()
         keep_signals()
         from slurmft.scheduler.environment import as_in_batch_script, batch_node
-        from slurmft.supervisor.standby.takeover import stand_by
+        from slurmft.supervisor.takeover import stand_by
 
     refuse_foreign_configuration(config)
     settings = load_given(config)

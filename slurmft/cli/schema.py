@@ -10,8 +10,8 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
-from slurmft.cli.output import say_json
-from slurmft.config.config import RunConfig
+from slurmft.cli.main import say_json
+from slurmft.config.run import RunConfig
 
 
 @click.command()

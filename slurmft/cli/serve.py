@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import Amount, own_run_argument
-from slurmft.cli.output import say
+from slurmft.cli.main import say
 from slurmft.cli.submit import submit_run
 from slurmft.errors import UsageError
 from slurmft.operations.run_configuration import load_given
@@ -67,7 +67,7 @@ def serve(
               "a free one) until interrupted, and pass each connection on to a router that lives.")  # fmt: skip
 def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, forward: int | None) -> int:
     """Print the address of a router of the endpoint RUN that lives."""
-    from slurmft.inference.serving.endpoint import ca_file, headers_file
+    from slurmft.inference.endpoint import ca_file, headers_file
     from slurmft.operations.endpoint import living_url
 
     if not (headers := headers_file(run.path)).is_file():
@@ -86,7 +86,7 @@ def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, for
 def _forward(run: RunFolder, port: int, scheme: str) -> int:
     import asyncio
 
-    from slurmft.inference.serving.forwarder import Forwarder
+    from slurmft.inference.forwarder import Forwarder
 
     try:
         asyncio.run(Forwarder(run.path).serve(port, lambda found: say(f"{scheme}://127.0.0.1:{found}")))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import every_run, optional_run_argument, runs_root
-from slurmft.cli.output import console, say_json
+from slurmft.cli.main import console, say_json
 from slurmft.errors import StorageError
 from slurmft.operations.status import Overview, overviews
 from slurmft.storage.run_folder import RunFolder

@@ -7,7 +7,7 @@ import time
 import click
 
 from slurmft.cli.arguments import Amount, own_run_argument
-from slurmft.cli.output import say
+from slurmft.cli.main import say
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.storage.run_folder import RunFolder

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.output import say, say_block
-from slurmft.config.config import RunConfig
+from slurmft.cli.main import say, say_block
+from slurmft.config.run import RunConfig
 from slurmft.errors import UsageError
 from slurmft.operations import submit as submitting
 from slurmft.operations.run_configuration import load_given

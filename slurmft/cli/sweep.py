@@ -13,15 +13,13 @@ import click
 
 from slurmft.cli.arguments import Amount, runs_root
 from slurmft.cli.exclude import may_exclude, opened_list
-from slurmft.cli.output import say, say_error, say_json
+from slurmft.cli.main import say, say_error, say_json
 from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
-from slurmft.operations.sweep import SweepOrder, SweepReport
+from slurmft.operations.sweep import SweepOrder, SweepReport, heartbeat_url, send_heartbeat, write_metrics
 from slurmft.operations.sweep import sweep as do_sweep
-from slurmft.operations.sweep_metrics import heartbeat_url, send_heartbeat, write_metrics
-from slurmft.policy.nodes.node_health import Condition
-from slurmft.policy.nodes.sweep import Visits
-from slurmft.system.bounded import bounded
+from slurmft.policy.node_health import Condition, Visits
+from slurmft.system.isolation import bounded
 from slurmft.system.processes import who
 
 FORMAT = 1

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmft.cli.arguments import Amount, every_run, optional_run_argument, runs_root
-from slurmft.cli.output import console, counted
+from slurmft.cli.main import console, counted
 from slurmft.errors import UsageError
 from slurmft.operations.status import Overview
 from slurmft.reporting.live import Scene, Watcher, heat, open_sections, slowest
-from slurmft.storage.history.journal_tail import Entry
+from slurmft.storage.journal import Entry
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.foreign_text import one_line
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slurmft.compat.neighbours import PreemptionPlugin as PreemptionPlugin
     from slurmft.compat.neighbours import RerunStateMachineConfig as RerunStateMachineConfig
     from slurmft.compat.neighbours import TrainingConfig as TrainingConfig
-    from slurmft.compat.options import configuration as configuration
+    from slurmft.compat.neighbours import configuration as configuration
     from slurmft.compat.rerun_names import (
         EXIT_CODE_FAILED_ON_RESULT_VALIDATION as EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     )
@@ -36,25 +36,33 @@ if TYPE_CHECKING:
     from slurmft.compat.serving_names import RequestRedistributor as RequestRedistributor
     from slurmft.compat.serving_names import RetryManager as RetryManager
     from slurmft.compat.serving_names import WorkerHealthMonitor as WorkerHealthMonitor
-    from slurmft.worker.rerun.data import RerunDataIterator as RerunDataIterator
+    from slurmft.worker.rerun_data import RerunDataIterator as RerunDataIterator
 
-_NAMES = {
-    "slurmft.compat.health_checker": "HealthChecker",
-    "slurmft.compat.serving_names":
+_NAMES = (
+    ("slurmft.compat.health_checker", "HealthChecker"),
+    (
+        "slurmft.compat.serving_names",
         "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "
         "HighAvailabilityCluster GracefulDegradation",
-    "slurmft.compat.megatron":
+    ),
+    (
+        "slurmft.compat.megatron",
         "get_rerun_state_machine initialize_rerun_state_machine destroy_rerun_state_machine RerunStateMachine",
-    "slurmft.compat.rerun_names":
+    ),
+    (
+        "slurmft.compat.rerun_names",
         "RerunMode RerunDiagnostic RerunErrorInjector EXIT_CODE_RESUME_TO_DISAMBIGUATE "
         "EXIT_CODE_FAILED_ON_RESULT_VALIDATION",
-    "slurmft.worker.rerun.data": "RerunDataIterator",
-    "slurmft.compat.neighbours":
+    ),
+    ("slurmft.worker.rerun_data", "RerunDataIterator"),
+    (
+        "slurmft.compat.neighbours",
         "RerunStateMachineConfig FaultToleranceConfig NVRxStragglerDetectionConfig FaultTolerancePlugin "
         "PreemptionPlugin TrainingConfig NVRxStragglerDetectionManager",
-    "slurmft.compat.options": "configuration",
-}  # fmt: skip
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+    ),
+    ("slurmft.compat.neighbours", "configuration"),
+)
+_HOMES = {name: home for home, names in _NAMES for name in names.split()}
 
 __all__ = [*_HOMES]  # noqa: PLE0604 - the keys are strings
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's re-run state machine by its own names, over ``worker.rerun.state_machine``.
+"""Megatron-LM's re-run state machine by its own names, over ``worker.rerun``.
 
     rerun_state_machine = get_rerun_state_machine()
     while rerun_state_machine.should_run_forward_backward(data_iterator):
@@ -25,13 +25,11 @@ from torch import nn
 
 from slurmft.compat.rerun_names import RerunErrorInjector, RerunMode, mode_of
 from slurmft.errors import UsageError
-from slurmft.policy.nodes.rerun_settings import RerunSettings
-from slurmft.policy.nodes.reruns import Mode
+from slurmft.policy.reruns import Mode, RerunSettings
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.worker.rerun import state_machine
-from slurmft.worker.rerun.checks import RejectionFunction
-from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.record import as_tensor, is_rejected, number_of
+from slurmft.worker import rerun
+from slurmft.worker.rerun import RejectionFunction, as_tensor, is_rejected, number_of
+from slurmft.worker.rerun_data import RerunDataIterator
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ Iterators = RerunDataIterator | Sequence[RerunDataIterator | None] | None
 _DATA = "data_iterators"
 
 
-class RerunStateMachine(state_machine.RerunStateMachine):
+class RerunStateMachine(rerun.RerunStateMachine):
     """The machine with Megatron's arguments; ``get_rerun_state_machine`` returns it.
 
     Args:

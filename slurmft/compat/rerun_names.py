@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from slurmft.errors import UsageError
-from slurmft.policy.nodes.reruns import Injection, Mode
-from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
+from slurmft.policy.reruns import Injection, Mode
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
 
 EXIT_CODE_RESUME_TO_DISAMBIGUATE = EXIT_RERUN_ELSEWHERE
 EXIT_CODE_FAILED_ON_RESULT_VALIDATION = EXIT_VALIDATION_FAILED

@@ -17,10 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from slurmft.errors import UsageError
-from slurmft.policy.inference import degradation
-from slurmft.policy.inference.answers import Outcome, outcome_of_status
-from slurmft.policy.inference.restarts import Restarts
-from slurmft.worker.standalone.failures import FailureCategory, categorize_failure
+from slurmft.policy import serving
+from slurmft.policy.inference import Outcome, Restarts, outcome_of_status
+from slurmft.worker.failures import FailureCategory, categorize_failure
 
 MISSED_BEATS = 3
 JITTER = 0.1
@@ -181,7 +180,7 @@ class GracefulDegradation:
 
     def __init__(self, num_workers: int, *, batch_size: int = 32, response_timeout: float = 60.0) -> None:
         self.num_workers = _number("num_workers", num_workers, 1, int)
-        self._policy = degradation.GracefulDegradation(concurrency=_number("batch_size", batch_size, 1, int))
+        self._policy = serving.GracefulDegradation(concurrency=_number("batch_size", batch_size, 1, int))
         self._degraded = replace(self._policy, degraded=True)
         self._normal_timeout = _number("response_timeout", response_timeout)
         self._look(set())

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from slurmft.config.types import Positive, Section
+from slurmft.config.base import Positive, Section
 from slurmft.policy import plain_values as plain
-from slurmft.policy.verdicts.verdict import Cause, by_cause
+from slurmft.policy.verdict import Cause, by_cause
 
 MOST = 1e9
 Number = Annotated[float, Field(ge=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MOST))]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from slurmft.integrations.accelerate import load_latest, save_state
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 from slurmft.worker.session import start_session
 
 SAMPLES, BATCH = 96, 4

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+from slurmft.worker.data import ByteCorpus, WindowLoader
+from slurmft.worker.digests import weights_digest
 from slurmft.worker.session import start_session
 
 BYTES = 256

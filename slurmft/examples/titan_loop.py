@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 from slurmft.worker.session import Session, start_session
 
 WORDS, LENGTH = 64, 16

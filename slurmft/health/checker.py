@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig
 from slurmft.errors import ConfigError, StorageError, UsageError
 from slurmft.health import results as kept
-from slurmft.health.node_view import Scene
-from slurmft.health.probes.probes import Probe, known_names, probes_for
+from slurmft.health.node import Scene
+from slurmft.health.probes import Probe, known_names, probes_for
 from slurmft.policy import plain_values as plain
-from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Status
+from slurmft.policy.node_health import Checkup, ProbeResult, Status
 from slurmft.system.files import write_json
 from slurmft.system.isolation import Answer, Errand, run_all
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from slurmft.errors import StorageError, StorageUnavailable
-from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Problem, Status
+from slurmft.policy.node_health import Checkup, ProbeResult, Problem, Status
 from slurmft.system.files import read_json, write_json
 
 KEEP = 12

@@ -11,31 +11,743 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
+import inspect
+import itertools
 import json
 import logging
 import os
+import random
+import signal
+import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from slurmft.config.config import load
-from slurmft.config.inference import InferenceConfig
-from slurmft.errors import StorageError
-from slurmft.inference.engines import Closed, Engine, engine_of
+from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
+from slurmft.config.run import load
+from slurmft.errors import LaunchError, StorageError, UsageError
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.replica import ReplicaSettings
-from slurmft.inference.request_checkpoints import CheckpointFile, RequestCheckpointer, fingerprint, records_in
-from slurmft.inference.requests import Requests, folder_of
-from slurmft.inference.retrying import Again, Answer, OutOfMemory, RetryManager
-from slurmft.inference.segments import SegmentWriter, segment_name
-from slurmft.policy.inference.answers import is_good
-from slurmft.policy.inference.engines import patience_for, smallest
-from slurmft.policy.inference.slots import Slots
-from slurmft.system.agents_child import run_below_agent
+from slurmft.inference.partials import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in
+from slurmft.inference.replica_health import Watched
+from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.policy.engines import counter_in, engine_kind, patience_for, smallest, with_another_path
+from slurmft.policy.inference import Outcome, Slots, is_good, is_out_of_memory, outcome_of_status, retry_after_s
+from slurmft.policy.streams import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
+from slurmft.storage.shared_weights import stage_in_memory
+from slurmft.system.background import run_below_agent
+from slurmft.system.private_folder import PrivateFolder, make_private_folder
+from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
+from slurmft.system.token_file import token_in
+
+if TYPE_CHECKING:
+    import aiohttp
+
+# --- One engine of a node, as its pool sees it ---
+
+EXIT_CODE = "exit code"
+RENEWED = "it gets another engine"
+
+
+class Phase(StrEnum):
+    """A replica's state."""
+
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting"
+    """For its next start."""
+
+    DOWN = "down"
+    """It stays so until the next attempt."""
+
+    OFF = "off"
+    """It is not needed for the load."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine of this node."""
+
+    number: int
+    phase: Phase = Phase.WAITING
+    life: int = 0
+    generation: int = 0
+    """The run's at the start of this life; part of its segments' names."""
+
+    slots: int = 0
+    writer: asyncio.StreamWriter | None = None
+    in_flight: dict[int, float] = field(default_factory=dict)
+    """Requests that it has, and since when (monotonic)."""
+
+    begun: set[int] = field(default_factory=set)
+    """Of those, the ones that its engine has; the others wait in the driver."""
+
+    void: int = 0
+    """Requests that it still works on although their lease was revoked."""
+
+    alone: bool = False
+    """It works on a suspect, and gets nothing else until that is over."""
+
+    is_giving_back: bool = False
+    """It was told to end with what it has, as the time of a stop is up."""
+
+    is_leaving: bool = False
+    """It was told to end, as it is not needed for the load."""
+
+    answered: int = 0
+    """Requests completed in this life."""
+
+    ends: dict[str, int] = field(default_factory=dict)
+    """Its segments of this life, and up to where they were reported."""
+
+    is_held: bool = False
+    """The disk takes none of its answers."""
+
+    port: int = 0
+    """Where its gate listens; 0 for a replica of a batch."""
+
+    why: str = ""
+    """What it is killed for."""
+
+    is_hung: bool = False
+    """That is a hang."""
+
+    hung_before: bool = False
+    """So was the end of the life before this one, in which it had answered nothing."""
+
+    last: Watched = field(default_factory=lambda: Watched(0.0))
+    """What was known of its last life at the end."""
+
+    def begin(self, generation: int) -> None:
+        """Another life of it, in which nothing of the last one counts."""
+        self.life, self.generation = self.life + 1, generation
+        self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
+        self.in_flight, self.begun, self.void, self.ends, self.why = {}, set(), 0, {}, ""
+        self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
+
+    def room(self, ahead: int = 0) -> int:
+        """Requests that it can take now, of which ``ahead`` wait for a slot."""
+        if self.phase is not Phase.READY or self.alone:
+            return 0
+        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative, or above 128: a signal."""
+    if code < 0 or 128 < code < 160:
+        number = -code if code < 0 else code - 128
+        with contextlib.suppress(ValueError):
+            return f"ended by {signal.Signals(number).name}"
+    return f"{EXIT_CODE} {code}"
+
+
+def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
+    """Requests that only one of these has, since before this moment (monotonic), and not alone."""
+    held = Counter(index for replica in replicas for index in replica.in_flight)
+    return [
+        index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
+        if held[index] == 1 and since_s < before_s
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSettings:
+    """What the agent tells a driver."""
+
+    socket: str
+    config: str
+    """The run's configuration."""
+
+    generation: int
+    node: int
+    replica: int
+    life: int
+    """How often this replica was started by this agent; part of its segments' names."""
+
+    device: str
+    """For a callable; empty: whatever there is."""
+
+    def as_text(self) -> str:
+        """For the environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """As ``as_text`` wrote it."""
+        return cls(**json.loads(text))
+
+
+# --- Tries of one request: exponential backoff with jitter, and what the engine itself asks for ---
+
+Result = TypeVar("Result")
+Answer = dict[str, Any]
+"""``{"response": {"status_code": ..., "body": ...}}``, or ``{"error": {"code": ..., "message": ...}}``."""
+
+MAX_TOLD = 2000
+"""Characters of an error that are kept."""
+
+
+class Again(Exception):
+    """A try has failed in a way that the next one may not.
+
+    Args:
+        after_s: seconds that the other side asks for; None: the schedule's.
+    """
+
+    def __init__(self, why: str, *, after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+class OutOfMemory(Again):
+    """A try failed for want of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryManager:
+    """Tries again after ``Again``: ``base_delay_s`` doubled each time, at most ``max_delay_s``, with jitter."""
+
+    max_retries: int = 3
+    base_delay_s: float = 1.0
+    max_delay_s: float = 30.0
+
+    async def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of ``work``.
+
+        Raises:
+            Again: of the last try, when there is none left.
+            Exception: any other error of ``work``, at once.
+        """
+        for failed in itertools.count(1):
+            try:
+                return await work()
+            except Again as error:
+                if failed > self.max_retries:
+                    raise
+                pause_s = self._pause_s(failed, error)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the count has no end")
+
+    def _pause_s(self, failed: int, error: Again) -> float:
+        if error.after_s is not None:
+            return min(error.after_s, self.max_delay_s)
+        jitter_s = random.uniform(0, self.base_delay_s)  # noqa: S311 - spreads load, keeps no secret
+        return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s)
+
+
+# --- A Python callable as an engine: a function, a class, or a generator that tells what it has so far ---
+
+
+class CallableEngine:
+    """A function, or an object of a class, in this process; it runs in a thread of its own, one list at a time.
+
+    A generator yields what is new of each answer, takes what they begin with as ``prefixes``, and returns them whole.
+    """
+
+    request_path = ""
+
+    def __init__(self, name: str, device: str, at_once: int, partials: RequestCheckpointer | None = None) -> None:
+        self.at_once = at_once
+        self._partials, self._pieces = partials, 0
+        self._is_generator = False
+        self._name, self._device = name, device
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._call: Any = None
+
+    async def start(self) -> None:
+        """Import it, and build it where it is a class."""
+        self._call = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+
+    async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """One call."""
+        bodies = [request["body"] for request in requests]
+        loop = asyncio.get_running_loop()
+        try:
+            if self._is_generator:
+                values = await self._generated([request.get("key", request["id"]) for request in requests], bodies)
+            else:
+                values = await loop.run_in_executor(self._thread, self._call, bodies)
+        except Exception as error:
+            kind = type(error).__name__
+            text = f"{kind}: {error}"[:MAX_TOLD]
+            if isinstance(error, MemoryError) or is_out_of_memory(text):
+                raise OutOfMemory(text) from error
+            raise Again(text) from error
+        return [{"response": {"status_code": 200, "body": value}} for value in self._checked(values, len(bodies))]
+
+    async def _generated(self, keys: Sequence[str], bodies: Sequence[Any]) -> Any:
+        loop, partials = asyncio.get_running_loop(), self._partials
+        known = [partials.take(key) if partials is not None else None for key in keys]
+        prefixes = [prefix.text if prefix is not None else "" for prefix in known]
+
+        def note(texts: Sequence[str]) -> None:
+            for key, text in zip(keys, texts, strict=True):
+                if partials is not None:
+                    partials.note(key, text)
+
+        def run() -> Any:
+            made = [[prefix] for prefix in prefixes]
+            noted_s, pieces = time.monotonic(), self._call(bodies, prefixes=list(prefixes))
+            try:
+                while True:
+                    new = next(pieces)
+                    for parts, piece in zip(made, self._pieces_in(new, len(bodies)), strict=True):
+                        parts.append(piece)
+                    if time.monotonic() - noted_s > NOTE_S:
+                        noted_s = time.monotonic()
+                        loop.call_soon_threadsafe(note, ["".join(parts) for parts in made])
+            except StopIteration as end:
+                return end.value
+            except BaseException:
+                loop.call_soon_threadsafe(note, ["".join(parts) for parts in made])
+                raise
+
+        note(prefixes)
+        values = await loop.run_in_executor(self._thread, run)
+        for key in keys:
+            if partials is not None:
+                partials.forget(key)
+        return values
+
+    def _pieces_in(self, new: Any, count: int) -> Sequence[str]:
+        if not isinstance(new, list) or len(new) != count or not all(isinstance(each, str) for each in new):
+            raise TypeError(f"{self._name} must yield lists of {count} texts, what is new of each answer")
+        self._pieces += 1
+        return new
+
+    def _checked(self, values: Any, count: int) -> list[Any]:
+        if not isinstance(values, list) or len(values) != count:
+            found = f"a list of {len(values)}" if isinstance(values, list) else f"a {type(values).__name__}"
+            raise Again(
+                f"{self._name} must return a list of {count} answers, one for each request; it returned {found}"
+            )
+        try:
+            json.dumps(values, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise Again(f"an answer of {self._name} cannot be written as JSON: {error}") from error
+        return values
+
+    async def tokens(self) -> float:
+        """Of a generator, how often it has yielded."""
+        return self._pieces
+
+    async def ended(self) -> int:
+        """It is this process."""
+        await asyncio.Event().wait()
+        return 0
+
+    async def close(self) -> None:
+        """Nothing: it ends with this process."""
+
+    def _load(self) -> Any:
+        module, _, path = self._name.partition(":")
+        if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 - as python itself would
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        try:
+            found: Any = importlib.import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"inference.engine.callable: cannot load {self._name}: {error}") from error
+        is_class = inspect.isclass(found)
+        built: Any = found(self._device) if is_class else found
+        if not callable(built):
+            raise UsageError(f"inference.engine.callable: {self._name} cannot be called")
+        call = built if inspect.isroutine(built) else built.__call__
+        self._is_generator = inspect.isgeneratorfunction(call)
+        if self._is_generator and "prefixes" not in inspect.signature(call).parameters:
+            raise UsageError(
+                f"inference.engine.callable: {self._name} is a generator and must take the keyword prefixes",
+                hint="a list of what the answers begin with; see docs/how-to/batch-inference.md",
+            )
+        return built
+
+
+# --- streams ---
+# Server-sent events as OpenAI's engines send them: one JSON object for each ``data:``, and ``[DONE]`` at the end.
+
+END = b"[DONE]"
+
+
+async def events_of(parts: AsyncIterable[bytes], *, limit_bytes: int) -> AsyncIterator[dict[str, Any]]:
+    """The objects of a stream, until its end or ``[DONE]``; comments and other fields are passed over.
+
+    Raises:
+        ValueError: something in it is no JSON object, or it is longer than ``limit_bytes``.
+    """
+    rest, room = b"", limit_bytes
+    async for part in parts:
+        room -= len(part)
+        if room < 0:
+            raise ValueError(f"a stream of more than {limit_bytes >> 20} MiB")
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[len(b"data:") :].strip()
+            if data == END:
+                return
+            value = json.loads(data)
+            if not isinstance(value, dict):
+                raise ValueError("an event that is no object")
+            yield value
+
+
+# --- The engines behind a replica's driver: a server of its own, a service elsewhere, or a Python callable ---
+
+READY_LOOK_S = 0.1
+READY_TRY_S = 5.0
+METRICS_S = 5.0
+REAP_S = 30.0
+MAX_ANSWER_BYTES = 64 << 20
+STREAM_COST = 8
+"""By so much an answer is longer as a stream, at least."""
+ROOT = 0
+"""As which a container's runtime may listen for the engine in it."""
+
+
+class Closed(Again):
+    """An engine that was started here takes no connection: it is about to end, of which no request is the cause."""
+
+
+class Engine(Protocol):
+    """The driver's view of what answers requests."""
+
+    request_path: str
+    """For requests that name no path."""
+
+    at_once: int
+    """Requests in one call of ``answer``: 1, or as many as there are slots for an engine that takes lists."""
+
+    async def start(self) -> None:
+        """Return when it can answer.
+
+        Raises:
+            SlurmftError: it ended, or cannot be started.
+        """
+
+    async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """The answers to a list of requests (``id``, ``body``, and ``url`` where one is named).
+
+        What a request has so far is noted under its ``key``, or its ``id`` where it has none.
+
+        Raises:
+            OutOfMemory: with fewer at a time it may work.
+            Closed: the engine takes no more requests.
+            Again: the next try may succeed.
+        """
+
+    async def tokens(self) -> float:
+        """Tokens, or pieces of answers, made so far, as far as that is known."""
+
+    async def ended(self) -> int:
+        """Return, with the exit code, when the engine has ended by itself; never for one that is not ours."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+
+def engine_of(config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer) -> Engine:
+    """The engine that the configuration names; ``partials`` takes the beginnings of its answers, and has known ones."""
+    if config.engine.callable is not None:
+        keeps = config.engine.continue_from_prefix != "never"
+        device = device or default_device()
+        return CallableEngine(config.engine.callable, device, config.concurrency, partials if keeps else None)
+    return HttpEngine(config, replica, partials)
+
+
+class HttpEngine:
+    """A server that speaks HTTP: started here (``command``), or one that is there already (``url``)."""
+
+    at_once = 1
+
+    def __init__(self, config: InferenceConfig, replica: int, partials: RequestCheckpointer | None = None) -> None:
+        engine, kind = config.engine, engine_kind(config.engine.command or ())
+        self._config, self._replica = config, replica
+        self._partials = RequestCheckpointer() if partials is None else partials
+        self._forms = continued_forms(engine.continue_from_prefix)
+        self._pieces, self._counted = 0, 0.0
+        self._first: float | None = None
+        self._ready_path = engine.ready_path or kind.ready_path
+        self.request_path = engine.request_path or kind.request_path
+        self._metrics_path = engine.metrics_path or kind.metrics_path
+        self._metric = engine.progress_metric or kind.progress_metric
+        self._base = engine.url or ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._port = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._private: PrivateFolder | None = None
+        self.place: int | str = 0
+        """Where a server that was started here listens: its port on this node, or the path of its Unix socket."""
+
+    async def start(self) -> None:
+        """Start the server and wait until it is ready; its limit is the agent's."""
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise UsageError("engines that speak HTTP need the package aiohttp",
+                             hint="pip install 'slurmft[inference]'") from error  # fmt: skip
+        headers = {}
+        if self._config.engine.token_file is not None:
+            headers["Authorization"] = f"Bearer {token_in(self._config.engine.token_file, at_least=1)}"
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        if self._config.engine.command is not None and any(SOCKET_WORD in each for each in self._config.engine.command):
+            self._private = make_private_folder()
+            connector = aiohttp.UnixConnector(str(self._private.path / "engine.sock"), limit=0, keepalive_timeout=30)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=self._config.request_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),  # engines set none, and looking for some costs time
+            headers=headers,
+            trust_env=False,
+        )
+        if self._config.engine.command is not None:
+            port = self._port = _free_port()
+            self._base = f"http://127.0.0.1:{port}"
+            self.place = port
+            words = {PORT_WORD: str(port), "{replica}": str(self._replica)}
+            if self._private is not None:
+                self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
+            command = self._config.engine.command
+            for path in self._config.engine.stage_in_memory:
+                copy = await asyncio.to_thread(stage_in_memory, path)
+                command = with_another_path(command, path, str(copy))
+            argv = [_filled(word, words) for word in command]
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine
+                )
+            except OSError as error:
+                raise UsageError(f"cannot start the engine {argv[0]!r}: {error.strerror or error}") from error
+        while not await self._is_ready():
+            if self._process is not None and self._process.returncode is not None:
+                raise LaunchError(f"the engine ended with {self._process.returncode} before it was ready")
+            await asyncio.sleep(READY_LOOK_S)
+
+    async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """One request, by POST."""
+        return [await self._post(request) for request in requests]
+
+    async def _post(self, request: Mapping[str, Any]) -> Answer:
+        path, body = request.get("url", self.request_path), request["body"]
+        form = form_of(path, body) if self._forms else None
+        if form not in self._forms:
+            return await self._ask(path, body)
+        key = request.get("key", request["id"])
+        known = self._partials.take(key)
+        if known is not None and (rest := continuing(body, form, known)) is not None:
+            self._note(key, known)  # this engine may die, too
+            answer = await self._ask(path, rest, key, JoinedAnswer(form, known))
+            if is_good(answer):
+                self._partials.forget(key)
+                return answer
+        answer = await self._ask(path, streaming(body), key, JoinedAnswer(form, Prefix()))
+        self._partials.forget(key)
+        return answer if is_good(answer) else await self._ask(path, body)  # it may take no streams
+
+    async def _ask(
+        self, path: str, body: Mapping[str, Any], key: str = "", joined: JoinedAnswer | None = None
+    ) -> Answer:
+        """One try; ``joined`` takes the answer where it comes in pieces."""
+        import aiohttp
+
+        assert self._session is not None
+        address = self._base + path
+        try:
+            async with self._session.post(address, json=body, allow_redirects=False) as response:
+                if joined is not None and response.status == 200 and response.content_type == "text/event-stream":
+                    if (failure := await self._gather(response, key, joined)) is None:
+                        return {"response": {"status_code": 200, "body": joined.body()}}
+                    status, content = failure[0], failure[1].encode()
+                else:
+                    status, content = response.status, await _content(response)
+                after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
+        except aiohttp.ClientConnectorError as error:
+            raise (Again if self._process is None else Closed)(f"no connection: {error}") from error
+        except TimeoutError as error:
+            raise Again(f"no answer within {self._config.request_timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Again(f"no answer: {error or type(error).__name__}") from error
+        text = content.decode(errors="replace")
+        match outcome_of_status(status, text):
+            case Outcome.ANSWER:
+                return {"response": {"status_code": status, "body": _body_of(text)}}
+            case Outcome.SMALLER:
+                raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
+        raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
+
+    async def canary(self) -> None:
+        """Ask for one token as routers do, which show the engine its own token and none of the clients'.
+
+        Raises:
+            LaunchError: it refuses all that routers pass on, or fails. What it says of the request itself does not
+                count: an engine may speak any HTTP.
+        """
+        import aiohttp
+
+        assert self._session is not None
+        body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "1"}], "prompt": "1"}
+        try:
+            async with self._session.get(f"{self._base}/v1/models") as response:
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    body["model"] = json.loads(await _content(response))["data"][0]["id"]
+            async with self._session.post(self._base + self.request_path, json=body) as response:
+                status, text = response.status, (await _content(response)).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError, Again) as error:
+            raise LaunchError(f"a first request has no answer: {error or type(error).__name__}") from error
+        if status in (401, 403) or status >= 500:
+            raise LaunchError(f"a first request to {self.request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
+
+    async def tokens(self) -> float:
+        """From the engine's metrics since the first look, and by the pieces of streams."""
+        import aiohttp
+
+        if not self._metric or not self._metrics_path or self._session is None:
+            return self._pieces + self._counted
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            limit = aiohttp.ClientTimeout(total=METRICS_S)
+            async with self._session.get(self._base + self._metrics_path, timeout=limit) as response:
+                found = counter_in((await _content(response)).decode(errors="replace"), self._metric)
+            if found is not None:
+                self._first = found if self._first is None else self._first
+                self._counted = found - self._first
+        return self._pieces + self._counted
+
+    async def _gather(self, response: aiohttp.ClientResponse, key: str, joined: JoinedAnswer) -> tuple[int, str] | None:
+        """Take all pieces of an answer; the status and text of an error among them."""
+        noted_s = time.monotonic()
+        try:
+            async for event in events_of(response.content.iter_any(), limit_bytes=STREAM_COST * MAX_ANSWER_BYTES):
+                if (failure := error_in(event)) is not None:
+                    return failure
+                joined.add(event)
+                self._pieces += 1
+                if time.monotonic() - noted_s > NOTE_S:
+                    noted_s = time.monotonic()
+                    self._note(key, joined.continuable)
+        except ValueError as error:
+            raise Again(f"a stream that is not understood: {error}") from error
+        finally:
+            self._note(key, joined.continuable)
+        if not joined.is_complete:
+            raise Again("the stream ended before the answer did")
+        return None
+
+    def _note(self, key: str, prefix: Prefix) -> None:
+        self._partials.note(key, prefix.text, tokens=prefix.tokens, prompt_tokens=prefix.prompt_tokens)
+
+    async def ended(self) -> int:
+        """The server's exit."""
+        if self._process is None:
+            await asyncio.Event().wait()
+        assert self._process is not None
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP_S):
+                    return await self._process.wait()
+            reap_adopted({self._process.pid})
+
+    async def close(self) -> None:
+        """End the server; the zygote ends what else it has started."""
+        if self._session is not None:
+            await self._session.close()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        if self._private is not None:
+            self._private.close()
+
+    async def _is_ready(self) -> bool:
+        import aiohttp
+
+        assert self._session is not None
+        if self._process is not None and self._private is None and not await self._is_ours():
+            return False
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            limit = aiohttp.ClientTimeout(total=READY_TRY_S)
+            async with self._session.get(self._base + self._ready_path, timeout=limit) as response:
+                return response.status == 200
+        return False
+
+    async def _is_ours(self) -> bool:
+        """Whether something listens at the port. Between its choice and the engine's bind, which may be minutes later,
+        everybody on the node can see the number, and be there first: to read the requests and to forge the answers.
+        """
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            return False
+        writer.close()
+        strangers = await asyncio.to_thread(owners_of_loopback_port, self._port) - {os.geteuid(), ROOT}
+        if strangers:
+            raise LaunchError(f"user {min(strangers)} listens at port {self._port}, which was the engine's; no request "
+                              "was sent there")  # fmt: skip
+        return True
+
+
+def _begin_engine() -> None:
+    """In the engine's process: it ends with its driver, and no signal to a whole job step ends it or its children.
+
+    Blocked and not ignored: most servers install a handler of their own.
+    """
+    die_with_parent()
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGTERM, signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]}
+    )
+
+
+def default_device() -> str:
+    """``cuda`` where torch is installed and sees a GPU, else ``cpu``."""
+    if importlib.util.find_spec("torch") is None:
+        return "cpu"
+    return "cuda" if importlib.import_module("torch").cuda.is_available() else "cpu"
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    is_packed = "Content-Encoding" in response.headers
+    if not is_packed and response.content_length is not None and response.content_length <= MAX_ANSWER_BYTES:
+        return await response.read()
+    parts, room = [], MAX_ANSWER_BYTES
+    async for part in response.content.iter_chunked(1 << 16):
+        parts.append(part)
+        room -= len(part)
+        if room < 0:
+            raise Again(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return b"".join(parts)
+
+
+def _body_of(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return {"text": text}
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _filled(word: str, words: Mapping[str, str]) -> str:
+    for name, value in words.items():
+        word = word.replace(name, value)
+    return word
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- The driver of one replica: starts its engine, asks it what the agent hands over, and writes the answers ---
 
 SETTINGS_VARIABLE = "SLURMFT_REPLICA"
 MAX_LINE_BYTES = 4 << 20

@@ -14,13 +14,11 @@ from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.driver import MAX_LINE_BYTES
+from slurmft.inference.driver import EXIT_CODE, MAX_LINE_BYTES, RENEWED, Phase, Replica, how_it_ended, slow_requests
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.replica import EXIT_CODE, RENEWED, Phase, Replica, how_it_ended, slow_requests
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
-from slurmft.inference.requests import folder_of, load
-from slurmft.inference.segments import left_in, runs_of, segment_name
-from slurmft.ipc.reports import (
+from slurmft.inference.requests import folder_of, left_in, load, runs_of, segment_name
+from slurmft.ipc.messages import (
     Drained,
     ReplicaDied,
     ReplicaPhase,
@@ -30,9 +28,8 @@ from slurmft.ipc.reports import (
     RequestsWanted,
     Sent,
 )
-from slurmft.policy.verdicts.verdict import EXIT_USAGE
-from slurmft.system.background import Background
-from slurmft.system.sleeping import overslept_s
+from slurmft.policy.verdict import EXIT_USAGE
+from slurmft.system.background import Background, overslept_s
 
 LOOK_S = 0.1
 PREFETCH = 2

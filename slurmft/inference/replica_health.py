@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slurmft.policy.inference.restarts import Restarts
+from slurmft.policy.inference import Restarts
 
 SUSPECTED = 0.5
 """Of the time that counts as a hang."""

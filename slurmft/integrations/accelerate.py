@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import CheckpointError
-from slurmft.integrations import finished_folders
-from slurmft.integrations.ranks import common_steps, wait_for_all
+from slurmft.integrations import folders
+from slurmft.integrations.folders import common_steps, wait_for_all
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def load_latest(accelerator: Any, directory: Path | str) -> int:
     steps = common_steps(directory)
     step = steps[-1] if steps else 0
     if accelerator.is_main_process:
-        finished_folders.begin(directory, step)
+        folders.begin(directory, step)
     if step:
         folder = directory / f"checkpoint-{step}"
         try:
@@ -56,15 +56,15 @@ def save_state(accelerator: Any, directory: Path | str, step: int, *, keep: int 
     """
     folder, began_s = Path(directory) / f"checkpoint-{step}", time.monotonic()
     if accelerator.is_main_process:
-        finished_folders.about_to_save(folder.parent)
-        finished_folders.withdraw(folder)
+        folders.about_to_save(folder.parent)
+        folders.withdraw(folder)
     accelerator.save_state(str(folder))
     wait_for_all()  # a rank writes files of its own, which are synced too
     if accelerator.is_local_main_process:
-        finished_folders.make_durable(folder)
+        folders.make_durable(folder)
     wait_for_all()
     if accelerator.is_main_process:
-        finished_folders.mark(folder, step, accelerator.num_processes)
-        finished_folders.prune(folder.parent, limit=max(1, keep), newest=step, best=None)
+        folders.mark(folder, step, accelerator.num_processes)
+        folders.prune(folder.parent, limit=max(1, keep), newest=step, best=None)
         log.info("saved step %d in %.2f s: %s", step, time.monotonic() - began_s, folder)
     wait_for_all()

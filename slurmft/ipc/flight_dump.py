@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from slurmft.policy.verdicts.collectives import Progress
+from slurmft.policy.judge import Progress
+from slurmft.system.files import read_bytes
 from slurmft.system.foreign_text import one_line
-from slurmft.system.opening import read_bytes
 
 MAX_DUMP_BYTES = 64 << 20
 """2000 collectives with their stacks are about 2 MB."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.system.opening import open_regular, read_part
+from slurmft.system.files import open_regular, read_part
 
 STACKS_SIGNAL = signal.SIGRTMIN + 13
 """Number 47 with glibc. Its two neighbours on both sides are free as well: pthreads and POSIX timers take the first

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.system.files import read_json
-from slurmft.system.opening import read_bytes, trusted_owners
+from slurmft.system.files import read_bytes, read_json, trusted_owners
 
 SILENT_S = 2.5
 """From then on an agent looks for another address: a supervisor with a standby pings every second."""

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from slurmft.errors import LabError
-from slurmft.lab.processes import lab_processes, run, wait_until
+from slurmft.lab.settings import lab_processes, run, wait_until
 
 PERIOD_US = 50_000
 _NO_GROUPS = "this machine has no cpu cgroup that can be written to"

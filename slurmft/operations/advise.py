@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
-from slurmft.policy.timing.advice import Advice, Measured, Setting, advise, in_words
-from slurmft.policy.timing.checkpoint_interval import FailureHistory
-from slurmft.policy.timing.grace import Finding
+from slurmft.policy.advice import Advice, Measured, Setting, advise, in_words
+from slurmft.policy.grace import Finding
+from slurmft.policy.interval import FailureHistory
 from slurmft.scheduler import slurm
-from slurmft.storage.history import timings
+from slurmft.storage import timings
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
-from slurmft.supervisor.recovery.failure_history import history_of
+from slurmft.supervisor.act import history_of
 
 log = logging.getLogger(__name__)
 

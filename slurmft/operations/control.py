@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slurmft.errors import SlurmUnavailable, UsageError
-from slurmft.policy.site.job_identity import OwnJob
-from slurmft.scheduler import own_jobs, queueing
-from slurmft.scheduler.parsing.parsing import JobRecord
-from slurmft.storage import signs_of_life
-from slurmft.storage.events import EventName
-from slurmft.storage.history.progress import progress_of
-from slurmft.storage.run_folder import RunFolder
+from slurmft.policy.job_identity import OwnJob
+from slurmft.scheduler import jobs, own_jobs
+from slurmft.scheduler.parsing import JobRecord
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import RunFolder, progress_of
 from slurmft.supervisor.owner import local_owner_lives
 
 NEWEST = 20
@@ -38,7 +37,7 @@ def is_unseen(run: RunFolder, records: Mapping[OwnJob, JobRecord]) -> bool:
     owner = run.owner()
     if owner is None or owner.cluster == "local" or any(job.job_id == owner.job for job in records):
         return False
-    return run.done() is None and signs_of_life.is_fresh(run, owner)
+    return run.done() is None and run_folder.is_fresh(run, owner)
 
 
 def is_alive(run: RunFolder) -> bool:
@@ -119,6 +118,6 @@ def requeue(run: RunFolder, who: str) -> str:
 def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
     if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
         own_jobs.release(job)
-    queueing.begin_in(job, queueing.SOONEST_S)
+    jobs.begin_in(job, jobs.SOONEST_S)
     run.journal().append(EventName.BEGIN_NOW, job=job.job_id, who=who)
     return f"job {job} may begin now"

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slurmft.config.config import RunConfig, load
+from slurmft.config.run import RunConfig, load
 from slurmft.errors import LaunchError, StorageError, UsageError
-from slurmft.inference.serving.certificates import prepare_authority
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, headers_file, prepare
-from slurmft.inference.serving.updates import State, ask, read_update, write_update
+from slurmft.inference.certificates import prepare_authority
+from slurmft.inference.endpoint import HighAvailabilityCluster, headers_file, prepare
+from slurmft.inference.handover import State, ask, read_update, write_update
 from slurmft.operations import control
-from slurmft.policy.inference.update import changed_keys, refused_keys
+from slurmft.policy.serving import changed_keys, refused_keys
 from slurmft.storage.run_folder import RunFolder
 
 TRY_S = 2.0

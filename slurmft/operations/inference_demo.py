@@ -17,13 +17,11 @@ import psutil
 
 from slurmft.errors import StorageError
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.requests import folder_of
-from slurmft.inference.segments import read
+from slurmft.inference.requests import folder_of, read
 from slurmft.operations.run_configuration import configuration_of
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.files import replace_atomically
-from slurmft.system.opening import read_text
+from slurmft.system.files import read_text, replace_atomically
 
 PROMPT_BYTES = 48
 LOOK_S = 0.05

@@ -13,16 +13,15 @@ import time
 from collections.abc import Mapping
 
 from slurmft.agent.environment import LENDER_VARIABLE
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action
+from slurmft.policy.verdict import EXIT_TEMPORARY, Action
 from slurmft.scheduler.environment import SlurmJob, current_job
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.cluster import agents_argv
-from slurmft.supervisor.fleet.launch import environment_for
-from slurmft.supervisor.fleet.outliving import crew_of
+from slurmft.supervisor.agents import crew_of
+from slurmft.supervisor.cluster import agents_argv, environment_for
 
 LOOK_S = 2.0
 _GOES_ON = (EventName.SUBMITTING, EventName.ATTEMPT_STARTED, EventName.REQUEUED_MEANWHILE)

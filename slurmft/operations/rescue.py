@@ -3,39 +3,374 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import pwd
+import selectors
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
-from slurmft.errors import SlurmError, SlurmftError, StorageError
-from slurmft.operations import launch_failures
+from slurmft.config.run import RunConfig
+from slurmft.errors import ConfigError, LaunchError, SlurmError, SlurmftError, SlurmUnavailable, StorageError
 from slurmft.operations.control import NEWEST
-from slurmft.operations.on_behalf import Rescued, left_alone, rescue_on_behalf
-from slurmft.operations.run_configuration import refuse_moved
-from slurmft.operations.unfinished_requeue import bring_back, complete, placement_of
-from slurmft.policy.site.job_identity import JobIdentity, OwnJob
-from slurmft.policy.verdicts.verdict import GOES_ON
-from slurmft.scheduler import own_jobs, queueing, successor
-from slurmft.scheduler.command import undisturbed
-from slurmft.scheduler.nodes import compress
-from slurmft.scheduler.parsing.parsing import JobRecord, expand_hostlist, is_held_by_launch
-from slurmft.storage import signs_of_life
-from slurmft.storage.claim import SUPERVISOR, EndingClaim
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event
-from slurmft.storage.run_folder import Attempt, Owner, RunFolder, walk_runs
-from slurmft.supervisor.budget import progressed
-from slurmft.supervisor.recovery.place_elsewhere import Placement
-from slurmft.supervisor.standby.lease import Lease
+from slurmft.operations.run_configuration import configuration_of, refuse_moved
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.suspicion import observed
+from slurmft.policy.verdict import GOES_ON
+from slurmft.scheduler import jobs as scheduler_jobs
+from slurmft.scheduler import nodes, own_jobs, successor
+from slurmft.scheduler.nodes import Refusal, compress
+from slurmft.scheduler.parsing import JobRecord, expand_hostlist, is_held_by_launch, is_held_by_requeue
+from slurmft.scheduler.slurm import undisturbed
+from slurmft.storage import run_folder
+from slurmft.storage.journal import Event, EventName
+from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
+from slurmft.supervisor import avoided_nodes
+from slurmft.supervisor.evidence import progressed
+from slurmft.supervisor.lease import Lease
+from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
+from slurmft.system import files
+
+# --- Jobs that Slurm holds because a node could not start them, which is what a failing Prolog does by default ---
+
+MAX_RELEASES = 3
+"""Releases of a run's job in a row, without a start in between."""
+
+log = logging.getLogger(__name__)
+
+
+def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+    """Let a job that Slurm holds after a failed launch begin elsewhere; says what was done.
+
+    The nodes that refused it are recorded on the exclusion list. Call for a job of ``is_held_by_launch``.
+
+    Raises:
+        LaunchError: it was released often enough.
+        SlurmError: Slurm refused or did not answer.
+    """
+    history, journal = run.journal().read(), run.journal()
+    times = releases_without_start(history)
+    refusals = _refusals(record, history)
+    names = sorted({each.node for each in refusals})
+    if times >= MAX_RELEASES:
+        where = f" (now by {', '.join(f'{each.node}: {each.reason}' for each in refusals)})" if refusals else ""
+        raise LaunchError(
+            f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
+            hint=f"fix what fails there (a Prolog?), then scontrol release {job}",
+        )
+    journal.append(EventName.RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who)
+    if (config := _configuration(run)) is not None:
+        _accuse(run, config, job, refusals)
+        placement = next_placement(config, partition=record.partition, job=job, history=history, suspects=names)
+        scheduler_jobs.place(job, scheduler_jobs.SOONEST_S, avoid=None if placement is None else placement.excluded)
+    own_jobs.release(job)
+    where = f", now without {', '.join(names)}" if names else ""
+    return f"job {job} was held by Slurm ({record.reason}); it is released{where}"
+
+
+def releases_without_start(history: Sequence[Event]) -> int:
+    """How often the run's job was released since the run last began."""
+    count = 0
+    for event in history:
+        count = (
+            0
+            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED)
+            else count + (event.event == EventName.RELEASED)
+        )
+    return count
+
+
+def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
+    """Nodes that Slurm has drained when it put the job back into the queue, without those of an earlier time."""
+    at = record.identity.submitted
+    told = {
+        (event.details.get("node"), event.details.get("seen_at"))
+        for event in history
+        if event.event == EventName.EVIDENCE
+    }
+    try:
+        return [each for each in nodes.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
+    except SlurmError as error:
+        log.warning("Slurm does not report which node refused job %s: %s", record.job_id, error.what)
+        return []
+
+
+def _configuration(run: RunFolder) -> RunConfig | None:
+    try:
+        return configuration_of(run)
+    except ConfigError as error:
+        log.warning("nothing is excluded: %s", error.what)
+        return None
+
+
+def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[Refusal]) -> None:
+    evidence = [
+        Evidence(kind=Kind.LAUNCH_FAILED, suspect=Suspect(node=each.node),
+                 message=f"it could not start job {job}: {each.reason}", at=each.at)
+        for each in refusals
+    ]  # fmt: skip
+    try:
+        observations = [
+            observed(each, source=f"launch of {job}", run=str(run.path), job=job.job_id) for each in evidence
+        ]
+        if observations:
+            avoided_nodes.exclusion_list(config, os.environ).observe(observations)
+    except (StorageError, SlurmError, OSError) as error:
+        log.warning("the exclusion list cannot be written: %s", error)
+        return
+    for each in evidence:
+        run.journal().append(
+            EventName.EVIDENCE, kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at
+        )
+
+
+# --- Root's rescue of other users' runs: for each owner a process with that owner's rights and nothing of root's ---
+# All files in a run folder may have been forged by the folder's owner, so root reads none of them: it lists names and
+# owners, and the owner's process does the rest. The output of that process is the owner's text: it is bounded, and
+# shown.
+
+AT_ONCE = 8
+"""Owners' processes at one time; one that hangs does not block the others."""
+
+OWNER_LIMIT_S = 100
+"""A rescue waits up to 60 s for a requeued job, and as long for sbatch."""
+
+OUTPUT_LIMIT_BYTES = 64 * 1024
+MAX_LINES, MAX_LINE = 50, 300
+DRAIN_S = 0.2
+ROTATION_S = 300
+
+
+_KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SLURM_CONF", "SLURM_CLUSTERS")
+"""Variables of root's environment that an owner's process gets; sbatch would pass all of it on to the job."""
+
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
+
+_NO_LOGIN = frozenset({"nologin", "false", "sync", "shutdown", "halt"})
+
+
+@dataclass(kw_only=True, slots=True)
+class Rescued:
+    """The results of a rescue."""
+
+    done: list[str] = field(default_factory=list)
+    """In words."""
+
+    problems: list[str] = field(default_factory=list)
+    """Runs that could not be rescued, in words."""
+
+    left_alone: str = ""
+    """Which runs of other users were not touched, and why, in one line; empty where there are none."""
+
+
+def rescue_on_behalf(owners: Mapping[int, Sequence[str]], root: Path, *, limit_s: float, only: Path | None = None
+                     ) -> Rescued:  # fmt: skip
+    """Have the runs below ``root`` rescued by their ``owners`` (user id to names), or the run ``only`` by its owner.
+
+    Each owner's process ends after OWNER_LIMIT_S, and no new one begins after ``limit_s`` seconds; owners that were not
+    reached are named, and another owner is first the next time. Call as root.
+    """
+    deadline, found = time.monotonic() + limit_s, Rescued()
+    accounts = {owner: account for owner in sorted(owners) if (account := _account(owner)) is not None}
+    found.left_alone = left_alone({owner: names for owner, names in owners.items() if owner not in accounts},
+                                  "no account that can log in")  # fmt: skip
+    first = int(time.time() / ROTATION_S) % max(1, len(accounts))
+    in_turn = [*list(accounts.values())[first:], *list(accounts.values())[:first]]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for told in pool.map(lambda account: _as_owner(account, root, only, deadline), in_turn):
+            found.done += told.done
+            found.problems += told.problems
+    return found
+
+
+def left_alone(names: Mapping[int, Sequence[str]], why: str) -> str:
+    """One line that counts these folders and names some of them; empty where there are none."""
+    count, shown = sum(map(len, names.values())), []
+    for owner in sorted(names)[:3]:
+        some = ", ".join(sorted(names[owner])[:3]) + ", ..." * (len(names[owner]) > 3)
+        shown.append(f"{user_name(owner)}: {some}")
+    more = "; ..." * (len(names) > 3)
+    return f"left alone: {count} folders of other users ({why}): {'; '.join(shown)}{more}" if count else ""
+
+
+def _account(owner: int) -> pwd.struct_passwd | None:
+    """The account to act as; None for root, and for accounts without a login shell."""
+    try:
+        account = pwd.getpwuid(owner)
+    except KeyError:
+        return None
+    return None if owner == 0 or Path(account.pw_shell).name in _NO_LOGIN else account
+
+
+def _as_owner(account: pwd.struct_passwd, root: Path, only: Path | None, deadline: float) -> Rescued:
+    if time.monotonic() > deadline:
+        return Rescued(problems=[f"runs of {account.pw_name} were not looked at: there was no time left"])
+    _leave_session_of_root(account.pw_uid)
+    # isolated: neither root's PYTHONPATH nor the owner's own packages
+    argv = [sys.executable, "-I", "-m", "slurmft", "requeue", "--rescue", "--as-owner", *([str(only)] if only else [])]
+    try:
+        process = subprocess.Popen(
+            argv, user=account.pw_uid, group=account.pw_gid,
+            extra_groups=os.getgrouplist(account.pw_name, account.pw_gid), umask=0o077, cwd="/",
+            env=_environment(account, root), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        why = f"{error.strerror or error}; can they read {sys.prefix}?"
+        return Rescued(problems=[f"no process as {account.pw_name}: {why}"])
+    out, err, code = _until_ended(process, [stream for stream in (process.stdout, process.stderr) if stream])
+    warnings = _lines(account, err)
+    if code != 0:
+        return Rescued(done=_lines(account, out), problems=[f"{account.pw_name}: {_ending(code)}", *warnings])
+    for line in warnings:  # such as a damaged run, which its owner sees in status: no business of root's
+        log.debug("%r", line)
+    return Rescued(done=_lines(account, out))
+
+
+def _leave_session_of_root(owner: int) -> None:
+    """For this thread and what it starts: an empty session keyring, without root's tickets, and the owner's audit id.
+    Both are a thread's own, and a child has them from its first moment."""
+    if (number := _KEYCTL.get(os.uname().machine)) is not None:
+        ctypes.CDLL(None, use_errno=True).syscall(number, _JOIN_SESSION_KEYRING, None)
+    with contextlib.suppress(OSError):  # a kernel without audit, or one in which it cannot be changed
+        files.write_bytes("/proc/thread-self/loginuid", str(owner).encode())
+
+
+def _environment(account: pwd.struct_passwd, root: Path) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return kept | {
+        "HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name,
+        "SHELL": account.pw_shell or "/bin/sh", "SLURMFT_RUNS": str(root.absolute()),
+    }  # fmt: skip
+
+
+def _until_ended(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]]) -> tuple[bytes, bytes, int | None]:
+    """Its output, within limits, and its exit code; it is killed when it exceeds one of them (None)."""
+    deadline, said = time.monotonic() + OWNER_LIMIT_S, [bytearray() for _ in streams]
+    with selectors.DefaultSelector() as waiting:
+        for number, stream in enumerate(streams):
+            os.set_blocking(stream.fileno(), False)
+            waiting.register(stream, selectors.EVENT_READ, number)
+        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            ready = waiting.select(min(DRAIN_S, left_s))
+            if not ready and process.poll() is not None:
+                break  # a process that it left behind holds its pipes
+            for key, _ in ready:
+                if not (part := os.read(key.fd, OUTPUT_LIMIT_BYTES)):
+                    waiting.unregister(key.fileobj)
+                said[key.data] += part
+            if max(map(len, said)) > OUTPUT_LIMIT_BYTES:
+                break
+    code = _ended(process, 1.0 if time.monotonic() < deadline else 0.0)
+    for stream in streams:
+        stream.close()
+    return bytes(said[0]), bytes(said[-1]), code
+
+
+def _ended(process: subprocess.Popen[bytes], within_s: float) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(within_s)
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep it stays behind
+        process.wait(1.0)
+    return None
+
+
+def _ending(code: int | None) -> str:
+    return "ended after its limit of time or output" if code is None else f"ended with exit code {code}"
+
+
+def _lines(account: pwd.struct_passwd, text: bytes) -> list[str]:
+    lines = [line for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+    cut = [f"{account.pw_name}: {line[:MAX_LINE]}" for line in lines[:MAX_LINES]]
+    return cut + [f"{account.pw_name}: {len(lines) - MAX_LINES} more lines"] * (len(lines) > MAX_LINES)
+
+
+# --- Finishes, from outside, a requeue whose process died halfway: the job's excluded nodes and its begin time ---
+
+_TRANSACTION = frozenset({EventName.REQUEUEING, EventName.REQUEUED, EventName.PLACED, EventName.REQUEUE_FAILED})
+
+
+def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history: Sequence[Event]) -> Placement | None:
+    """Nodes that the run's next placement must avoid; None where there are none."""
+    try:
+        config = configuration_of(run)
+    except ConfigError:  # it was readable when the run was submitted; its excluded nodes are in the script
+        return None
+    suspects = sorted(duty_of(history).undecided)
+    return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
+
+
+def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
+    """Finish the requeue of a waiting job whose supervisor ended in the middle of it; says what was done.
+
+    A job that waits has no process left, so no supervisor can be doing the same. May be done twice.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    events = run.journal().read()
+    mine = [event for event in events if event.event in _TRANSACTION and event.details.get("job") == record.job_id]
+    began = mine[-1] if mine and mine[-1].event == EventName.REQUEUEING else None
+    if began is not None:
+        excluded = began.details.get("excluded")
+        avoid = None if excluded is None else expanded(excluded)
+        done = scheduler_jobs.place(job, scheduler_jobs.SOONEST_S, avoid=avoid)
+        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
+            own_jobs.release(job)
+        run.journal().append(EventName.REQUEUED, job=record.job_id, who=who, **done.in_words())
+        return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")
+    if record.reason == "BadConstraints" and (added := ours(events, record.job_id)):
+        left = own_jobs.named_nodes(job).excluded - added
+        done = scheduler_jobs.place(job, scheduler_jobs.SOONEST_S, avoid=left)
+        run.journal().append(EventName.EXCLUSIONS_DROPPED, job=record.job_id, nodes=sorted(added), who=who,
+                             **done.in_words())  # fmt: skip
+        return f"job {record.job_id} could not be placed without {compress(added)}; they are not excluded any more"
+    return None
+
+
+def bring_back(run: RunFolder, job: OwnJob, placement: Placement | None, *, in_memory: bool) -> str | None:
+    """Put a job that has ended back into the queue; its id, or None when Slurm does not, or has forgotten it.
+
+    Raises:
+        SlurmUnavailable: Slurm did not answer; the job may be held, and ``complete`` releases it.
+    """
+    if not in_memory:
+        return None
+    journal = run.journal()
+    excluded = {} if placement is None else {"excluded": compress(placement.excluded)}
+    journal.append(EventName.REQUEUEING, job=job.job_id, delay_s=scheduler_jobs.SOONEST_S, **excluded)
+    try:
+        done = scheduler_jobs.requeue_ended(
+            job, scheduler_jobs.SOONEST_S, avoid=None if placement is None else placement.excluded
+        )
+    except SlurmUnavailable:
+        raise
+    except SlurmError as error:
+        journal.append(EventName.REQUEUE_FAILED, job=job.job_id, reason=error.what)
+        return None
+    journal.append(EventName.REQUEUED, job=job.job_id, **done.in_words())
+    return job.job_id
+
+
+# --- Bringing back a run that has lost its supervisor, by hand or from cron, from outside its jobs ---
 
 BEGIN_PATIENCE_S = 60.0
 LIMIT_S = 600.0
 """How long root's rescue goes on to start with further owners."""
 
-
-log = logging.getLogger(__name__)
 
 SETTLED_S = 30.0
 """How long a job that Slurm does not know counts as not listed yet."""
@@ -154,7 +489,7 @@ def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[
         if record.waiting and (done := complete(run, job, record, who)):
             return done
         if record.waiting and is_held_by_launch(record.reason):
-            return launch_failures.release(run, job, record, who)
+            return release(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
     return _submit_again(run, records, jobs, who)
@@ -176,7 +511,7 @@ def _has_standby(run: RunFolder, job: OwnJob) -> bool:
     if owner is None or not owner.standby or owner.job != job.job_id:
         return False
     lease_age_s = Lease(run, Attempt(job=owner.job, restart=owner.restart)).age_s()  # renewed between attempts, too
-    return signs_of_life.is_fresh(run, owner) or (lease_age_s is not None and lease_age_s < signs_of_life.FRESH_S)
+    return run_folder.is_fresh(run, owner) or (lease_age_s is not None and lease_age_s < run_folder.FRESH_S)
 
 
 def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
@@ -189,7 +524,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
     journal.append(EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
     try:
         # Slurm may have started it once more, and that start was lost before it took the run over
-        queueing.requeue(job, restart=own_jobs.restarts(job), delay_s=queueing.SOONEST_S)
+        scheduler_jobs.requeue(job, restart=own_jobs.restarts(job), delay_s=scheduler_jobs.SOONEST_S)
     except SlurmError:
         claim.give_back()
         raise
@@ -248,15 +583,15 @@ def _ended_by_standby(events: Sequence[Event], job: OwnJob) -> bool:
 
 def _is_recent(run: RunFolder, owner: Owner) -> bool:
     """Whether the run has a supervisor that lives, or a job that Slurm may not show yet."""
-    told_s = signs_of_life.seconds_since(run, run.journal().path)
-    return signs_of_life.is_fresh(run, owner) or (told_s is not None and told_s < SETTLED_S)
+    told_s = run_folder.seconds_since(run, run.journal().path)
+    return run_folder.is_fresh(run, owner) or (told_s is not None and told_s < SETTLED_S)
 
 
 def _take_broken(run: RunFolder, claim: EndingClaim, who: str) -> bool:
     """Take over a claim that was settled but not acted on: the run has had no job for long."""
     if claim.outcome() is None:
         return False
-    age_s = signs_of_life.seconds_since(run, claim.path)
+    age_s = run_folder.seconds_since(run, claim.path)
     if age_s is None or age_s < SETTLED_S:
         return False
     claim.give_back()
@@ -337,6 +672,6 @@ def _begin_when_pending(job: OwnJob) -> None:
             return
         if record.state == "PENDING":
             with contextlib.suppress(SlurmError):  # it began by itself in between, or Slurm is busy: look again
-                queueing.begin_in(job, queueing.SOONEST_S)
+                scheduler_jobs.begin_in(job, scheduler_jobs.SOONEST_S)
                 return
         time.sleep(0.5)

@@ -11,10 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmft.config import config as configuration
-from slurmft.config.config import RunConfig
+from slurmft.config import run as configuration
+from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError, StorageError, UsageError
-from slurmft.scheduler.site_options import known_options
+from slurmft.scheduler.slurm import known_options
 from slurmft.storage.run_folder import RunFolder, may_exist
 
 log = logging.getLogger(__name__)

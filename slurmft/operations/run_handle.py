@@ -14,18 +14,17 @@ from typing import Any
 
 import cloudpickle
 
-from slurmft.config.config import RunConfig, from_values
+from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import RunFailed, StorageError, UsageError
 from slurmft.operations import control
 from slurmft.operations.endpoint import prepare_endpoint
 from slurmft.operations.run_configuration import load_given
 from slurmft.operations.status import Overview, account_of, exit_code_of, has_ended, logs_of, overviews, story
 from slurmft.operations.submit import read_requests, submit_run
-from slurmft.scheduler.site_options import known_options
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event
+from slurmft.scheduler.slurm import known_options
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.opening import LOG_LIMIT_BYTES, read_bytes, read_part
+from slurmft.system.files import LOG_LIMIT_BYTES, read_bytes, read_part
 from slurmft.system.processes import who
 
 LOOK_S, ASK_SLURM_S = 0.2, 3.0

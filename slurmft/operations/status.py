@@ -14,20 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import SlurmError, StorageError, UsageError
-from slurmft.inference.serving.handover import read_handover
-from slurmft.inference.serving.updates import State, read_update
-from slurmft.policy.site.job_identity import OwnJob
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON, Cause
+from slurmft.inference.handover import State, read_handover, read_update
+from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
-from slurmft.storage.events import EventName
-from slurmft.storage.history.progress import progress_of
-from slurmft.storage.journal import TAIL_BYTES, Event
-from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.scheduler.parsing import JobRecord, why_held, why_never
+from slurmft.storage.journal import TAIL_BYTES, Event, EventName
+from slurmft.storage.run_folder import Owner, RunFolder, progress_of
 from slurmft.supervisor.owner import local_owner_lives
-from slurmft.system.files import MOVE_AWAY
+from slurmft.system.files import MOVE_AWAY, UnsafeFile, check_regular
 from slurmft.system.foreign_text import one_line
-from slurmft.system.opening import UnsafeFile, check_regular
 
 NEWEST = 5
 """The newest jobs of a run that Slurm is asked about."""

@@ -9,19 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import refuse_shared
-from slurmft.policy.site.job_identity import OwnJob
-from slurmft.policy.timing.grace import Severity
+from slurmft.policy.grace import Severity
+from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import compress
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor import grace
-from slurmft.supervisor.recovery import avoided_nodes
-from slurmft.supervisor.recovery.avoided_nodes import Avoidance
+from slurmft.supervisor import avoided_nodes, grace
+from slurmft.supervisor.avoided_nodes import Avoidance
 from slurmft.system import processes
 from slurmft.system.files import refuse_uncreatable, replace_atomically
 
@@ -105,7 +104,7 @@ def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsR
         SlurmftError: a line is no request, the input has changed, or the output is of another batch.
     """
     # not for training: they cost an import of numpy
-    from slurmft.inference.answers import refuse_foreign_output, refuse_unwritable
+    from slurmft.inference.ledger import refuse_foreign_output, refuse_unwritable
     from slurmft.inference.requests import folder_of, load, prepare
 
     if settings.inference is None:
@@ -151,7 +150,7 @@ def _considered(
         grace.refuse_warnings(findings)
     suspects: frozenset[str] = frozenset()
     if run.exists():
-        from slurmft.supervisor.recovery.place_elsewhere import duty_of  # not for a new run: 10 ms
+        from slurmft.supervisor.placement import duty_of  # not for a new run: 10 ms
 
         suspects = duty_of(run.journal().read()).undecided
     avoiding = avoided_nodes.for_submission(settings, options, os.environ, suspects)

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slurmft.operations.status import Overview, overviews
-from slurmft.reporting.counters import RunCounts
-from slurmft.storage.history import live_view
-from slurmft.storage.history.journal_tail import Entry, JournalTail
-from slurmft.storage.history.live_view import LiveView
-from slurmft.storage.run_folder import RunFolder
+from slurmft.reporting.metrics import RunCounts
+from slurmft.storage import run_folder
+from slurmft.storage.journal import Entry, JournalTail
+from slurmft.storage.run_folder import LiveView, RunFolder
 
 KEPT_EVENTS = 500
 SLURM_EVERY_S = 10.0
@@ -77,7 +76,7 @@ class Watcher:
             problem = f"the journal cannot be read: {error.strerror or error}"
         counts = self._counts
         return Scene(
-            runs=self._seen, chosen=self._seen[0], view=live_view.read(self._chosen.path), events=tuple(self._events),
+            runs=self._seen, chosen=self._seen[0], view=run_folder.read(self._chosen.path), events=tuple(self._events),
             span=counts.span, since=counts.since, replicas=sorted(counts.ready_replicas), problem=problem,
             at=time.time(),
         )  # fmt: skip

@@ -9,23 +9,149 @@ text, and jobs and nodes are labels of the one ``slurmft_run_info``.
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import http.server
+import json
+import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import slurmft
 from slurmft.errors import StorageError
-from slurmft.reporting.counters import ABOUT, NAMES, RunCounts, category_of
+from slurmft.inference.endpoint import HighAvailabilityCluster
+from slurmft.policy.values import Strangers
+from slurmft.policy.verdict import PLANNED, Cause, steps_at_risk
 from slurmft.scheduler.slurm import configured_cluster
-from slurmft.storage.history import live_view
-from slurmft.storage.history.journal_tail import JournalTail
-from slurmft.storage.history.progress import Progress, progress_of
-from slurmft.storage.jobs_file import LOCAL_PREFIX
-from slurmft.storage.ownership import user_name
-from slurmft.storage.run_folder import RunFolder
-from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample
+from slurmft.storage import run_folder
+from slurmft.storage.journal import Entry, EventName, JournalTail
+from slurmft.storage.run_folder import LOCAL_PREFIX, Progress, RunFolder, progress_of, user_name
+from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample, encoded, text
+from slurmft.system.files import read_json, replace_atomically, write_json
+
+# --- What is counted of a run, from its journal alone: so counts survive requeues and never go back ---
+
+QUEUE, START, WORK, BETWEEN = "queue", "start", "work", "between attempts"
+SPANS = (QUEUE, START, WORK, BETWEEN)
+"""Where the time of a run goes: it waits for nodes, gets to its first step, works, or is between two attempts."""
+
+OTHER = "other"
+
+_BEGINS: Mapping[str, str | None] = {
+    EventName.SUBMITTED: QUEUE, EventName.REQUEUED: QUEUE, EventName.RESUBMITTED: QUEUE, EventName.RESCUING: QUEUE,
+    EventName.ATTEMPT_STARTED: START, EventName.FIRST_STEP: WORK, EventName.REQUESTS_OPENED: WORK,
+    EventName.ENDPOINT_OPENED: WORK, EventName.VERDICT: BETWEEN, EventName.CANCELLED: None,
+    EventName.SUBMISSION_FAILED: None, EventName.NOT_CONTINUED: None,
+}  # fmt: skip
+"""Event -> the span that begins with it; None: the run waits for nothing."""
+
+_COUNTED: Mapping[str, tuple[str, str]] = {
+    EventName.ATTEMPT_STARTED: ("attempts", "Attempts that were started."),
+    EventName.REQUEUED: ("requeues", "Times that the run's job was requeued."),
+    EventName.RESUBMITTED: ("resubmissions", "Successors that were submitted."),
+    EventName.WORKER_FAILED: ("worker_failures", "Ranks that failed."),
+    EventName.WORKER_HUNG: ("hangs", "Hangs that were found."),
+    EventName.AGENT_LOST: ("nodes_lost", "Nodes whose agent fell silent."),
+    EventName.SAVE_FAILED: ("saves_failed", "Saves that failed."),
+    EventName.STRAGGLER_DETECTED: ("stragglers", "Slow nodes that were found."),
+    EventName.FAULT_INJECTED: ("faults_injected", "Faults that were injected on purpose."),
+    EventName.SUPERVISOR_LOST: ("supervisors_lost", "Supervisors that were killed."),
+    EventName.REPLICA_DIED: ("replicas_died", "Replicas that ended or hung."),
+    EventName.REQUEST_GIVEN_UP: ("requests_given_up", "Requests that killed engines."),
+}  # fmt: skip
+"""Event -> name and meaning of its count."""
+
+NAMES = frozenset(map(str, (*_COUNTED, *_BEGINS, EventName.DECISION, EventName.REPLICA_READY, EventName.REPLICA_DOWN)))
+"""The events that change a count; no other need be read."""
+
+ABOUT: Mapping[str, str] = dict(_COUNTED.values())
+_CAUSES = frozenset(each.value for each in Cause)
+
+
+class RunCounts:
+    """The counts of one run so far, and what it is doing by its journal."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter(dict.fromkeys(ABOUT, 0))
+        """By the names of ``ABOUT``."""
+
+        self.ends: Counter[str] = Counter()
+        """Verdicts, by cause."""
+
+        self.span_s: dict[str, float] = dict.fromkeys(SPANS, 0.0)
+        """Seconds of spans that have ended."""
+
+        self.lost_steps = 0
+        """Steps that had to be done again."""
+
+        self.span: str | None = None
+        """The span that goes on."""
+
+        self.since: float | None = None
+        """When it began, as Unix time."""
+
+        self.job = self.nodes = self.attempt = ""
+        self.ready_replicas: set[tuple[str, str]] = set()
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        """Count these events; those of a newer slurmft, and values that do not fit, are left out."""
+        for entry in entries:
+            self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        if (counted := _COUNTED.get(entry.name)) is not None:
+            self.events[counted[0]] += 1
+        if entry.name in _BEGINS:
+            self._begin(_BEGINS[entry.name], entry.at)
+        match entry.name:
+            case EventName.ATTEMPT_STARTED:
+                self.attempt, self.job = entry.attempt, entry.attempt.partition(".")[0]
+                self.nodes = str(entry.details.get("nodes") or entry.details.get("host") or "")
+                self.ready_replicas.clear()
+            case EventName.VERDICT:
+                self._judge(entry.details)
+            case EventName.DECISION if entry.details.get("action") in ("stop", "finish"):
+                self._begin(None, entry.at)
+            case EventName.REPLICA_READY:
+                self.ready_replicas.add(_replica(entry.details))
+            case EventName.REPLICA_DIED | EventName.REPLICA_DOWN:
+                self.ready_replicas.discard(_replica(entry.details))
+
+    def _judge(self, facts: Mapping[str, Any]) -> None:
+        cause = str(facts.get("cause", ""))
+        self.ends[cause if cause in _CAUSES else OTHER] += 1
+        first, last, saved = (facts.get(name) for name in ("first_step", "last_step", "saved_step"))
+        if type(first) is int and type(last) is int:
+            self.lost_steps += steps_at_risk(first, last, saved if type(saved) is int else None)
+
+    def _begin(self, span: str | None, at: float) -> None:
+        if self.span == span == QUEUE:
+            return  # submitted, and then requeued: one wait
+        if self.span is not None and self.since is not None:
+            self.span_s[self.span] += max(0.0, at - self.since)  # clocks of two hosts differ
+        self.span, self.since = span, at
+
+
+def category_of(cause: str) -> str:
+    """``planned``, ``finished`` or ``failure``."""
+    if cause == Cause.FINISHED.value:
+        return "finished"
+    return "planned" if cause in {*(each.value for each in PLANNED), Cause.CANCELLED.value} else "failure"
+
+
+def _replica(facts: Mapping[str, Any]) -> tuple[str, str]:
+    return str(facts.get("node")), str(facts.get("replica"))
+
+
+# --- The measured values of a run: counts from its journal, and what its supervisor last wrote of the living run ---
 
 MAX_SERIES = 60
 _GAUGES: Mapping[str, str] = {
@@ -114,7 +240,7 @@ class RunMetrics:
         if progress.attempt != counts.attempt and is_active:
             return  # of the attempt before: the new one has reported nothing yet
         yield from _of_progress(progress)
-        view = live_view.read(self._run.path)
+        view = run_folder.read(self._run.path)
         if is_active and view.attempt == counts.attempt:
             live = {"heartbeat_age_seconds": view.heartbeat_s, "hang_budget_used_ratio": view.hang_used,
                     "restarts_left": view.restarts_left, "save_interval_steps": view.save_interval_steps}  # fmt: skip
@@ -203,3 +329,168 @@ def _grown(shown: dict[str, float], now: Mapping[str, float]) -> dict[str, float
         if math.isfinite(value):
             shown[name] = max(shown.get(name, 0.0), float(value))
     return dict(shown)
+
+
+# --- Where measured values go: a file for node_exporter's textfile collector, a port, and targets for Prometheus ---
+
+PORT_FILE = "metrics.json"
+REQUEST_S = 5.0
+"""A scraper that is slower to send its request is cut off."""
+
+MAX_SCRAPES, SCRAPES_PER_ADDRESS = 32, 8
+"""Connections at one time; one more ends the oldest, of its own address first."""
+
+log = logging.getLogger(__name__)
+
+
+def write_textfile(path: Path, families: Iterable[Family]) -> None:
+    """Replace the file, readable by all: the collector is another user.
+
+    Raises:
+        OSError: the old one is untouched.
+    """
+    replace_atomically(path, text(families), mode=0o644, durable=False)
+
+
+def textfile_of(folder: Path, user: str, run: str) -> Path:
+    """The file of one run, by a name that the collector takes."""
+    return folder / f"slurmft-{re.sub(r'[^A-Za-z0-9_.-]', '_', f'{user}-{run}')[:200]}.prom"
+
+
+class Scrapes:
+    """``/metrics`` on a port, in threads of their own.
+
+    Args:
+        families: what is shown; called for each scrape, by one thread at a time.
+        token: what scrapes must send as ``Authorization: Bearer``; empty: nothing.
+
+    Raises:
+        OSError: the address cannot be listened to.
+    """
+
+    def __init__(self, address: str, port: int, families: Callable[[], Iterable[Family]], *, token: str = "") -> None:
+        lock, guard = threading.Lock(), threading.Lock()
+        strangers: Strangers[socket.socket] = Strangers(MAX_SCRAPES, SCRAPES_PER_ADDRESS)
+        expected = f"Bearer {token}".encode() if token else b""
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            timeout = REQUEST_S
+            server_version, sys_version = "slurmft", ""
+
+            def do_GET(self) -> None:
+                given = self.headers.get("Authorization", "").encode(errors="replace")
+                if expected and not hmac.compare_digest(given, expected):
+                    self._answer(401, b"the token is missing or wrong\n", "text/plain")
+                    return
+                if expected:
+                    with guard:
+                        strangers.forget(self.connection)
+                if self.path.partition("?")[0] != "/metrics":
+                    self._answer(404, b"there is only /metrics\n", "text/plain")
+                else:
+                    with lock:
+                        body, kind = encoded(families(), self.headers.get("Accept", ""))
+                    self._answer(200, body, kind)
+
+            def _answer(self, code: int, body: bytes, kind: str) -> None:
+                self.send_response(code)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                log.debug("metrics: " + format, *arguments)
+
+        class Server(http.server.ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            daemon_threads = True
+            block_on_close = False
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                with guard:
+                    for oldest in strangers.admit(request, str(client_address[0])):
+                        with contextlib.suppress(OSError):
+                            oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
+                super().process_request(request, client_address)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    with guard:
+                        strangers.forget(request)
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                log.debug("a scrape ended early", exc_info=True)
+
+        self._server = Server((address, port), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True, name="metrics").start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def note_port(run: RunFolder, address: str, port: int) -> None:
+    """Leave where the run is scraped, for ``targets``.
+
+    Raises:
+        OSError: the run folder cannot be written.
+    """
+    write_json(run.path / PORT_FILE, {"address": address, "host": socket.gethostname(), "port": port}, durable=False)
+
+
+def forget_port(run: RunFolder) -> None:
+    """Nothing is scraped there any more."""
+    with contextlib.suppress(OSError):
+        (run.path / PORT_FILE).unlink(missing_ok=True)
+
+
+def targets(runs: Iterable[RunFolder]) -> list[dict[str, Any]]:
+    """For Prometheus' ``file_sd_configs``: supervisors and routers of the caller's own ones of these runs. What listens
+    on a loopback address is a target on its own machine alone.
+
+    The owner of a run chooses its hosts, and Prometheus sends its token to all of them: those of other users' runs are
+    left out.
+    """
+    found: list[dict[str, Any]] = []
+    for run in runs:
+        with contextlib.suppress(OSError):
+            if run.path.stat().st_uid != os.geteuid():
+                continue
+        labels = {"run": run.path.name}
+        with contextlib.suppress(StorageError, OSError):
+            facts = read_json(run.path / PORT_FILE, owners={os.geteuid()}) or {}
+            if (target := _target(facts)) is not None:
+                found.append({"targets": [target], "labels": {**labels, "__meta_slurmft_kind": "supervisor"}})
+        with contextlib.suppress(StorageError, OSError):
+            for router in HighAvailabilityCluster.read(run.path).routers:
+                for url in router.urls[:1]:
+                    scheme, _, at = url.partition("://")
+                    kind = {"__meta_slurmft_kind": "router", **({"__scheme__": scheme} if router.tls else {})}
+                    found.append({"targets": [at], "labels": {**labels, **kind}})
+    return found
+
+
+def _target(facts: dict[str, Any]) -> str | None:
+    address, host, port = str(facts.get("address", "")), str(facts.get("host", "")), facts.get("port")
+    if type(port) is not int or not re.fullmatch(r"[A-Za-z0-9.:_-]{1,255}", address):
+        return None
+    if address.startswith("127.") or address == "::1":
+        if host != socket.gethostname():
+            return None
+    elif address in ("0.0.0.0", "::"):  # noqa: S104 - compared with, not listened on
+        address = host
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def write_targets(path: Path, runs: Iterable[RunFolder]) -> None:
+    """Replace the file for ``file_sd_configs``.
+
+    Raises:
+        OSError: the old one is untouched.
+    """
+    replace_atomically(path, json.dumps(targets(runs), indent=1) + "\n", mode=0o644, durable=False)

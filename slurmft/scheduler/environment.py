@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmft.config.slurm import SlurmConfig
-from slurmft.policy.site.job_identity import NOTHING_KNOWN, JobIdentity
+from slurmft.config.sections import SlurmConfig
+from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity
 
 _LEAKING = ("SLURM_", "SLURMD_", "SLURMFT_", "SUBMITIT_", "PMI_", "PMIX_", "TORCHELASTIC_", "SRUN_DEBUG")
 _KEPT = frozenset({"SLURM_CONF", "SLURMFT_RUNS", "SUBMITIT_PREEMPT_SIGNAL"})

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.nodes.sweep import NodeFact
-from slurmft.scheduler import command
+from slurmft.policy.node_health import NodeFact
+from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import expand, is_usable
 from slurmft.system.processes import user_name
 
@@ -34,7 +34,7 @@ def node_facts(*names: str) -> dict[str, NodeFact]:
         SlurmError: Slurm refused.
     """
     only = ["-n", ",".join(names)] if names else []
-    text = command.run(["sinfo", "-h", "-a", "-N", *only, "-o", FACT_FORMAT], timeout_s=QUESTION_S)
+    text = slurm.run(["sinfo", "-h", "-a", "-N", *only, "-o", FACT_FORMAT], timeout_s=QUESTION_S)
     facts = parse_facts(text)
     if not facts and not names:
         raise SlurmUnavailable("sinfo names no node")
@@ -108,7 +108,7 @@ def nodes_under_test() -> frozenset[str]:
         SlurmError: Slurm refused or did not answer.
     """
     argv = ["squeue", "-h", "-a", "-u", user_name(), "-n", PROBE_NAME, "-o", PROBE_FORMAT]
-    return parse_under_test(command.run(argv, timeout_s=QUESTION_S))
+    return parse_under_test(slurm.run(argv, timeout_s=QUESTION_S))
 
 
 def parse_under_test(text: str) -> frozenset[str]:
@@ -138,7 +138,7 @@ def submit_probe(argv: Sequence[str]) -> str:
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    return command.run(argv, folder=Path("/")).strip().split(";")[0]
+    return slurm.run(argv, folder=Path("/")).strip().split(";")[0]
 
 
 def probe_command(configuration: Path | None) -> list[str]:
@@ -149,7 +149,7 @@ def probe_command(configuration: Path | None) -> list[str]:
 
 def _update(node: str, *changes: str) -> None:
     try:
-        command.run(["scontrol", "update", f"NodeName={node}", *changes])
+        slurm.run(["scontrol", "update", f"NodeName={node}", *changes])
     except SlurmUnavailable:
         raise
     except SlurmError as error:

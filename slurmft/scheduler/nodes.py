@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.scheduler import command
-from slurmft.scheduler.parsing.parsing import expand_hostlist, parse_pairs, parse_time
+from slurmft.scheduler import slurm
+from slurmft.scheduler.parsing import expand_hostlist, parse_pairs, parse_time
 
 NODE_FORMAT = "%N|%P|%T"
 MAX_NODES = 65_536
@@ -68,7 +68,7 @@ def refusals(at: float) -> list[Refusal]:
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    found = parse_refusals(command.run(["sinfo", "-h", "-a", "-N", "-o", REFUSAL_FORMAT], timeout_s=5.0))
+    found = parse_refusals(slurm.run(["sinfo", "-h", "-a", "-N", "-o", REFUSAL_FORMAT], timeout_s=5.0))
     return [each for each in found if abs(each.at - at) <= WITHIN_S]
 
 
@@ -92,13 +92,13 @@ def nodes(*, timeout_s: float = 5.0) -> list[NodeRecord]:
         SlurmError: Slurm refused.
     """
     try:
-        return parse_nodes(command.run(["sinfo", "-h", "-a", "-N", "-o", NODE_FORMAT], timeout_s=timeout_s))
+        return parse_nodes(slurm.run(["sinfo", "-h", "-a", "-N", "-o", NODE_FORMAT], timeout_s=timeout_s))
     except SlurmUnavailable:
         raise
     except SlurmError as error:
         if _DENIED not in error.what:
             raise
-    return parse_named(command.run(["scontrol", "-a", "-o", "show", "partition"], timeout_s=timeout_s))
+    return parse_named(slurm.run(["scontrol", "-a", "-o", "show", "partition"], timeout_s=timeout_s))
 
 
 def parse_named(text: str) -> list[NodeRecord]:

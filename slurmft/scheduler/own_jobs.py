@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.site.job_identity import JobIdentity, OwnJob, is_same_job
-from slurmft.policy.timing.grace import JobTimes
-from slurmft.policy.verdicts.final_ends import Requeueing
-from slurmft.scheduler import command, slurm
-from slurmft.scheduler.parsing.parsing import (
+from slurmft.policy.final_ends import Requeueing
+from slurmft.policy.grace import JobTimes
+from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job
+from slurmft.scheduler import slurm
+from slurmft.scheduler.parsing import (
     ALIVE,
     JobEnding,
     JobRecord,
@@ -29,7 +29,7 @@ from slurmft.scheduler.parsing.parsing import (
     parse_requeueing,
     parse_time,
 )
-from slurmft.scheduler.site import parse_job_times
+from slurmft.scheduler.slurm import parse_job_times
 
 UNKNOWN_ID = "Invalid job id specified"
 
@@ -96,7 +96,7 @@ def show(job: OwnJob, *, patience_s: float = 3.0) -> str:
         SlurmError: Slurm refused, or knows no such job.
     """
     argv = ["scontrol", "-a", "-o", "show", "job", job.job_id]
-    text = command.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
+    text = slurm.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
     refuse_another(job, text)
     return text
 
@@ -233,7 +233,7 @@ def cancelled_by(job: OwnJob) -> int | None:
     """Id of the user who cancelled the job, from the accounting; None where it is not recorded there."""
     argv = ["sacct", "-X", "-D", "-P", "-n", "-o", "UID,Submit,State,WorkDir,JobName", "-j", job.job_id]
     try:
-        text = command.run(argv, timeout_s=5.0, cluster=cluster_to_ask(job))
+        text = slurm.run(argv, timeout_s=5.0, cluster=cluster_to_ask(job))
     except SlurmError:
         return None
     rows = [fields for line in text.splitlines() if len(fields := line.split("|", 4)) == 5]
@@ -263,7 +263,7 @@ def release(job: OwnJob) -> None:
         SlurmError: Slurm refused or did not answer, or another job has the id.
     """
     show(job, patience_s=5.0)
-    command.run_patiently(["scontrol", "release", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))
+    slurm.run_patiently(["scontrol", "release", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))
 
 
 def cancel(job: OwnJob) -> None:
@@ -278,4 +278,4 @@ def cancel(job: OwnJob) -> None:
         if UNKNOWN_ID in error.what:
             return
         raise
-    command.run_patiently(["scancel", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))
+    slurm.run_patiently(["scancel", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))

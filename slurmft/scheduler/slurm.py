@@ -2,36 +2,327 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import math
 import os
 import re
 import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.errors import SlurmError
-from slurmft.policy.timing.grace import KILL_WAIT_S, SlurmClock, Terms
-from slurmft.scheduler import command
-from slurmft.scheduler.parsing.parsing import (
+from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.grace import KILL_WAIT_S, JobTimes, SlurmClock, Terms
+from slurmft.scheduler.parsing import (
     JOB_FORMAT,
+    HelpedOptions,
     JobRecord,
+    job_pairs,
+    parse_duration_s,
     parse_jobs,
     parse_pairs,
+    parse_sbatch_help,
+    parse_time,
 )
-from slurmft.scheduler.site import (
-    Partition,
-    Site,
-    parse_configuration,
-    parse_partitions,
-    parse_site,
+from slurmft.system.files import read_text
+
+# --- Running one Slurm command: an argument list, a time limit, both streams captured, errors translated once ---
+
+COMMAND_TIMEOUT_S = 20.0
+
+NOT_ANSWERING = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Connection timed out",
+    "Zero Bytes were transmitted",
+    "Unexpected message received",
+    "backup controller",
+    "Resource temporarily unavailable",
+    "munge",
+    "Protocol authentication error",
+    "Transport endpoint is not connected",
+    "Insane message length",
+    "Rate limit exceeded",
+    "rate limit exceeded",
+    "No route to host",
+    "Network is unreachable",
+    "Connection reset by peer",
 )
-from slurmft.system.opening import read_text
+"""Messages of a client that reached no controller, or not in time, or were asked to try later: nothing is known, trying
+again is safe."""
+
+_CHANGING_ANSWERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SBATCH_", "SLURM_CLUSTERS")
+"""Beginnings of variables that filter or redirect what Slurm's commands answer, also about a job that is named."""
+
+
+def undisturbed(environment: Mapping[str, str], *, cluster: str = "") -> dict[str, str]:
+    """The environment of a command whose answer must not depend on the shell or crontab that it was started from.
+
+    Args:
+        cluster: the cluster to ask, where that is another one than the machine's own.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(_CHANGING_ANSWERS)}
+    return kept | {"SLURM_TIME_FORMAT": "%s"} | ({"SLURM_CLUSTERS": cluster} if cluster else {})
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    cluster: str = "",
+) -> str:
+    """The command's standard output.
+
+    Args:
+        environment: exactly this one, for a job that is submitted as its user wishes; None: ours, ``undisturbed``.
+        cluster: the cluster to ask, where that is another one than the machine's own.
+
+    Raises:
+        SlurmUnavailable: the command is missing, timed out, or reached no controller.
+        SlurmError: Slurm refused; the message is its own.
+    """
+    try:
+        result = subprocess.run(
+            list(argv),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=undisturbed(os.environ, cluster=cluster) if environment is None else dict(environment),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise SlurmUnavailable(f"the command {argv[0]} is not on this machine") from error
+    except OSError as error:
+        raise SlurmUnavailable(f"the command {argv[0]} cannot be run: {error.strerror or error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailable(f"{argv[0]} did not answer within {timeout_s:.0f} s") from error
+    if result.returncode == 0:
+        return result.stdout
+    message = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
+    kind = SlurmUnavailable if any(text in message for text in NOT_ANSWERING) else SlurmError
+    raise kind(f"{' '.join(argv[:3])}: {message}")
+
+
+def run_patiently(
+    argv: Sequence[str],
+    *,
+    patience_s: float,
+    cluster: str = "",
+    pause_s: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Like ``run``, trying again for ``patience_s`` seconds while Slurm does not answer. For commands that may be
+    repeated without harm.
+
+    Raises:
+        SlurmUnavailable: no answer in all that time.
+        SlurmError: Slurm refused.
+    """
+    deadline = clock() + patience_s
+    while True:
+        try:
+            return run(argv, timeout_s=min(COMMAND_TIMEOUT_S, max(2.0, deadline - clock())), cluster=cluster)
+        except SlurmUnavailable:
+            if clock() + pause_s >= deadline:
+                raise
+            sleep(pause_s)
+
+
+@contextlib.contextmanager
+def ignoring_signals() -> Iterator[None]:
+    """Ignore the signals that a requeue sends to the very processes that ask for it, children included.
+
+    Ignored signals stay ignored across exec, handlers do not: a handler would leave ``scontrol`` itself to be killed
+    between the requeue and the update that follows it. Main thread only.
+    """
+    numbers = (signal.SIGTERM, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+# --- Containers that srun starts: whether it can, and a trial of one ---
+
+TRY_ON_A_NODE = "salloc --nodes=1 slurmft doctor CONFIG"
+"""For a person: the command that tries on a node what cannot be tried elsewhere."""
+
+
+def srun_knows(option: str) -> bool:
+    """Whether srun's help names the long option; a plug-in's options are among them.
+
+    Raises:
+        SlurmUnavailable: there is no srun.
+        SlurmError: it refused.
+    """
+    return names_option(run(["srun", "--help"]), option)
+
+
+def names_option(text: str, option: str) -> bool:
+    """Whether ``text``, the output of ``srun --help``, has a line for the long option itself."""
+    return re.search(rf"^\s*(?:-\w, )?{re.escape(option)}(?:=|\s|$)", text, re.MULTILINE) is not None
+
+
+def run_inside(options: Sequence[str], argv: Sequence[str], *, timeout_s: float) -> str:
+    """Run a command as one task of the job around us, with these options; its standard output.
+
+    Raises:
+        SlurmUnavailable: srun is missing or was too slow.
+        SlurmError: it did not end with 0; with its words, and srun's.
+    """
+    one = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--input=none"]
+    return run([*one, *options, *argv], timeout_s=timeout_s, environment=os.environ)
+
+
+# --- site ---
+# A site's settings, parsed from the output of ``scontrol``: partitions, preemption, Slurm's clock. Pure.
+
+_NO_LIMIT = frozenset({"UNLIMITED", "INFINITE", "-1"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """One partition of ``scontrol show partition``; None where it says nothing."""
+
+    name: str
+    is_default: bool
+    grace_s: float | None
+    preempt_mode: str
+    """As printed: words such as REQUEUE or GANG,SUSPEND; the cluster's where the partition has none of its own."""
+
+    priority_tier: int | None
+    default_limit_s: float | None
+    """Limit of a job that asks for none: infinite where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """What ``scontrol show config`` says of the whole cluster; empty or None where it says nothing."""
+
+    preempt_type: str
+    kill_wait_s: float | None
+    clock: float | None
+    """Unix time on the controller when it answered."""
+
+    cluster: str = ""
+    has_epilog: bool = True
+    """Whether a script of the site's runs on every node after each job; a job is COMPLETING until it has ended."""
+
+
+def parse_partitions(text: str) -> list[Partition]:
+    """The partitions in the output of ``scontrol -o show partition``, one on each line; other lines are skipped."""
+    lines = (parse_pairs(line) for line in text.splitlines())
+    return [_partition(pairs) for pairs in lines if pairs.get("PartitionName")]
+
+
+def _partition(pairs: dict[str, str]) -> Partition:
+    default, longest = pairs.get("DefaultTime", ""), pairs.get("MaxTime", "")
+    grace, tier = pairs.get("GraceTime", ""), pairs.get("PriorityTier", "")
+    return Partition(
+        name=pairs["PartitionName"],
+        is_default=pairs.get("Default") == "YES",
+        grace_s=float(grace) if grace.isdecimal() else None,
+        preempt_mode=pairs.get("PreemptMode", ""),
+        priority_tier=int(tier) if tier.isdecimal() else None,
+        default_limit_s=parse_limit_s(longest if default in ("", "NONE") else default),
+    )
+
+
+def parse_site(text: str) -> Site:
+    """The facts in the output of ``scontrol show config``."""
+    facts = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+    wait = re.match(r"\d+", facts.get("KillWait", ""))
+    asked_at = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
+    return Site(
+        preempt_type=_preempt_type(facts.get("PreemptType", "")),
+        kill_wait_s=float(wait.group()) if wait else None,
+        clock=parse_time(asked_at.group(1)) if asked_at else None,
+        cluster=facts.get("ClusterName", ""),
+        # from 24.11 on there is a line for each script, and none where there is no script
+        has_epilog="EpilogMsgTime" not in facts
+        or re.search(r"^Epilog(\[\d+\])?\s*=\s*(?!\(null\))\S", text, re.MULTILINE) is not None,
+    )
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """Every ``Key = value`` in the output of ``scontrol show config``; under ``as of`` its time."""
+    facts = dict(re.findall(r"^(\w+)\s*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
+    if match := re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE):
+        facts["as of"] = match[1]
+    if "PreemptType" in facts:
+        facts["PreemptType"] = _preempt_type(facts["PreemptType"])
+    return facts
+
+
+def _preempt_type(text: str) -> str:
+    """A cluster without preemption says ``preempt/none`` in 22.05, and nothing in newer versions."""
+    return "preempt/none" if text == "(null)" else text
+
+
+def parse_limit_s(text: str) -> float | None:
+    """Seconds of a time limit as sbatch takes it, in the whole minutes that Slurm makes of it: infinite where there is
+    none, None where it is not known or cannot be read."""
+    text = text.strip()
+    if text.upper() in _NO_LIMIT:
+        return math.inf
+    seconds = parse_duration_s(text)
+    if seconds is None:
+        return None
+    return math.inf if seconds == 0 else math.ceil(seconds / 60) * 60.0
+
+
+def parse_job_times(text: str) -> JobTimes:
+    """Start, end, limit and preemption of the job in the output of ``scontrol -o show job``."""
+    pairs = job_pairs(text)
+    return JobTimes(
+        start=parse_time(pairs.get("StartTime", "")),
+        end=parse_time(pairs.get("EndTime", "")),
+        limit_s=parse_duration_s(pairs.get("TimeLimit", "")),
+        preempted=parse_time(pairs.get("PreemptTime", "")),
+    )
+
+
+# --- Options of sbatch that the site's own Slurm has, and no list of ours: of a newer version, or of a plug-in ---
+
+ASK_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def known_options(options: frozenset[str]) -> frozenset[str]:
+    """Those of ``options`` that the site's sbatch has; none where there is no sbatch, or it does not answer."""
+    return options & options_of_site().names
+
+
+@functools.cache
+def options_of_site() -> HelpedOptions:
+    """What ``sbatch --help`` lists; asks no controller. Asked once."""
+    try:
+        return parse_sbatch_help(run(["sbatch", "--help"], timeout_s=ASK_S))
+    except SlurmError as error:
+        log.debug("sbatch does not tell its options: %s", error.what)
+        return HelpedOptions(frozenset(), frozenset())
+
+
+# --- slurm ---
 
 PATIENCE_S = 30.0
 JOBS_AT_ONCE = 2000
 
-log = logging.getLogger(__name__)
 _CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")]
 
 
@@ -46,7 +337,7 @@ def available() -> bool:
     if "SLURM_CONF" in os.environ or any(path.exists() for path in _CONFIGURATIONS):
         return True
     try:  # a site may build its own paths in, or serve the configuration over the network
-        return "ClusterName" in command.run(["scontrol", "show", "config"], timeout_s=3.0)
+        return "ClusterName" in run(["scontrol", "show", "config"], timeout_s=3.0)
     except SlurmError:
         return False
 
@@ -81,7 +372,7 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") 
     # -a: also those in partitions that are hidden from their own users
     argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", JOB_FORMAT]
     try:
-        text = command.run_patiently(argv, patience_s=patience_s, cluster=cluster)
+        text = run_patiently(argv, patience_s=patience_s, cluster=cluster)
     except SlurmError as error:
         if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is not an id
             return {}
@@ -119,7 +410,7 @@ def partitions(*, timeout_s: float = 3.0) -> list[Partition]:
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    return parse_partitions(command.run(["scontrol", "--all", "--oneliner", "show", "partition"], timeout_s=timeout_s))
+    return parse_partitions(run(["scontrol", "--all", "--oneliner", "show", "partition"], timeout_s=timeout_s))
 
 
 def site(*, timeout_s: float = 3.0) -> Site:
@@ -128,7 +419,7 @@ def site(*, timeout_s: float = 3.0) -> Site:
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    return parse_site(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
+    return parse_site(run(["scontrol", "show", "config"], timeout_s=timeout_s))
 
 
 def configuration(*, timeout_s: float = 10.0) -> dict[str, str]:
@@ -137,13 +428,13 @@ def configuration(*, timeout_s: float = 10.0) -> dict[str, str]:
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    return parse_configuration(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
+    return parse_configuration(run(["scontrol", "show", "config"], timeout_s=timeout_s))
 
 
 def federation() -> str:
     """The federation that this cluster belongs to; empty where it belongs to none, or Slurm does not tell."""
     try:
-        text = command.run(["scontrol", "show", "federation"], timeout_s=3.0)
+        text = run(["scontrol", "show", "federation"], timeout_s=3.0)
     except SlurmError:
         return ""
     return match[1] if (match := re.search(r"^Federation:\s*(\S+)", text, re.MULTILINE)) else ""
@@ -156,7 +447,7 @@ def admin_level(user: str) -> str:
         SlurmError: there is no accounting, or it did not answer.
     """
     argv = ["sacctmgr", "-n", "-P", "show", "user", user, "format=AdminLevel"]
-    return command.run(argv, timeout_s=5.0).strip().partition("\n")[0]
+    return run(argv, timeout_s=5.0).strip().partition("\n")[0]
 
 
 def preempt_mode(partition: str) -> str:
@@ -166,6 +457,6 @@ def preempt_mode(partition: str) -> str:
         SlurmUnavailable: Slurm did not answer.
         SlurmError: no such partition.
     """
-    pairs = parse_pairs(command.run_patiently(["scontrol", "-o", "show", "partition", partition], patience_s=5.0))
+    pairs = parse_pairs(run_patiently(["scontrol", "-o", "show", "partition", partition], patience_s=5.0))
     words = pairs.get("PreemptMode", "OFF").split(",")  # with GANG, in either order
     return next((word for word in words if word in ("REQUEUE", "CANCEL", "SUSPEND")), "OFF")

@@ -25,21 +25,17 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
-from slurmft.policy.site.job_identity import JobIdentity, OwnJob, merged
-from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS, SHORT_OPTIONS
-from slurmft.policy.site.sbatch_section import FLAGS
-from slurmft.policy.site.sbatch_values import unusable_value
-from slurmft.scheduler import command, own_jobs, slurm
+from slurmft.policy.job_identity import JobIdentity, OwnJob, merged
+from slurmft.policy.sbatch import FLAGS, OWNED_OPTIONS, SBATCH_OPTIONS, SHORT_OPTIONS, unusable_value
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.environment import Asked, scrubbed
 from slurmft.scheduler.nodes import compress
-from slurmft.scheduler.parsing.parsing import JobRecord, refusal_hint, why_never
-from slurmft.scheduler.site import parse_limit_s
-from slurmft.scheduler.site_options import known_options, options_of_site
+from slurmft.scheduler.parsing import JobRecord, refusal_hint, why_never
+from slurmft.scheduler.slurm import known_options, options_of_site, parse_limit_s
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.files import replace_atomically
-from slurmft.system.opening import appending, read_text
+from slurmft.system.files import appending, read_text, replace_atomically
 
 _FOREVER_MINUTES = 10 * 365 * 24 * 60
 log = logging.getLogger(__name__)
@@ -289,7 +285,7 @@ def changed_by_site(record: JobRecord, asked: Asked) -> list[str]:
 
 def _refusal(error: Exception) -> SlurmError:
     words = _last_words(error)
-    if isinstance(error, FailedSubmissionError) or any(text in words for text in command.NOT_ANSWERING):
+    if isinstance(error, FailedSubmissionError) or any(text in words for text in slurm.NOT_ANSWERING):
         hint = "try again; if it did arrive, squeue --me shows the job, and it keeps a second one from starting"
         return SlurmUnavailable(f"sbatch got no answer: {words}", hint=hint)
     return SlurmError(f"sbatch refused the job: {words}", hint=refusal_hint(words))

@@ -3,18 +3,65 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.site.job_identity import OwnJob, is_same_job
-from slurmft.scheduler import command
+from slurmft.policy.job_identity import OwnJob, is_same_job
+from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.own_jobs import UNKNOWN_ID, ForeignJob, cluster_to_ask, show
-from slurmft.scheduler.parsing.parsing import JOB_FORMAT, JobRecord, parse_jobs
+from slurmft.scheduler.parsing import JOB_FORMAT, JobRecord, parse_jobs
 from slurmft.scheduler.slurm import job
+from slurmft.storage.run_folder import RunFolder
+
+# --- The job whose only purpose is to lend its nodes to a run ---
+
+LEAD_S = 60
+"""Seconds before its time limit at which a lending job gives its nodes back; Slurm may be up to 30 s earlier."""
+
+_NOT_TAKEN = frozenset({"requeue", "no_kill", "srun_args", "job_name", "output", "hold"})
+
+
+def lending_command(
+    config: RunConfig, run: RunFolder, *, nodes: int, options: Mapping[str, Any], avoid: frozenset[str]
+) -> list[str]:
+    """The sbatch that submits it: the run's own options, then the ones given, which override them."""
+    section = config.slurm.model_dump(exclude_none=True, exclude=set(_NOT_TAKEN))
+    chosen: dict[str, Any] = {key.replace("_", "-"): value for key, value in section.items()}
+    chosen |= {
+        "job-name": f"join-{config.name}"[:200],
+        "output": str(run.logs).replace("%", "%%") + "/join-%j.log",
+        **options,
+    }
+    if excluded := [str(part) for part in (chosen.get("exclude"), compress(avoid)) if part]:
+        chosen["exclude"] = ",".join(excluded)
+    words = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in chosen.items() if value is not False
+    ]
+    inside = shlex.join([sys.executable, "-P", "-u", "-m", "slurmft", "join", str(run.path), "--here"])
+    return [
+        "sbatch", "--parsable", f"--nodes={nodes}", "--ntasks-per-node=1", "--open-mode=append", "--requeue",
+        f"--signal=SIGTERM@{LEAD_S}", *words, f"--wrap=exec {inside}",
+    ]  # fmt: skip
+
+
+def submit_lender(argv: list[str]) -> str:
+    """The new job's id.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return slurm.run(argv, timeout_s=60.0, environment=scrubbed(os.environ)).strip().split(";")[0]
+
+
+# --- Submitting a run's script again: as the successor of the job around us, or anew from outside ---
 
 TEST_S = 2.0
 
@@ -27,7 +74,7 @@ def batch_script(job: OwnJob) -> str:
     """
     show(job, patience_s=5.0)
     argv = ["scontrol", "write", "batch_script", job.job_id, "-"]
-    return command.run_patiently(argv, patience_s=5.0, cluster=cluster_to_ask(job))
+    return slurm.run_patiently(argv, patience_s=5.0, cluster=cluster_to_ask(job))
 
 
 def successor_command(script: Path, *, after: OwnJob, options: Sequence[str] = ()) -> list[str]:
@@ -97,7 +144,7 @@ def test_placement(script: Path, *, excluded: Collection[str]) -> str:
         SlurmError: it could not, or did not answer, or there is no such script.
     """
     argv = ["sbatch", "--test-only", f"--exclude={compress(excluded)}", str(script)]
-    return command.run(argv, timeout_s=TEST_S, environment=scrubbed(os.environ))
+    return slurm.run(argv, timeout_s=TEST_S, environment=scrubbed(os.environ))
 
 
 def _is_gone(job: OwnJob) -> bool:
@@ -133,13 +180,13 @@ def _cluster_of(known: Sequence[OwnJob]) -> str:
 def _sbatch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, *, cluster: str = "") -> str:
     """The id of a new job; ``folder`` becomes its SLURM_SUBMIT_DIR, to which a script's relative paths belong."""
     clean = scrubbed(environment) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
-    text = command.run(argv, timeout_s=60.0, environment=clean, folder=folder)
+    text = slurm.run(argv, timeout_s=60.0, environment=clean, folder=folder)
     return text.strip().split(";")[0]
 
 
 def _earlier_try(script: Path, known: Sequence[OwnJob]) -> str | None:
     """A job of ours that waits or runs, was submitted with ``script``, and is none that the run knows."""
-    text = command.run(["squeue", "-h", "-a", "--me", "-o", JOB_FORMAT], cluster=_cluster_of(known))
+    text = slurm.run(["squeue", "-h", "-a", "--me", "-o", JOB_FORMAT], cluster=_cluster_of(known))
     mine = [record for record in parse_jobs(text) if record.identity.script == str(script)]
     return next((record.job_id for record in mine if not any(_is_of(record, job) for job in known)), None)
 

@@ -9,18 +9,147 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import logging
 import os
 import re
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from slurmft.errors import NewerFormat
-from slurmft.storage.digest_record import read_digests, read_mark
-from slurmft.system.files import write_json
-from slurmft.system.opening import trusted_owners
+from slurmft.errors import NewerFormat, StorageError
+from slurmft.system.files import read_bytes, read_json, trusted_owners, write_json
+
+# --- digest record ---
+# ``digests.json`` in a checkpoint directory: checkpoints whose replicas agreed, and those from when they did not.
+#
+# Written by the supervisor alone; read wherever checkpoints are chosen or removed. Needs no torch.
+
+DIGESTS = "digests.json"
+
+KEPT = 64
+"""Entries of each list; the newest ones count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doubt:
+    """States after ``after_step`` steps, saved by generations up to ``generation``, are not resumed from."""
+
+    generation: int
+    after_step: int
+    reason: str = ""
+
+    def covers(self, step: int, generation: int) -> bool:
+        """Whether that checkpoint is one of them."""
+        return generation <= self.generation and step > self.after_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigestRecord:
+    """The content of the file."""
+
+    verified: tuple[tuple[int, int], ...] = ()
+    """Step and generation of states on which all replicas agreed, oldest first."""
+
+    doubts: tuple[Doubt, ...] = ()
+
+    def doubt(self, step: int, generation: int) -> Doubt | None:
+        """Why that checkpoint is not resumed from; None where nothing is known against it."""
+        return next((each for each in self.doubts if each.covers(step, generation)), None)
+
+    def is_verified(self, step: int, generation: int) -> bool:
+        """Whether the replicas agreed on that state."""
+        return (step, generation) in self.verified and self.doubt(step, generation) is None
+
+
+def read_mark(path: Path, directory: Path) -> dict[str, Any]:
+    """What a mark in a checkpoint directory says; nothing where there is none, or none that can be believed.
+
+    A mark lets checkpoints be removed, so only those of the owner of ``directory``, of root and of this user count.
+
+    Raises:
+        NewerFormat: a newer slurmft wrote it.
+    """
+    try:
+        return read_json(path, owners=trusted_owners(directory)) or {}
+    except FileNotFoundError:
+        return {}
+    except NewerFormat:
+        raise
+    except (OSError, StorageError) as error:
+        log.warning("%s says nothing: %s", path, error)
+        return {}
+
+
+def read_digests(directory: Path) -> DigestRecord:
+    """The record of a checkpoint directory; an empty one where there is none that can be believed.
+
+    Raises:
+        NewerFormat: a newer slurmft wrote it.
+    """
+    value = read_mark(directory / DIGESTS, directory)
+    try:
+        return DigestRecord(
+            verified=tuple((_number(step), _number(generation)) for step, generation in value.get("verified", [])),
+            doubts=tuple(
+                Doubt(
+                    generation=_number(each["generation"]),
+                    after_step=_number(each["after_step"]),
+                    reason=str(each.get("reason", "")),
+                )
+                for each in value.get("doubts", [])
+            ),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        log.warning("%s is damaged and says nothing: %s", directory / DIGESTS, error)
+        return DigestRecord()
+
+
+def note_verified(directory: Path, step: int, generation: int) -> None:
+    """All replicas agreed on the state that this generation has saved after ``step`` steps.
+
+    Raises:
+        OSError, NewerFormat: it is not noted.
+    """
+    record = read_digests(directory)
+    others = [each for each in record.verified if each != (step, generation)]
+    _write(directory, replace(record, verified=(*others, (step, generation))[-KEPT:]))
+
+
+def note_doubt(directory: Path, doubt: Doubt) -> None:
+    """Replicas differed: later states than ``doubt.after_step`` may be spoilt.
+
+    Raises:
+        OSError, NewerFormat: it is not noted.
+    """
+    record = read_digests(directory)
+    others = [
+        each
+        for each in record.doubts
+        if each.generation > doubt.generation or each.after_step < doubt.after_step
+    ]  # fmt: skip
+    _write(directory, replace(record, doubts=(*others, doubt)[-KEPT:]))
+
+
+def _write(directory: Path, record: DigestRecord) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    doubts = [
+        {"generation": each.generation, "after_step": each.after_step, "reason": each.reason} for each in record.doubts
+    ]
+    value = {"verified": [list(each) for each in record.verified], "doubts": doubts}
+    write_json(directory / DIGESTS, value, mode=directory.stat().st_mode & 0o644)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]!r} is not a number of steps or a generation")
+    return value
+
+
+# --- checkpoint names ---
 
 log = logging.getLogger(__name__)
 
@@ -166,3 +295,67 @@ def usable(directory: Path) -> list[str]:
     """
     names = [one.folder_name for one in names_in(directory).believed]
     return [name for name in names if (directory / name / MANIFEST).exists() and not read_quarantine(directory / name)]
+
+
+# --- memory folder ---
+# Names in the memory folder that an agent keeps for its node's snapshots: agent, keeper, writers and ranks share them.
+#
+# <agent's private folder in shared memory>/memory/     SLURMFT_MEMORY_DIR; outlives the workers, goes with the agent
+#     copies.key      with which nodes prove to each other that their copies are the run's
+#     generation      of the newest attempt that this agent has started workers of
+#     peers/          copies of other nodes' shards
+
+MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
+KEY_FILE, GENERATION_FILE, PEERS = "copies.key", "generation", "peers"
+
+
+def own_memory_folder() -> Path | None:
+    """The one of this worker's node; None where no agent keeps one."""
+    return Path(told) if (told := os.environ.get(MEMORY_VARIABLE)) else None
+
+
+def is_the_runs(directory: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether checkpoints there are those of the run, and not of something else that a worker saves beside them."""
+    told = environment.get("SLURMFT_CHECKPOINT_DIR")
+    return not told or os.path.realpath(told) == os.path.realpath(directory)
+
+
+def memory_folder_of(directory: Path) -> Path | None:
+    """Where snapshots of checkpoints in ``directory`` outlive their worker; None where they do not.
+
+    Snapshots are identified by step, generation and commit: those of two directories must not lie in one folder.
+    """
+    return own_memory_folder() if is_the_runs(directory) else None
+
+
+def ranks_of_this_node() -> range:
+    """The ranks of the workers beside this one, and its own."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def copies_key(secret: bytes) -> bytes:
+    """The key for copies, from the secret of the control channel: neither can be computed from the copies' key."""
+    return hmac.new(secret, b"slurmft copies", hashlib.sha256).hexdigest().encode()
+
+
+def read_copies_key(memory: Path) -> bytes:
+    """As the node's agent has left it.
+
+    Raises:
+        OSError: there is none; a run of one node has none.
+    """
+    return read_bytes(memory / KEY_FILE, limit_bytes=4096)
+
+
+def announcement(attempt_folder: Path, place: int) -> Path:
+    """The file in which the agent of the ``place``-th node of an attempt says where its keeper listens."""
+    return attempt_folder / f"keeper-{place}.json"
+
+
+def read_generation(memory: Path) -> int:
+    """Of the newest attempt that began on this node; 0 where that is unknown."""
+    try:
+        return max(0, int(read_bytes(memory / GENERATION_FILE, limit_bytes=4096)))
+    except (OSError, ValueError):
+        return 0

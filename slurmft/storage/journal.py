@@ -3,19 +3,288 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.storage.events import EventName
-from slurmft.storage.history.past import Past
-from slurmft.system.files import FORMAT, MOVE_AWAY, parse_json
-from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, append_line, last_lines, read_lines
+from slurmft.system.files import (
+    FORMAT,
+    LOG_LIMIT_BYTES,
+    MOVE_AWAY,
+    UnsafeFile,
+    append_line,
+    check_length,
+    last_lines,
+    opened,
+    parse_json,
+    read_bytes,
+    read_lines,
+    replace_atomically,
+)
+
+# --- events ---
+# The names of a journal's events. What each means and carries stands in ``docs/reference/events.md``, once.
+
+
+class EventName(StrEnum):
+    """What happened. The words are part of the journal's format: they stay; a newer slurmft may write further ones."""
+
+    # submission and start
+    SUBMITTING = "submitting"
+    SUBMITTED = "submitted"
+    STARTED_HERE = "started here"
+    SUBMISSION_FAILED = "submission failed"
+    ATTEMPT_STARTED = "attempt started"
+    ALREADY_FINISHED = "already finished"
+    SUPERFLUOUS_START = "superfluous start"
+    AGENTS_READY = "agents ready"
+    WORKERS_STARTED = "workers started"
+    FIRST_STEP = "first step"
+    CAUGHT_UP = "caught up"
+    MEASURED = "measured"
+    JOINING = "joining"
+    STALE_REQUEST_DROPPED = "dropped a stale request"
+    WAS_SUSPENDED = "was suspended"
+
+    # nodes of an attempt
+    AGENT_LOST = "agent lost"
+    AGENT_LEFT = "agent left"
+    AGENT_BACK = "agent back"
+    AGENTS_GONE = "agents gone"
+    NODE_KEPT = "node kept"
+    NODE_GIVEN_BACK = "node given back"
+    NODE_TAKEN_BACK = "node taken back"
+    WILL_GROW = "will grow"
+    SHRUNK = "shrunk"
+    NOT_SHRUNK = "not shrunk"
+    NOTICE = "notice"
+    CONTAINER_LIMIT = "container limit"
+    SPARE_REHEARSED = "spare rehearsed"
+    RAY_NODE_JOINED = "ray node joined"
+    RAY_NODE_ENDED = "ray node ended"
+
+    # failures
+    WORKER_FAILED = "worker failed"
+    WORKER_HUNG = "worker hung"
+    KILLING_WORKERS = "killing workers"
+    LAST_LOOK = "last look"
+    STATE_KEPT = "state kept just in time"
+    EVIDENCE = "evidence"
+    STRAGGLER_SUSPECTED = "straggler suspected"
+    STRAGGLER_DETECTED = "straggler detected"
+    STRAGGLER_JUDGED = "straggler judged"
+    STRAGGLER_KEPT = "straggler kept"
+    REPLICAS_DIFFER = "replicas differ"
+    REPLICAS_UNLIKE = "replicas unlike"
+    REPLICA_CONVICTED = "replica convicted"
+    SUPERVISOR_LOST = "supervisor lost"
+    STANDBY_READY = "standby ready"
+    STANDBY_LOST = "standby lost"
+    STANDBY_UNAVAILABLE = "standby unavailable"
+    STANDBY_TOOK_OVER = "standby took over"
+    STANDBY_ENDS_JOB = "standby ends the job"
+    LEASE_LEFT = "lease left"
+    FAULT_INJECTED = "fault injected"
+    FAULT_NOT_INJECTED = "fault not injected"
+
+    # saves
+    SAVE_REQUESTED = "save requested"
+    SAVE_FAILED = "save failed"
+    SAVES_KEEP_FAILING = "saves keep failing"
+    SAVES_WORK_AGAIN = "saves work again"
+    STEP_COPIES_SPACED_OUT = "step copies spaced out"
+    CHECKPOINT_TRIED = "checkpoint tried"
+    CHECKPOINT_QUARANTINED = "checkpoint quarantined"
+    CHECKPOINT_VERIFIED = "checkpoint verified"
+    CHECKPOINTS_REMOVED = "checkpoints removed"
+    BATCH_REDUCED = "batch reduced"
+    BATCH_NOT_REDUCED = "batch not reduced"
+
+    # kept folders
+    FOLDER_RESTORED = "folder restored"
+    FOLDER_KEPT = "folder kept"
+    FOLDER_SET_ASIDE = "folder set aside"
+    FOLDER_UPLOADED = "folder uploaded"
+    SYNC_FAILED = "sync failed"
+    SYNC_WORKS_AGAIN = "sync works again"
+
+    # stops
+    STOP_ASKED_FOR = "stop asked for"
+    STOP_REQUESTED = "stop requested"
+    STOP_AGREED = "stop agreed"
+    STOP_SAVED = "stop saved"
+    STOP_OVERDUE = "stop overdue"
+    STOP_WITHOUT_A_SAVE = "stop without a save"
+    WILL_NOT_CONTINUE = "will not continue"
+    ENDED_FROM_OUTSIDE = "ended from outside"
+    CANCELLED = "cancelled"
+
+    # what follows
+    VERDICT = "verdict"
+    DECISION = "decision"
+    SUPERSEDED = "superseded"
+    REQUEUEING = "requeueing"
+    REQUEUED = "requeued"
+    REQUEUE_FAILED = "requeue failed"
+    REQUEUE_SKIPPED = "requeue skipped"
+    SWITCHING_REQUEUE_OFF = "switching requeue off"
+    REQUEUE_STAYS_ON = "requeue stays on"
+    REQUEUED_MEANWHILE = "requeued meanwhile"
+    LEFT_TO_SLURM = "left to slurm"
+    PLACED = "placed"
+    BEGIN_NOW = "begin now"
+    RESUBMITTING = "resubmitting"
+    RESUBMITTED = "resubmitted"
+    RESUBMIT_FAILED = "resubmit failed"
+    STARTING_ANEW = "starting anew"
+    NOT_CONTINUED = "not continued"
+    CLAIM_OVERRULED = "claim overruled"
+    RESCUING = "rescuing"
+    RELEASED = "released"
+
+    # placement
+    AVOIDING = "avoiding"
+    AVOIDING_GPUS = "avoiding_gpus"
+    KEEPING_OFF = "keeping off"
+    INCONCLUSIVE = "inconclusive"
+    EXCLUSION_ESCAPED = "exclusion_escaped"
+    EXCLUSIONS_REFUSED = "exclusions refused"
+    EXCLUSIONS_DROPPED = "exclusions dropped"
+
+    # inference
+    REQUESTS_OPENED = "requests opened"
+    NODE_ANSWERS = "node answers"
+    REPLICA_READY = "replica ready"
+    REPLICA_DIED = "replica died"
+    REPLICA_DOWN = "replica down"
+    REPLICAS_MISSING = "replicas missing"
+    REPLICAS_WANTED = "replicas wanted"
+    REPLICA_SMALLER = "replica smaller"
+    REQUEST_GIVEN_UP = "request given up"
+    ANSWERS_HELD_UP = "answers held up"
+    ANSWERS_UNREADABLE = "answers unreadable"
+    OUTPUT_WRITTEN = "output written"
+    ENDPOINT_OPENED = "endpoint opened"
+    HANDOVER_BEGUN = "handover begun"
+    SUCCESSOR_SUBMITTED = "successor submitted"
+    SUCCESSOR_WAITS = "successor waits"
+    SUCCESSOR_LOST = "successor lost"
+    HANDOVER_FAILED = "handover failed"
+    HANDOVER_CALLED_OFF = "handover called off"
+    CANDIDATE_STARTED = "candidate started"
+    CANDIDATE_LEFT = "candidate left"
+    HANDED_OVER = "handed over"
+    PREDECESSOR_CANCELLED = "predecessor cancelled"
+    UPDATE_BEGUN = "update begun"
+    UPDATE_DONE = "update done"
+    UPDATE_WENT_BACK = "update went back"
+    ROUTER_READY = "router ready"
+    ROUTER_ENDED = "router ended"
+    ROUTER_DOWN = "router down"
+
+
+# --- past ---
+# What a start needs of a journal, kept beside it with the place up to which it was read: the next start goes on there.
+#
+# The kept file is a copy of lines of the journal, never a source of its own: where it is damaged, or does not fit the
+# journal that is there (another file, a shorter one, other bytes before the place), all of the journal is read.
+
+PAST_SUFFIX = ".past"
+WORTH_BYTES = 4 << 20
+"""A journal that has grown by less than this is read again faster than a file is written."""
+
+MAX_KEPT_BYTES = 32 << 20
+LOOK_BYTES = 1 << 16
+"""Of the beginning of the journal and of what lies before the place: by these the journal is recognised."""
+
+_FORMAT = 1
+
+
+class Past:
+    """One reading of a journal, from where the one before has ended.
+
+    Args:
+        passed_over: names of the events that were not kept; another choice does not use what this one has kept.
+    """
+
+    def __init__(
+        self, journal: Path, passed_over: Collection[bytes], *, limit_bytes: int, line_limit_bytes: int
+    ) -> None:
+        self._journal, self._limit, self._line_limit = journal, limit_bytes, line_limit_bytes
+        self._path = journal.with_name(journal.name + PAST_SUFFIX)
+        self._choice = hashlib.sha256(b"\n".join(sorted(passed_over))).hexdigest()
+        self._begin = self._end = self._inode = 0
+        self._last = b""
+        self._fits = True
+
+    def lines(self) -> Iterator[bytes]:
+        """The kept lines, then those of the journal that came after them.
+
+        Raises:
+            UnsafeFile, OSError: as ``opening.read_lines``.
+        """
+        self._inode = self._journal.stat().st_ino
+        known = self._known()
+        yield from known
+        self._end = self._begin
+        for line in read_lines(
+            self._journal, limit_bytes=self._limit, line_limit_bytes=self._line_limit, start=self._begin
+        ):
+            self._fits &= len(line) < self._line_limit  # of a longer one only the beginning has come
+            self._end += len(line) + 1
+            self._last = line
+            yield line
+
+    def keep(self, wanted: Sequence[bytes]) -> None:
+        """Keep these lines of all that were read, where that saves time; what cannot be written is not kept."""
+        if not self._fits or self._end - self._begin < WORTH_BYTES or sum(map(len, wanted)) > MAX_KEPT_BYTES:
+            return
+        with contextlib.suppress(OSError), opened(self._journal) as journal:
+            end = self._end
+            if os.fstat(journal).st_ino != self._inode:  # replaced meanwhile
+                return
+            if os.pread(journal, 1, end - 1) != b"\n":  # the last line has no end yet
+                end -= len(self._last) + 1
+                wanted = wanted[:-1] if wanted and wanted[-1] == self._last else wanted
+            body = b"".join(line + b"\n" for line in wanted)
+            header = {**self._facts(journal, end), "body": hashlib.sha256(body).hexdigest()}
+            # without waiting for the disk: after a power cut a damaged file is not used
+            replace_atomically(self._path, json.dumps(header).encode() + b"\n" + body, durable=False)
+
+    def _known(self) -> list[bytes]:
+        try:
+            content = read_bytes(self._path, limit_bytes=2 * MAX_KEPT_BYTES, owners={os.geteuid()})
+            first, _, body = content.partition(b"\n")
+            header = parse_json(first)
+            end = header["end"]
+            if type(end) is not int or end <= 0 or header["body"] != hashlib.sha256(body).hexdigest():
+                return []
+            with opened(self._journal) as journal:
+                if os.fstat(journal).st_size < end or {**self._facts(journal, end), "body": header["body"]} != header:
+                    return []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return []
+        self._begin = end
+        return body.split(b"\n")[:-1]
+
+    def _facts(self, journal: int, end: int) -> dict[str, object]:
+        before = max(0, end - LOOK_BYTES)
+        looks = os.pread(journal, min(end, LOOK_BYTES), 0), os.pread(journal, end - before, before)
+        return {
+            "format": _FORMAT, "choice": self._choice, "inode": os.fstat(journal).st_ino, "end": end,
+            "looks": [hashlib.sha256(look).hexdigest() for look in looks],
+        }  # fmt: skip
+
+
+# --- The journal of a run: append-only, one JSON object per line; the decision first, the action second ---
 
 JOURNAL_FILE = "journal.jsonl"
 MAX_LINES = 500_000
@@ -149,7 +418,7 @@ class Journal:
                     known = _NAME.match(line)
                     if known is not None and known[3] not in wanted:
                         continue
-                    if (event := _parse(line, self.path)) is not None and event.event in names:
+                    if (event := _parse_event(line, self.path)) is not None and event.event in names:
                         return event
         except FileNotFoundError:
             pass
@@ -170,7 +439,7 @@ class Journal:
                     name = _NAME.match(line)
                     if not line or line.isspace() or (name is not None and name[3] in _PASSED_OVER):
                         continue
-                    if (event := _parse(line, self.path)) is not None:
+                    if (event := _parse_event(line, self.path)) is not None:
                         kept.append(line)
                         events.append(event)
                     if len(events) > MAX_LINES:
@@ -215,7 +484,7 @@ class Journal:
                 if wanted is not None and (event := _without_details(line, wanted)) is not None:
                     yield event
                 elif line and not line.isspace():
-                    yield _parse(line, self.path)
+                    yield _parse_event(line, self.path)
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -243,7 +512,7 @@ def _without_details(line: bytes, wanted: frozenset[bytes]) -> Event | None:
         return None
 
 
-def _parse(line: bytes, path: Path) -> Event | None:
+def _parse_event(line: bytes, path: Path) -> Event | None:
     try:
         value = parse_json(line.decode())  # of bytes, the encoding would be guessed first
         version, at = value.pop("format"), datetime.fromisoformat(value.pop("at"))
@@ -258,3 +527,108 @@ def _parse(line: bytes, path: Path) -> Event | None:
         raise NewerFormat(f"{path} has lines of format {version!r}; this slurmft reads up to {FORMAT}",
                           hint="upgrade slurmft")  # fmt: skip
     return Event(at=at, event=event, attempt=attempt, details=value)
+
+
+# --- A journal that is followed: each look reads only what was added since the one before ---
+# tail = JournalTail(run.path)
+# for entry in tail.news(): ...
+
+_BEGIN = re.compile(rb'\{"format": \d+, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
+_CHUNK_BYTES = 1 << 20
+_HEAD_BYTES = 256
+"""Beginning of a journal, by which another one in its place is recognised: its first event has a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event."""
+
+    name: str
+    at: float
+    """Unix time, by its writer's clock."""
+
+    attempt: str
+    details: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Place:
+    """How far a journal was read, and which one it was."""
+
+    offset: int = 0
+    head: str = ""
+
+
+class JournalTail:
+    """Reads what is new in a run's journal; damaged lines and those of a newer format are left out.
+
+    A journal that was cut or replaced is read from its beginning; ``begun`` counts how often that was the case.
+
+    Args:
+        place: where an earlier reader had come to.
+        names: the events that are wanted; None: all. Others are hardly looked at, which halves the time.
+    """
+
+    def __init__(
+        self, run_folder: Path, place: Place | None = None, *, names: Collection[str] | None = None
+    ) -> None:  # fmt: skip
+        self.path = run_folder / JOURNAL_FILE
+        self._names = None if names is None else frozenset(name.encode() for name in names)
+        self.place = place or Place()
+        self.begun = 0
+
+    def news(self) -> Iterator[Entry]:
+        """Each new event, oldest first. ``place`` is behind an event as soon as it is given.
+
+        The last line counts once it has its end: its writer may be in the middle of it.
+
+        Raises:
+            UnsafeFile: it is no regular file, or longer than LOG_LIMIT_BYTES.
+            OSError: the journal cannot be read.
+        """
+        try:
+            with opened(self.path) as descriptor:
+                size = check_length(self.path, descriptor, LOG_LIMIT_BYTES)
+                self._find_place(descriptor, size)
+                yield from self._read(descriptor, size)
+        except FileNotFoundError:
+            return
+
+    def _find_place(self, descriptor: int, size: int) -> None:
+        place = self.place
+        head = os.pread(descriptor, _HEAD_BYTES, 0).decode("latin-1")
+        if size < place.offset or not head.startswith(place.head):
+            self.place = place = Place()
+            self.begun += 1
+        place.head = max(place.head, head, key=len)
+
+    def _read(self, descriptor: int, size: int) -> Iterator[Entry]:
+        place, held, skipping = self.place, b"", False
+        at = place.offset
+        while at < size and (part := os.pread(descriptor, _CHUNK_BYTES, at)):
+            at += len(part)
+            *lines, held = (held + part).split(b"\n")
+            for line in lines:
+                place.offset += len(line) + 1
+                if not skipping and self._is_wanted(line) and (entry := _parse_entry(line)) is not None:
+                    yield entry
+                skipping = False
+            if len(held) > MAX_LINE_BYTES:  # damage without an end
+                place.offset += len(held)
+                held, skipping = b"", True
+
+    def _is_wanted(self, line: bytes) -> bool:
+        """May be true of any line; false only of one that begins as the journal writes it."""
+        return self._names is None or (begins := _BEGIN.match(line)) is None or begins[1] in self._names
+
+
+def _parse_entry(line: bytes) -> Entry | None:
+    try:
+        value = parse_json(line)
+        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at")).timestamp()
+        name, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+    if not isinstance(version, int) or version > FORMAT:
+        return None
+    return Entry(name=name, at=at, attempt=attempt, details=value)

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmft.errors import StorageError, StorageUnavailable
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event, Journal
+from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.system.files import write_json
 
 Result = TypeVar("Result")

@@ -4,33 +4,507 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import logging
 import os
+import pwd
 import re
 import secrets
 import stat
+import tempfile
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import filelock
 
 from slurmft.errors import RunBusy, StorageError
-from slurmft.policy.site.job_identity import JobIdentity, OwnJob
-from slurmft.storage import ownership
-from slurmft.storage.claim import EndingClaim
-from slurmft.storage.events import EventName
+from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity, OwnJob, identity_from, is_same_job, merged
 from slurmft.storage.fence import OWNER_FILE
-from slurmft.storage.history.live_view import ProgressMarks
-from slurmft.storage.jobs_file import JOBS_FILE, JobsFile
-from slurmft.storage.journal import Journal
+from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PASSING, translated, write_state, writing
 from slurmft.storage.soft_lock import SoftLock
-from slurmft.system.files import read_json, refuse_uncreatable, replace_atomically, write_json
-from slurmft.system.opening import UnsafeFile, open_regular, read_part, trusted_owners, write_bytes
+from slurmft.system import processes
+from slurmft.system.files import (
+    FORMAT,
+    UnsafeFile,
+    number,
+    open_regular,
+    parse_json,
+    read_json,
+    read_part,
+    refuse_uncreatable,
+    replace_atomically,
+    trusted_owners,
+    write_bytes,
+    write_json,
+)
+
+# --- claim ---
+# The claim to act on the end of an attempt: supervisor, guardian and cron may all try (design, ordering rule 2).
+
+SUPERVISOR = "supervisor on "
+"""Prefix of the name of an actor inside the job, which ends with the job."""
+
+CLAIM_LEASE_S = 180.0
+"""An older claim without an outcome belongs to a process that died on another host."""
+
+
+class EndingClaim:
+    """The right to act on the end of one (job, restart).
+
+    It is held by one living process until it is settled with an outcome, which is for good, or given back.
+    """
+
+    def __init__(self, path: Path, lock: Callable[[], AbstractContextManager[None]]) -> None:
+        self.path, self._lock = path, lock
+
+    def take(self, actor: str, *, instead_of: str = "") -> bool:
+        """Whether the caller has the right to act.
+
+        Args:
+            instead_of: beginning of the name of an actor that is known to be gone; its claim without an outcome is
+                void.
+
+        Raises:
+            StorageError: the run folder cannot be read or written.
+        """
+        with self._lock():
+            claim = read_json(self.path)
+            free = claim is not None and claim.get("outcome") is None and _is_of(claim, instead_of)
+            if _is_taken(claim) and not free:
+                return False
+            me = processes.me()
+            mine = {"actor": actor, "at": time.time(), "host": me.host, "pid": me.pid, "birth": me.birth}
+            write_state(self.path, {**mine, "outcome": None})
+            return True
+
+    def outcome(self) -> str | None:
+        """The outcome; None while it is not settled.
+
+        Raises:
+            StorageError: the run folder cannot be read.
+        """
+        return (read_json(self.path) or {}).get("outcome")
+
+    def settle(self, outcome: str) -> None:
+        """Mark it as acted on, for good.
+
+        Raises:
+            StorageError: the run folder cannot be read or written.
+        """
+        write_state(self.path, {**(read_json(self.path) or {}), "outcome": outcome})
+
+    def give_back(self) -> None:
+        """Acting failed, or the settled action did not happen; another process may try."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def _is_taken(claim: Mapping[str, Any] | None) -> bool:
+    if claim is None:
+        return False
+    if claim.get("outcome") is not None:
+        return True
+    me = processes.me()
+    if claim.get("host") == me.host:
+        pid = claim.get("pid")
+        return isinstance(pid, int) and pid != me.pid and processes.lives(pid, str(claim.get("birth", "")))
+    at = claim.get("at")
+    return isinstance(at, int | float) and abs(time.time() - at) < CLAIM_LEASE_S
+
+
+def _is_of(claim: Mapping[str, Any], actor: str) -> bool:
+    return bool(actor) and str(claim.get("actor", "")).startswith(actor)
+
+
+# --- ``live.json``: what each rank of a running attempt does, written every few seconds for people and monitoring ---
+# It is not part of the run's state. Lists have one value for each rank; it is believed value by value.
+
+LIVE_FILE = "live.json"
+MAX_RANKS = 100_000
+MAX_NAME = 120
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveView:
+    """One look at all ranks."""
+
+    at: float = 0.0
+    """Unix time of the look; 0 where there was none."""
+
+    attempt: str = ""
+    steps: Sequence[float | None] = ()
+    """Newest step of each rank."""
+
+    step_s: Sequence[float | None] = ()
+    """Seconds of a step: a rank's own work in the newest window of straggler detection where that is known, else the
+    time between its newest steps."""
+
+    nodes: Sequence[str] = ()
+    sections: Sequence[str] = ()
+    """The innermost open section of each rank; empty where none is open, or the rank was not heard."""
+
+    section_s: Sequence[float | None] = ()
+    heartbeat_s: float | None = None
+    """Age of the oldest sign of life of a rank, in seconds."""
+
+    hang_used: float | None = None
+    """The largest part of a limit that some rank's section has used up: 1 is a hang."""
+
+    restarts_left: int | None = None
+    """Failures of the same kind that the run survives without progress; the least of all kinds."""
+
+    save_interval_steps: int | None = None
+    """Steps between two saves; None where they are not counted in steps."""
+
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    """Where the newest save lies: tier -> in words."""
+
+
+def read(run_folder: Path) -> LiveView:
+    """The newest look; an empty one where there is none, or it cannot be believed."""
+    try:
+        facts = read_json(run_folder / LIVE_FILE) or {}
+    except StorageError:
+        return LiveView()
+    tiers = facts.get("tiers")
+    return LiveView(
+        at=number(facts.get("at")) or 0.0,
+        attempt=str(facts.get("attempt") or "")[:MAX_NAME],
+        steps=_numbers(facts.get("steps")), step_s=_numbers(facts.get("step_s")),
+        section_s=_numbers(facts.get("section_s")),
+        nodes=_texts(facts.get("nodes")), sections=_texts(facts.get("sections")),
+        heartbeat_s=number(facts.get("heartbeat_s")), hang_used=number(facts.get("hang_used")),
+        restarts_left=_count(facts.get("restarts_left")), save_interval_steps=_count(facts.get("save_interval_steps")),
+        tiers={str(name)[:MAX_NAME]: str(text)[:MAX_NAME] for name, text in list(tiers.items())[:8]}
+        if isinstance(tiers, dict) else {},
+    )  # fmt: skip
+
+
+def write(run_folder: Path, view: LiveView) -> None:
+    """Replace it; need not survive a power cut.
+
+    Raises:
+        OSError: the run folder cannot be written.
+    """
+    facts = {name: getattr(view, name) for name in LiveView.__slots__}
+    write_json(run_folder / LIVE_FILE, {name: value for name, value in facts.items() if value is not None},
+               durable=False)  # fmt: skip
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 10**15 else None
+
+
+def _numbers(value: Any) -> tuple[float | None, ...]:
+    return tuple(number(each) for each in value[:MAX_RANKS]) if isinstance(value, list) else ()
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(str(each)[:MAX_NAME] for each in value[:MAX_RANKS]) if isinstance(value, list) else ()
+
+
+class ProgressMarks:
+    """When an attempt came to its newest step, and to its newest save: for monitoring."""
+
+    def __init__(self, attempt: Any) -> None:
+        self.attempt = attempt
+        self._newest: dict[str, int] = {}
+        self._facts: dict[str, float] = {}
+
+    def facts(self, progress: Mapping[str, Any]) -> Mapping[str, float]:
+        """``progressed_at`` and ``saved_at``, as Unix times."""
+        for name, mark in (("step", "progressed_at"), ("saved", "saved_at")):
+            value = progress.get(name)
+            if isinstance(value, int) and value > self._newest.get(name, -1):
+                self._newest[name], self._facts[mark] = value, time.time()
+        return self._facts
+
+
+# --- The jobs of a run: their ids, and their identities, as ids are reused for other jobs ---
+
+JOBS_FILE = "jobs.json"
+LOCAL_PREFIX = "local-"
+"""Begins the job id of a run that has no Slurm around it."""
+
+_JOB_ID = re.compile(r"(\d{1,10})(?:[_+]\d{1,10})?", re.ASCII)
+_MAX_ID = 2**31 - 1
+
+
+class JobsFile:
+    """``jobs.json`` of a run folder. Folders of earlier versions hold ids alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / JOBS_FILE
+
+    def ids(self) -> list[str]:
+        """All jobs so far, oldest first.
+
+        Raises:
+            StorageError: the file cannot be read or believed.
+        """
+        return self._read()[0]
+
+    def own_jobs(self, newest: int | None, told_elsewhere: Callable[[], Mapping[str, JobIdentity]]) -> list[OwnJob]:
+        """Those of Slurm, oldest first; ``told_elsewhere`` is called where the file has no identities.
+
+        Raises:
+            StorageError: the file cannot be read or believed.
+        """
+        jobs, known = self._read()
+        of_slurm = [job for job in jobs if not job.startswith(LOCAL_PREFIX)]
+        chosen = of_slurm if newest is None else of_slurm[-newest:]
+        told = {} if all(job in known for job in chosen) else told_elsewhere()
+        user = self.path.parent.stat().st_uid if chosen else 0
+        return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
+
+    def add(self, job: str, seen: JobIdentity | None) -> None:
+        """Remember a job, and its identity. Idempotent.
+
+        A reused id means the newer job: it becomes the newest one.
+
+        Raises:
+            StorageError: the file cannot be read, believed or written.
+        """
+        jobs, known = self._read()
+        before = known.get(job)
+        is_another = seen is not None and before is not None and is_same_job(before, seen) is False
+        if seen is not None:
+            own = replace(seen, own_script=(seen.script or "").startswith(f"{self.path.parent}{os.sep}"))
+            known[job] = own if before is None or is_another else merged(before, own)
+        order = [*(each for each in jobs if each != job), job] if is_another or job not in jobs else jobs
+        if order != jobs or seen is not None:
+            records = {each: identity.as_json() for each, identity in known.items() if each in order}
+            write_state(self.path, {"jobs": order, "known": records})
+
+    def _read(self) -> tuple[list[str], dict[str, JobIdentity]]:
+        value = read_json(self.path) or {}
+        jobs = value.get("jobs", [])
+        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
+            raise StorageError(f"{self.path} does not hold a list of jobs", hint="move it away and run again")
+        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
+            is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
+            if not is_id and not job.startswith(LOCAL_PREFIX):
+                raise StorageError(f"{self.path} names a job {job[:40]!r}", hint="move it away and run again")
+        known = value.get("known")
+        records = known if isinstance(known, dict) else {}
+        return jobs, {str(job): identity_from(facts) for job, facts in records.items() if isinstance(facts, dict)}
+
+
+# --- The file by which a user asks a run for a fault: believed only when the run's own user has written it ---
+
+ORDER_FILE = "INJECT"
+MAX_AGE_S = 300.0
+"""An older order was meant for an attempt that is gone; clocks of machines may differ by less."""
+
+MAX_BYTES = 4096
+
+
+def is_pending(run: Path) -> bool:
+    """Whether an order waits to be taken."""
+    return (run / ORDER_FILE).exists()
+
+
+def give_order(run: Path, order: Mapping[str, Any]) -> None:
+    """Leave an order for the run's supervisor, readable by this user alone.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with writing(run / ORDER_FILE):
+        write_json(run / ORDER_FILE, order, mode=0o600)
+
+
+def withdraw_order(run: Path) -> None:
+    """Remove the order that waits, if one still does."""
+    (run / ORDER_FILE).unlink(missing_ok=True)
+
+
+def take_order(run: Path) -> dict[str, Any] | None:
+    """The order that waits, removing it; None when there is none.
+
+    Raises:
+        StorageError: the file is not an order of this user; it is removed all the same.
+    """
+    path = run / ORDER_FILE
+    try:
+        descriptor = open_regular(path, follow=False, owners={os.getuid()})
+        try:
+            status, text = os.fstat(descriptor), os.read(descriptor, MAX_BYTES)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # a link, not ours, or not ours to read
+        path.unlink(missing_ok=True)
+        raise StorageError(f"{path} is not to be trusted: it {error.strerror}") from error
+    path.unlink(missing_ok=True)
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise StorageError(f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):o})")
+    if time.time() - status.st_mtime > MAX_AGE_S:
+        raise StorageError(f"{path} is {time.time() - status.st_mtime:.0f} s old: it was meant for an earlier attempt")
+    return _parsed(text, path)
+
+
+def _parsed(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > FORMAT:
+        raise StorageError(f"{path} is not an order that this slurmft understands")
+    return value
+
+
+# --- The owner of a run folder: conditions before anything in it is executed, submitted, followed or changed ---
+# A run folder is trusted because of its owner, so each check asks the filesystem and never a file's content. Readers
+# need none of this; every verb that acts does.
+
+MAX_LINKS = 40
+"""Symbolic links in one path, as the kernel counts."""
+
+
+def user_name(user_id: int) -> str:
+    """The user's name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"user id {user_id}"
+
+
+def refuse_foreign(folder: Path, *, folders: Sequence[Path], files: Sequence[Path]) -> None:
+    """Return when ``folder`` and those of ``folders`` and ``files`` that exist are the caller's.
+
+    Raises:
+        StorageError: one of them belongs to another user, is not what its name says, or everyone may write to it.
+        OSError: the folder cannot be looked at.
+    """
+    link, status = os.lstat(folder), folder.stat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.getuid()):
+        raise StorageError(f"{folder} is a symbolic link that {user_name(link.st_uid)} made",
+                           hint="name the run folder itself")  # fmt: skip
+    if status.st_uid != os.getuid():
+        hint = "choose another run_folder, or ask its owner"
+        if os.getuid() == 0:
+            hint = f"act as its owner: runuser -u {user_name(status.st_uid)} -- slurmft ..."
+        raise StorageError(f"the run folder {folder} belongs to user id {status.st_uid}, not to you", hint=hint)
+    if status.st_mode & stat.S_IWOTH:
+        raise StorageError(f"the run folder {folder} is writable by everybody", hint=f"chmod o-w {folder}")
+    for path, is_kind in (*((path, stat.S_ISDIR) for path in folders), *((path, stat.S_ISREG) for path in files)):
+        for found in _statuses(path):
+            if found.st_uid != os.getuid():
+                raise StorageError(
+                    f"{path} belongs to user id {found.st_uid}, not to you",
+                    hint="another user can write to this run folder: chmod go-w it, then look at what was changed",
+                )
+            if not is_kind(found.st_mode) and not stat.S_ISLNK(found.st_mode):
+                kind = "folder" if is_kind is stat.S_ISDIR else "regular file"
+                raise StorageError(f"{path} is not a {kind}", hint="move it away")
+
+
+def refuse_replaceable(folder: Path, *, parts: Sequence[Path]) -> None:
+    """Return when no user but the caller and root could put another folder, or other ``parts``, in their place.
+
+    For unattended actions. A user who may write to a folder can rename its content, so each folder on the way
+    counts, links followed. An ordinary user trusts the owners and groups of the folders above; root trusts root alone.
+
+    Raises:
+        StorageError: one could.
+        OSError: a folder cannot be looked at.
+    """
+    for step, status, above in _steps(folder):
+        if os.getuid() == 0 and (above.st_uid != 0 or above.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            raise StorageError(f"others than root may write to {step.parent}, above a run of root's",
+                               hint="keep root's runs where all folders above are writable by root alone")  # fmt: skip
+        is_sticky = above.st_mode & stat.S_ISVTX and status.st_uid in (0, os.getuid(), above.st_uid)
+        if above.st_mode & stat.S_IWOTH and not is_sticky:
+            raise StorageError(f"every user may replace {step}: {step.parent} is writable by everybody",
+                               hint=f"chmod +t {step.parent}")  # fmt: skip
+    status = folder.stat()
+    if _others_may_write(status):
+        raise StorageError(f"other users may write to the run folder {folder}", hint=f"chmod go-w {folder}")
+    if not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH):
+        return  # no other user gets that far, with any modes inside
+    for path in parts:
+        if any(_others_may_write(found) for found in _statuses(path) if not stat.S_ISLNK(found.st_mode)):
+            raise StorageError(f"other users may write to {path}", hint=f"chmod go-w {path}")
+
+
+def followed(path: Path) -> Path:
+    """``path`` with its symbolic links resolved: those that the caller or root made where no other may replace them.
+
+    Raises:
+        StorageError: another link is on the way: its maker chose the target.
+    """
+    try:
+        for step, status, above in _steps(path):
+            if not stat.S_ISLNK(status.st_mode):
+                continue
+            trusted = {0, os.geteuid()}
+            is_sticky = above.st_mode & stat.S_ISVTX
+            if not {status.st_uid, above.st_uid} <= trusted or (_others_may_write(above) and not is_sticky):
+                raise StorageError(
+                    f"{step} is a symbolic link that others than you can make or replace; it is not followed",
+                    hint="name the file itself, or move the link to a folder that only you can write to",
+                )
+    except OSError:
+        pass  # the rest is still to be made, or its use says what is wrong
+    return Path(os.path.realpath(path))
+
+
+def _statuses(path: Path) -> list[os.stat_result]:
+    """That of ``path`` and, where it is a symbolic link, of its target, as far as they exist."""
+    found: list[os.stat_result] = []
+    with contextlib.suppress(FileNotFoundError):
+        found.append(os.lstat(path))
+        if stat.S_ISLNK(found[0].st_mode):
+            found.append(path.stat())
+    return found
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and (os.getuid() == 0 or not _is_private(status.st_gid))
+
+
+def _is_private(group_id: int) -> bool:
+    """Whether the group is the caller's own and has no other member, as many systems give one to each user."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return user.pw_gid == group_id and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result, os.stat_result]]:
+    """Each name on the way from / to ``path``, links followed: where, its own status, that of the folder it lies in."""
+    here, left, links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while left:
+        name = left.pop()
+        if name == "..":
+            here = here.parent
+            continue
+        step = here / name
+        status = os.lstat(step)
+        yield step, status, os.lstat(here)
+        if not stat.S_ISLNK(status.st_mode):
+            here = step
+            continue
+        if (links := links + 1) > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = step.readlink()
+        if target.is_absolute():
+            here = Path("/")
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+
+
+# --- The run folder: the only module that knows which file lies where, and the only home of filelock ---
 
 LOCK_TIMEOUT_S = 20.0
 LOCK_PAUSE_S = 0.05
@@ -247,7 +721,7 @@ class RunFolder:
             StorageError: it is not, or everyone may write to it.
         """
         try:
-            ownership.refuse_foreign(self.path, folders=self._folders, files=self._files)
+            refuse_foreign(self.path, folders=self._folders, files=self._files)
         except OSError as error:
             raise translated(f"cannot look at {error.filename or self.path}", error) from error
 
@@ -258,7 +732,7 @@ class RunFolder:
             StorageError: one can.
         """
         try:
-            ownership.refuse_replaceable(self.path, parts=[*self._folders, *self._files])
+            refuse_replaceable(self.path, parts=[*self._folders, *self._files])
         except OSError as error:
             raise translated(f"cannot look at {error.filename or self.path}", error) from error
 
@@ -537,3 +1011,140 @@ def _locked(descriptor: int, path: Path, held: contextlib.ExitStack) -> bool:
             return False
         held.callback(soft.release)
         return True
+
+
+# --- progress ---
+# The progress report of a run, as its supervisor wrote it: believed value by value, as others may have damaged it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The supervisor's progress report; None for values that cannot be believed."""
+
+    at: float | None = None
+    step: int | None = None
+    until: int | None = None
+    saved: int | None = None
+    metric: float | None = None
+    state: str | None = None
+    attempt: str | None = None
+    resumed: int | None = None
+    failed_saves: int | None = None
+    save_problem: str | None = None
+    progressed_at: float | None = None
+    saved_at: float | None = None
+    world_size: int | None = None
+    step_at: float | None = None
+    stall_s: float | None = None
+    saves_done: int | None = None
+    copied: int | None = None
+    missing: str | None = None
+    problem: str = ""
+    """The damage of the report, which does not harm the run: the report is not part of its state."""
+
+    @property
+    def saved_step(self) -> int | None:
+        """Newest step in a checkpoint of this attempt; None while there is none."""
+        return self.saved if self.saved is not None and self.saved >= 0 else None
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
+    "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
+    "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
+    "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
+    "copied": (int,), "missing": (str,),
+}  # fmt: skip
+
+
+def progress_of(run: RunFolder) -> Progress:
+    """The newest progress report; never raises for what the file holds."""
+    try:
+        facts = run.progress() or {}
+    except StorageError as error:
+        return Progress(problem=error.what)
+    given = {name: facts[name] for name in _KINDS if facts.get(name) is not None}
+    fit = {name: value for name, value in given.items() if type(value) in _KINDS[name] and _is_fit(value)}
+    wrong = ", ".join(f"{name}={str(given[name])[:20]!r}" for name in given.keys() - fit.keys())
+    return Progress(**fit, problem=f"progress.json has {wrong}" if wrong else "")
+
+
+def _is_fit(value: Any) -> bool:
+    return isinstance(value, str) or number(value, limit=1e300 if isinstance(value, float) else 1e15) is not None
+
+
+# --- Whether the supervisor of an attempt still writes, by the file server's clock alone ---
+# Slurm's answer that a job is gone may be wrong: filtered, of another cluster, of a controller that has lost its
+# state. A
+# live supervisor touches a file of its attempt every second, which needs no Slurm.
+
+FRESH_S = 30.0
+"""A supervisor that has written since then is not rescued. It is 30 times as long as it pauses between two touches."""
+
+_NAME = "alive"
+
+
+def touch(run: RunFolder, attempt: Attempt) -> None:
+    """Note that the attempt's supervisor lives.
+
+    Raises:
+        OSError: the run folder cannot be written.
+    """
+    path = run.attempts / str(attempt) / _NAME
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def newest(run: RunFolder, owner: Owner) -> float | None:
+    """Time of the newest sign of the owner's, by the file server's clock; None where there is none."""
+    attempt = f"{owner.job}.{owner.restart}.{owner.cycle}"
+    times = [_modified(run.attempts / attempt / _NAME)]
+    with contextlib.suppress(StorageError):
+        if (run.progress() or {}).get("attempt") == attempt:  # all that earlier versions write
+            times.append(_modified(run.path / "progress.json"))
+    return max((at for at in times if at is not None), default=None)
+
+
+def is_fresh(run: RunFolder, owner: Owner) -> bool:
+    """Whether the owner has given a sign of life within ``FRESH_S`` seconds.
+
+    Raises:
+        StorageError: the run folder cannot be written, which is how the file server is asked for the time.
+    """
+    now, at = _now(run.path), newest(run, owner)
+    return at is not None and now - at < FRESH_S
+
+
+def seconds_since(run: RunFolder, path: Path) -> float | None:
+    """How long ago ``path`` was written, by the file server's clock; None where there is no such file.
+
+    Raises:
+        StorageError: the run folder cannot be written.
+    """
+    now, at = _now(run.path), _modified(path)
+    return None if at is None else now - at
+
+
+def _now(folder: Path) -> float:
+    """The file server's time: that of a file that is written now. It also makes a network filesystem look anew."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as stream:
+            stream.write(b"?")
+            stream.flush()
+            return os.fstat(stream.fileno()).st_mtime
+    except OSError as error:
+        raise translated(f"cannot write {folder}", error) from error
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        descriptor = open_regular(path)  # opening asks the file server, a mere stat may not
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)

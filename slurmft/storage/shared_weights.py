@@ -22,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmft.errors import StorageError
-from slurmft.storage.memory_folder import own_memory_folder
-from slurmft.system.files import read_json, write_json
+from slurmft.storage.checkpoint_names import own_memory_folder
+from slurmft.system.files import check_regular, open_regular, opened, read_json, write_json
 from slurmft.system.memory_limits import fits
-from slurmft.system.opening import check_regular, open_regular, opened
 from slurmft.system.private_folder import check_private, remove_tree
 
 WEIGHTS = "weights"

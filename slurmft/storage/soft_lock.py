@@ -21,8 +21,7 @@ from typing import Any
 
 from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.storage.patience import translated
-from slurmft.system.files import FORMAT, parse_json
-from slurmft.system.opening import UnsafeFile, check_regular, read_bytes, trusted_owners
+from slurmft.system.files import FORMAT, UnsafeFile, check_regular, parse_json, read_bytes, trusted_owners
 from slurmft.system.processes import birth_of, lives
 
 STALE_S = 60.0

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.system.files import FORMAT, number, parse_json, read_json, write_json
-from slurmft.system.opening import append_line, read_text
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.system.files import FORMAT, append_line, number, parse_json, read_json, read_text, write_json
 
 VERDICT_VARIABLE = "SLURMFT_VERDICT_FILE"
 """Where a worker writes its verdict."""
@@ -34,7 +33,7 @@ class WorkerVerdict:
     """A worker's report of why it ended."""
 
     cause: str
-    """One of ``policy.verdicts.verdict.Cause``; anything else counts as unknown."""
+    """One of ``policy.verdict.Cause``; anything else counts as unknown."""
 
     message: str = ""
     traceback: str = ""

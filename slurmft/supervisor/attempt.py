@@ -5,63 +5,270 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, StorageError
-from slurmft.ipc.calls import Kill, Ping, Port, StartWorkers
-from slurmft.ipc.reports import (
+from slurmft.ipc.channel import UNANSWERED
+from slurmft.ipc.messages import (
     Connected,
     DigestsReport,
     Disconnected,
     DurationsReport,
     HangReport,
+    Inject,
+    Kill,
     LimitReport,
     NoticeReport,
+    PassOnTerm,
+    Ping,
+    Port,
     ProgressReport,
     RehearsalReport,
+    Rescued,
+    RescueState,
+    Shutdown,
     SignalReport,
+    StartWorkers,
+    SyncReport,
     TimingsReport,
     WorkerExited,
 )
-from slurmft.ipc.sync import SyncReport
-from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
-from slurmft.policy.verdicts.culprit import Blame
-from slurmft.policy.verdicts.exit_actions import ExitAction, codes_of
-from slurmft.policy.verdicts.judge import Circumstances, ends_attempt, judge
-from slurmft.policy.verdicts.verdict import Cause, Verdict
-from slurmft.scheduler.nodes import in_order
-from slurmft.storage.events import EventName
-from slurmft.supervisor.attempt_folder import AttemptFolder
-from slurmft.supervisor.cluster import Cluster
+from slurmft.ipc.pages import RESCUE_S
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.final_ends import ExitAction, codes_of
+from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
+from slurmft.policy.stop import longest_silence_s, ping_interval_s
+from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
+from slurmft.policy.verdict import Cause, Verdict
+from slurmft.scheduler.nodes import expand, in_order
+from slurmft.storage.journal import EventName, Journal
+from slurmft.storage.run_folder import take_order
+from slurmft.supervisor.act import facts_for_workers
+from slurmft.supervisor.agents import (
+    CALL_TIMEOUT_S,
+    AgentLink,
+    AgentLost,
+    AgentPool,
+    ask_each,
+    end_of_workers,
+    grace_of_peers,
+    kill_workers,
+)
+from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
+from slurmft.supervisor.crew import AttemptFolder, Crew, named
+from slurmft.supervisor.digests import Digests
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
-from slurmft.supervisor.faults import Injections
-from slurmft.supervisor.fleet.agents import CALL_TIMEOUT_S, AgentLink, AgentLost
-from slurmft.supervisor.fleet.crew import Crew
-from slurmft.supervisor.fleet.elastic import Resizing
-from slurmft.supervisor.fleet.notices import Reclaimed
-from slurmft.supervisor.fleet.shutdown import end_of_workers, grace_of_peers, kill_workers
 from slurmft.supervisor.grace import workload_of
-from slurmft.supervisor.job_state import SlurmsWord
-from slurmft.supervisor.just_in_time import rescue
-from slurmft.supervisor.recovery.exclusions import Accuser
-from slurmft.supervisor.recovery.failure_history import facts_for_workers
-from slurmft.supervisor.recovery.place_elsewhere import suspect_gpus_of, without_other_gpus
-from slurmft.supervisor.signals import hearing
-from slurmft.supervisor.start import Start
-from slurmft.supervisor.stops import POLL_S, Stops
-from slurmft.supervisor.watch.digests import Digests
-from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, LastLook, ended_by_watchdog, look_at_all
-from slurmft.supervisor.watch.hangs import Hangs
-from slurmft.supervisor.watch.live import Live
-from slurmft.supervisor.watch.observations import Observations
-from slurmft.supervisor.watch.slow_nodes import SlowNodes
-from slurmft.system.background import Background
-from slurmft.system.sleeping import overslept_s
+from slurmft.supervisor.guardian import hearing
+from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
+from slurmft.supervisor.live import Live
+from slurmft.supervisor.observations import Observations
+from slurmft.supervisor.placement import Accuser, suspect_gpus_of, without_other_gpus
+from slurmft.supervisor.slow_nodes import SlowNodes
+from slurmft.supervisor.stops import POLL_S, SlurmsWord, Stops
+from slurmft.system.background import Background, overslept_s
+
+# --- faults ---
+# The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, informs the agents.
+
+AGAIN_S = 0.25
+SIMULATION = "fault_tolerance.simulate_fault"
+"""Who asked for a simulated fault."""
+
+
+class Injections:
+    """Carries out the orders of one attempt; each one beside everything else."""
+
+    def __init__(self, config: RunConfig, start: Start, pool: AgentPool, background: Background) -> None:
+        self._config, self._start, self._pool, self._background = config, start, pool, background
+        self._chance = random.Random()  # noqa: S311 - which rank is hit is not a secret
+
+    async def look(self) -> None:
+        """Take the order that waits, if there is one. Call it regularly."""
+        path = self._start.run.path
+        try:
+            value = await asyncio.wrap_future(self._start.thread.submit(lambda: take_order(path)))
+            if value is not None:
+                self._background.start(self._carry_out(order_of(value)))
+        except (StorageError, ValueError, OverflowError) as error:
+            why = error.what if isinstance(error, StorageError) else f"the order cannot be used: {error}"
+            self._start.journal.append(EventName.FAULT_NOT_INJECTED, reason=why)
+        except OSError as error:  # a filesystem that hiccups; the next look finds the file
+            log.debug("no look for orders: %s", error)
+
+    def simulate(self) -> None:
+        """Begin what fault_tolerance.simulate_fault asks for, unless the run has had it."""
+        if self._config.fault_tolerance.simulate_fault:
+            self._background.start(self._simulate())
+
+    async def _simulate(self) -> None:
+        section = self._config.fault_tolerance
+        history = await asyncio.wrap_future(self._start.thread.submit(self._start.journal.read_past))
+        if any(event.event == EventName.FAULT_INJECTED and event.details.get("who") == SIMULATION for event in history):
+            return
+        kind = section.simulated_fault_type
+        if kind == "random":
+            kind = self._chance.choice(("rank_killed", "rank_hung"))
+        rank = section.simulated_fault_rank
+        rank = self._any_rank() if rank is None else rank
+        delay_s = section.simulated_fault_base_delay * (1 + self._chance.random() / 10)
+        await asyncio.sleep(delay_s)
+        log.warning("FT: Simulating fault: %s; rank to fail: %d", kind, rank)
+        await self._carry_out(Order(fault=SIMULATED[kind], who=SIMULATION, rank=rank))
+
+    async def _carry_out(self, order: Order) -> None:
+        named = {"fault": order.fault.value, "who": order.who}
+        try:
+            await asyncio.sleep(order.after_s)
+        except asyncio.CancelledError:
+            self._start.journal.append(
+                EventName.FAULT_NOT_INJECTED, **named, reason="the attempt has ended before its time"
+            )
+            raise
+        links, ranks = self._targets(order)
+        if not links:
+            reason = f"there is no node {order.node!r}" if order.node else "no agent has reported yet"
+            self._start.journal.append(EventName.FAULT_NOT_INJECTED, **named, reason=reason)
+            return
+        where = {"node": order.node} if ranks is None else {"ranks": list(ranks)}
+        self._start.journal.append(EventName.FAULT_INJECTED, **named, **where)
+        hit, refused = await self._tell(links, order, ranks)
+        while not hit and refused and all(why.endswith(NOT_YET) for why in refused):
+            await asyncio.sleep(AGAIN_S)
+            hit, refused = await self._tell(links, order, ranks)
+        if not hit:
+            why = "; ".join(refused[:5]) or f"there is no rank {', '.join(map(str, ranks or ()))}"
+            self._start.journal.append(EventName.FAULT_NOT_INJECTED, **named, **where, reason=why)
+
+    def _targets(self, order: Order) -> tuple[list[AgentLink], Sequence[int] | None]:
+        links = [link for _, link in sorted(self._pool.links.items()) if link.channel is not None]
+        if order.node:
+            return [link for link in links if order.node in (link.host, str(link.node))], None
+        return links, (self._any_rank() if order.rank is None else order.rank,)
+
+    def _any_rank(self) -> int:
+        return self._chance.randrange((len(self._pool.members) or self._config.nodes) * self._config.nproc_per_node)
+
+    async def _tell(
+        self, links: Sequence[AgentLink], order: Order, ranks: Sequence[int] | None
+    ) -> tuple[list[int], list[str]]:
+        """Which ranks were hit, and why others were not. Each agent knows which are its own."""
+        call = Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
+        replies = await asyncio.gather(*(link.call(call) for link in links), return_exceptions=True)
+        hit: list[int] = []
+        refused: list[str] = []
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                refused.append(str(reply))
+            else:
+                hit += reply.injected
+                refused += reply.refused
+        return hit, refused
+
+
+# --- elastic ---
+# Resizing: stops a running attempt, after a save, to go on with more nodes or without nodes that are taken back.
+
+LOOK_S = 0.5
+
+
+class Resizing:
+    """Watches the crew of one attempt. Nothing to watch where the run has one size."""
+
+    def __init__(self, config: RunConfig, start: Start, crew: Crew, seen: Observations, stops: Stops) -> None:
+        self._config, self._cluster, self._journal = config, start.cluster, start.journal
+        self._crew, self._seen, self._stops = crew, seen, stops
+        self._awaited: tuple[str, ...] = ()
+        self._saved: int | None = None
+
+    async def watch(self) -> None:
+        """Grow when a checkpoint has been committed that is newer than the nodes."""
+        if not self._config.size.is_elastic:
+            return
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._stops.planned is None and self._seen.any_started and self._is_time_to_grow():
+                self._stops.stop_for(Cause.RESIZED, f"goes on with {named(self._awaited)} as well")
+
+    def leave(self, link: AgentLink) -> None:
+        """The job that lends this node is ending: do without it, while there is time for a save."""
+        if link.leaving:
+            return
+        link.leaving = True
+        self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
+        if link in self._crew.pool.members and self._stops.planned is None:
+            self._stops.stop_for(Cause.RESIZED, f"{link.host} is taken back: job {link.lender}, which lends it, ends")
+
+    def _is_time_to_grow(self) -> bool:
+        new = self._crew.roster.newcomers(self._cluster.nodes)
+        if new != self._awaited:
+            self._awaited, self._saved = new, self._seen.saved()
+            if new:
+                self._journal.append(EventName.WILL_GROW, nodes=list(new))
+        if not new:
+            return False
+        return self._seen.saved() != self._saved or not self._config.checkpoint.is_periodic
+
+
+# --- Handles a cloud's notice: a stop with its deadline, after which the run leaves that node ---
+
+
+class Reclaimed:
+    """Collects the notices that agents report."""
+
+    def __init__(self, config: RunConfig, start: Start, crew: Crew, stops: Stops, accuser: Accuser) -> None:
+        self._config, self._start, self._crew = config, start, crew
+        self._stops, self._accuser = stops, accuser
+        self.suspects: tuple[Suspect, ...] = ()
+        """Nodes that are taken away."""
+
+    def note(self, link: AgentLink, report: NoticeReport) -> None:
+        """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
+        what, ends, left_s = report.what, report.ends, report.left_s
+        facts = {"node": link.host, "source": report.source, "what": what, "ends": ends}
+        self._start.journal.append(EventName.NOTICE, **facts, **({"left_s": round(left_s, 1)} if ends else {}))
+        suspect = Suspect(node=link.host)
+        kind = Kind.RECLAIMED if ends else Kind.AT_RISK
+        self._accuser.add([Evidence(kind=kind, suspect=suspect, message=f"{link.host}: {what}", at=time.time())])
+        if not ends:
+            return
+        self.suspects = (*self.suspects, suspect)
+        link.leaving = True  # the next attempt, if there is one in this allocation, does without it
+        if link in self._crew.pool.members or not self._crew.pool.members:
+            cause = Cause.RESIZED if self._can_stay() else Cause.RECLAIMED
+            self._stops.on_notice(cause, f"{link.host}: {what}", left_s=left_s)
+
+    def _can_stay(self) -> bool:
+        """Whether the run goes on in this allocation: it outlives the node, and the supervisor's is another one."""
+        cluster = self._start.cluster
+        gone = {link.host for link in self._crew.pool.links.values() if link.leaving}
+        if not isinstance(cluster, SlurmCluster) or not self._config.survives_nodes:
+            return False
+        return expand(cluster.job.nodes)[0] not in gone and self._crew.roster.can_go_on(gone)
+
+
+# --- Before an attempt's workers are killed: every node keeps the newest complete step (``agent.agent``) ---
+
+ROUND_TRIP_S = 2.0
+
+
+async def rescue(links: Sequence[AgentLink], journal: Journal) -> None:
+    """Have every node keep what it has; the journal says of which step. Never raises."""
+    replies = await ask_each(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
+    kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
+    if steps := {step for step in kept.values() if step >= 0}:
+        missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
+        journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)
+
+
+# --- attempt ---
 
 LAUNCH_LOOK_S = 0.5
 START_S = 40.0
@@ -473,3 +680,120 @@ class AttemptRunner:
     def _on_error(self, error: BaseException) -> None:
         self._launch_error = self._launch_error or f"internal error: {error!r}"
         self._over.set()
+
+
+# --- ray ---
+# One attempt of a run with ``launcher: ray``: nodes of its Ray cluster come and go, and the command's end is its end.
+#
+# Ray Train itself goes on with fewer workers, and takes in more (``ScalingConfig(num_workers=(1, 5))``). So a lost node
+# ends the attempt only where it was the head, or where fewer than ``elastic.min_nodes`` are left.
+
+LENT_S = 20.0
+"""What Ray Train has to save before a lent node leaves: Slurm's default KillWait is 30 s."""
+
+MAX_STARTS = 3
+"""Of Ray on one node in one attempt."""
+
+
+class RayAttempt(AttemptRunner):
+    """Runs one attempt; what differs from other trainers is who may be lost, and who may come later."""
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        # ranks are nodes of Ray here, and the first of them ends as the command does
+        super().__init__(config.model_copy(update={"ignore_nonlead_status": True}), start, accuser, crew)
+        self._resizing = Growing(self, config, start, crew, self._seen, self.stops)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nodes may be added now."""
+        return self._order is not None and self.stops.planned is None and not self._over.is_set()
+
+    @property
+    def first_nodes(self) -> int:
+        """With how many nodes it began."""
+        return 0 if self._order is None else self._order.nodes
+
+    def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+        if report.rank == 0:
+            super()._on_exit(link, report)
+            self._over.set()  # the others serve it, and are ended now
+            return
+        self._seen.note_exit(link.host, report)
+        if self.is_open and link in self._pool.members:
+            self._pool.members = [each for each in self._pool.members if each is not link]
+            self._journal.append(EventName.RAY_NODE_ENDED, node=link.host, code=report.code)
+
+    async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        """Leave it to Ray to go on without this node, where that can be."""
+        left = [each for each in self._pool.members if each is not link]
+        is_needed = len(left) < self._config.size.minimum or link is self._pool.members[0]
+        if link.dropped or not self.is_open or link not in self._pool.members or is_needed:
+            await super()._lose(link, reason, hung_up=hung_up)
+            return
+        self._pool.members = left
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
+        self._journal.append(name, node=link.host, spare=False, reason=reason)
+        if not link.leaving:
+            self._accuser.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
+                                        at=time.time())])  # fmt: skip
+
+    async def add(self, link: AgentLink, rank: int) -> None:
+        """Make a node part of the cluster that runs."""
+        if not isinstance(self._order, StartWorkers):
+            return
+        self._pool.members = [*self._pool.members, link]
+        try:
+            await link.call(replace(self._order, first_rank=rank), timeout_s=START_S)
+        except AgentLost as error:
+            await self._lose(link, str(error), hung_up=False)
+            return
+        self._journal.append(EventName.RAY_NODE_JOINED, node=link.host, nodes=len(self._pool.members))
+
+
+class Growing(Resizing):
+    """Adds nodes while the attempt goes on: lent ones, those that are back, and spares in the place of lost ones."""
+
+    def __init__(self, attempt: RayAttempt, *parts: object) -> None:
+        super().__init__(*parts)  # type: ignore[arg-type]
+        self._attempt = attempt
+        self._starts: Counter[str] = Counter()
+        self._next_rank = 0
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self._attempt.is_open:
+                continue
+            pool, size = self._crew.pool, self._config.size
+            self._next_rank = max(self._next_rank, self._attempt.first_nodes)
+            for link in [*pool.links.values()]:
+                own = sum(not each.lender for each in pool.members)
+                room = len(pool.members) < size.maximum and (bool(link.lender) or own < size.nodes)
+                if room and self._may_be_added(link) and self._attempt.is_open:
+                    self._starts[f"{link.lender} {link.node}"] += 1
+                    rank, self._next_rank = self._next_rank, self._next_rank + 1
+                    await self._attempt.add(link, rank)
+
+    def leave(self, link: AgentLink) -> None:
+        if link.leaving or link.channel is None:
+            return
+        link.leaving = True
+        self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
+        link.channel.send(PassOnTerm().as_call(UNANSWERED))
+        self._stops.background.start(self._part_with(link))
+
+    async def _part_with(self, link: AgentLink) -> None:
+        await asyncio.sleep(LENT_S)
+        if link.channel is not None:
+            link.channel.send(Shutdown().as_call(UNANSWERED))
+
+    def _may_be_added(self, link: AgentLink) -> bool:
+        allowed = self._cluster.nodes
+        is_barred = bool(allowed) and link.host not in allowed and not link.lender
+        is_there = link.channel is not None and not link.dropped and not link.leaving
+        tried = self._starts[f"{link.lender} {link.node}"] >= MAX_STARTS
+        return is_there and not is_barred and not tried and link not in self._crew.pool.members

@@ -3,31 +3,127 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.metadata
+import json
 import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-from slurmft.config.config import RunConfig
-from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.site.job_identity import OwnJob, merged
-from slurmft.policy.timing.grace import JobTimes, SlurmClock, Terms
-from slurmft.policy.verdicts.verdict import Cause
-from slurmft.scheduler import nodes, own_jobs, queueing, slurm
+from slurmft.config.run import RunConfig
+from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
+from slurmft.ipc.zygote_start import as_variable
+from slurmft.policy import container as policy
+from slurmft.policy.container import Container
+from slurmft.policy.grace import JobTimes, SlurmClock, Terms
+from slurmft.policy.job_identity import OwnJob, merged
+from slurmft.policy.verdict import Cause
+from slurmft.scheduler import jobs, own_jobs, slurm
+from slurmft.scheduler import nodes as scheduler_nodes
 from slurmft.scheduler.environment import SlurmJob, current_job
-from slurmft.scheduler.parsing.parsing import JobEnding
-from slurmft.storage.jobs_file import LOCAL_PREFIX
-from slurmft.storage.patience import writing
-from slurmft.storage.run_folder import Attempt
-from slurmft.supervisor.fleet.launch import environment_for, launch_of
-from slurmft.supervisor.signals import keep_across_exec
-from slurmft.system.opening import appending
+from slurmft.scheduler.parsing import JobEnding
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread, PatientJournal, writing
+from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, RunFolder
+from slurmft.supervisor.guardian import keep_across_exec
+from slurmft.system.files import appending, read_bytes, replace_atomically, replace_link
+
+# --- launch ---
+# The command of an agent, inside of the run's container where it has one. srun and plain processes run it alike.
+
+_OF_ANOTHER_PYTHON = frozenset({"PYTHONHOME"})
+_OF_THE_BATCH_TASK = frozenset({
+    "SLURM_NODEID", "SLURMD_NODENAME", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID", "SLURM_TOPOLOGY_ADDR",
+})  # fmt: skip
+"""Slurm gives ``--container`` no variables of its tasks (seen on 22.05), so that those around srun would be taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How an agent is started."""
+
+    srun_options: tuple[str, ...]
+    argv: tuple[str, ...]
+
+
+def launch_of(config: RunConfig, attempt: Attempt, *, with_srun: bool) -> Launch:
+    """The agent's command; the secret's place follows from the attempt, the secret itself is in no argument.
+
+    Args:
+        with_srun: srun starts it, so that its options can, too.
+
+    Raises:
+        UsageError: only srun could start this container.
+        LaunchError: the container's bundle cannot be used.
+    """
+    arguments = ["agent", str(config.run_folder / "config.yaml"), str(attempt)]
+    container = config.contained()
+    if container is None:
+        return Launch(srun_options=(), argv=(sys.executable, "-P", "-u", "-m", "slurmft", *arguments))
+    inner = policy.starting(container, version=importlib.metadata.version("slurmft"), arguments=arguments)
+    with contextlib.suppress(OSError):  # the runtime reports a mount whose source is missing
+        config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    if not container.is_started_by_srun:
+        return Launch(srun_options=(), argv=(*outside(config, container), *inner))
+    if not with_srun:
+        raise UsageError(f"container.runtime {container.runtime} is started by srun, and there is none without Slurm",
+                         hint="submit to a cluster; on one machine: runtime apptainer or command")  # fmt: skip
+    bundle = str(bundle_for(container, RunFolder(config.run_folder).bundle)) if container.runtime == "oci" else ""
+    return Launch(srun_options=tuple(policy.srun_options(container, bundle=bundle)), argv=tuple(inner))
+
+
+def outside(config: RunConfig, container: Container) -> list[str]:
+    """The words in front of a command that start it inside and stay outside, with the container's own."""
+    local = config.checkpoint.local_directory
+    return [sys.executable, "-P", "-u", "-m", "slurmft.agent.container_outside", container.name,
+            "" if local is None else str(local), "--", *policy.command_prefix(container)]  # fmt: skip
+
+
+def bundle_for(container: Container, own: Path) -> Path:
+    """A bundle in the folder ``own``: that of the image, with the run's mounts.
+
+    Raises:
+        LaunchError: the image is no bundle.
+    """
+    named = Path(container.image) / "config.json"
+    try:
+        spec, root = policy.with_mounts(json.loads(read_bytes(named)), container)
+        own.mkdir(exist_ok=True)
+        replace_link(own / policy.ROOT, root)
+        replace_atomically(own / "config.json", json.dumps(spec, indent=1))
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"container.image {container.image} is no OCI bundle: there is no config.json in it",
+            hint="make one (podman export, then crun spec); see docs/how-to/containers.md",
+        ) from error
+    except (ValueError, OSError) as error:
+        raise LaunchError(f"the bundle {container.image} cannot be used: {error}") from error
+    return own
+
+
+def environment_for(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agent: in a container without what only concerns the process that starts it.
+
+    Elsewhere with what its zygote needs, which is begun before the agent has read the configuration.
+    """
+    if config.container.runtime == "none":
+        section = config.fault_tolerance
+        return {**environment, **as_variable(section.preloaded(config.launcher, config.inference), name=config.name,
+                                             per_node=config.nproc_per_node, own=config.environment)}  # fmt: skip
+    left_out = _OF_ANOTHER_PYTHON
+    left_out |= _OF_THE_BATCH_TASK if config.container.runtime == "oci" else frozenset()
+    return {name: value for name, value in environment.items() if name not in left_out}
+
+
+# --- cluster ---
 
 log = logging.getLogger(__name__)
 LOCAL_JOB_VARIABLE = "SLURMFT_LOCAL_JOB"
@@ -132,7 +228,7 @@ class SlurmCluster:
         Raises:
             ValueError: Slurm's node list cannot be parsed.
         """
-        return [node for node in nodes.expand(self.job.nodes) if node not in self.lost]
+        return [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost]
 
     def size(self, config: RunConfig) -> int:
         """All nodes of the allocation."""
@@ -140,7 +236,7 @@ class SlurmCluster:
 
     def agent_hosts(self, config: RunConfig) -> list[str]:
         """The allocation's nodes, as srun numbers its tasks."""
-        return nodes.expand(self.job.nodes)
+        return scheduler_nodes.expand(self.job.nodes)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -179,7 +275,7 @@ class SlurmCluster:
     def give_back(self, host: str) -> str:
         """Shrink the job."""
         try:
-            queueing.shrink(self.own, [node for node in self.present() if node != host])
+            jobs.shrink(self.own, [node for node in self.present() if node != host])
         except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
             return str(error)
         self.given_back.add(host)
@@ -219,8 +315,8 @@ class SlurmCluster:
     def node_states(self) -> Mapping[str, str]:
         """From sinfo; none when Slurm does not answer."""
         try:
-            own = set(nodes.expand(self.job.nodes))
-            seen = nodes.nodes(timeout_s=3.0)
+            own = set(scheduler_nodes.expand(self.job.nodes))
+            seen = scheduler_nodes.nodes(timeout_s=3.0)
             return {record.node: record.state for record in seen if record.node in own and record.state}
         except (SlurmError, ValueError):
             return {}
@@ -385,3 +481,46 @@ def detect(environment: Mapping[str, str]) -> Cluster:
     """The cluster around this process."""
     job = current_job(environment)
     return LocalCluster(environment) if job is None else SlurmCluster(job)
+
+
+# --- One attempt that may begin: the run is ours ---
+
+
+class LeaseHolder(Protocol):
+    """The supervisor's side of a lease that a standby watches."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a standby may have taken the run over."""
+
+    def confirm(self) -> bool:
+        """Whether the run is this process's, now and for some seconds; blocks while that cannot be told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """The inputs of an attempt's supervisor."""
+
+    cluster: Cluster
+    run: RunFolder
+    journal: PatientJournal
+    thread: FolderThread
+    """Does everything in the run folder that the supervisor must not wait for."""
+
+    generation: int
+    """As which this process owns the run; of a candidate the owner's."""
+
+    history: Sequence[Event] = field(repr=False)
+    """The journal as it was before."""
+
+    reached: int = 0
+    """Newest step that an earlier attempt has done; those up to it are done again."""
+
+    secret: bytes = field(repr=False)
+    """The control channel's."""
+
+    lease: LeaseHolder | None = None
+    """What this process holds the run by, where a standby may take it over."""
+
+    candidate: bool = False
+    """Another job owns the run, and this one is to take it over: it decides nothing."""

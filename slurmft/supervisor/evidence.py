@@ -11,26 +11,97 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
-from slurmft.policy.nodes.evidence import Evidence
-from slurmft.policy.verdicts.findings import WorkerEnd
-from slurmft.policy.verdicts.symptoms import (
+from slurmft.policy.decide import Budget, PastEnd, budget_for
+from slurmft.policy.evidence import Evidence
+from slurmft.policy.judge import Report, StepWords, Testimony, WorkerEnd, claimed
+from slurmft.policy.symptoms import (
+    bug_of,
     cause_of_log,
     cause_of_text,
     codes_of_children,
     last_words,
     without_own_lines,
 )
-from slurmft.policy.verdicts.testimony import Report, StepWords, Testimony, claimed
-from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
-from slurmft.scheduler.parsing.srun_lines import parse_srun_lines
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Action, Cause, Verdict, has_progressed
+from slurmft.scheduler.srun_lines import parse_srun_lines
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import MAX_VERDICT_BYTES, WorkerVerdict, parse_evidence, read_verdict
-from slurmft.supervisor.start import Start
-from slurmft.system.opening import read_part
+from slurmft.supervisor.cluster import Start
+from slurmft.system.files import read_part
+
+# --- The run's journal as the budget it has left ---
+
+CHANGES = frozenset({EventName.BATCH_REDUCED, EventName.CHECKPOINT_QUARANTINED})
+"""Changes of the run after which its count begins anew; they have limits of their own."""
+
+EARLY_S = 600.0
+"""A script without a session that ends later may have done a good part of its work."""
+
+
+def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
+    """The budget spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
+    section = config.fault_tolerance
+    return budget_for(
+        verdict,
+        past_ends(history),
+        retries=section.num_job_retries_on_failure,
+        retries_of=section.retries,
+        max_no_progress_cycles=section.max_no_progress_cycles,
+        restarts=section.num_in_job_restarts,
+        job_start=_job_start(attempt),
+    )
+
+
+def past_ends(history: Sequence[Event]) -> list[PastEnd]:
+    """Each end in the journal, oldest first; damaged entries count as no progress."""
+    ends, began_s = [], 0.0
+    for event in history:
+        facts = event.details
+        if event.event == EventName.WORKERS_STARTED:
+            began_s = event.seconds()
+        elif event.event == EventName.VERDICT:
+            ends.append(
+                PastEnd(
+                    cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts),
+                    bug=_bug(facts) if event.seconds() - began_s < EARLY_S else "",
+                )
+            )  # fmt: skip
+        elif (event.event == EventName.DECISION and facts.get("action") == Action.STOP) or event.event in CHANGES:
+            ends.append(PastEnd(cause="", given_up=True))
+        elif event.event == EventName.DECISION and facts.get("action") == Action.RESTART and ends:
+            ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))
+    return ends
+
+
+def _job_start(attempt: str) -> str:
+    """The part of an attempt's name that all attempts of one start of a job share."""
+    return attempt.rpartition(".")[0]
+
+
+def _bug(facts: Mapping[str, object]) -> str:
+    first, last = facts.get("first_step", 0), facts.get("last_step", 0)
+    has_worked = type(first) is not int or type(last) is not int or last > first
+    return "" if has_worked else bug_of(str(facts.get("traceback") or ""))
+
+
+def _first_step(facts: Mapping[str, object]) -> int | None:
+    first, last, saved = facts.get("first_step", 0), facts.get("last_step"), facts.get("saved_step")
+    return first if type(first) is int and (last or saved is not None) else None
+
+
+def progressed(facts: Mapping[str, object]) -> bool:
+    """Whether the end that these details of an event ``verdict`` describe came after a new saved step."""
+    first, saved = facts.get("first_step", 0), facts.get("saved_step")
+    return has_progressed(first, saved) if type(first) is int and type(saved) is int else False
+
+
+# --- The files of workers, agents and srun about an attempt in its run folder, as values for the judge ---
 
 TAIL_BYTES = 64 * 1024
 MAX_LOGS = 32

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, UsageError
-from slurmft.policy.timing import checkpoint_interval, grace
-from slurmft.policy.timing.grace import Finding, GraceNeed, GraceOffer, Severity
+from slurmft.policy import grace, interval
+from slurmft.policy.grace import Finding, GraceNeed, GraceOffer, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import asked_for
-from slurmft.scheduler.site import Partition, Site, parse_limit_s
-from slurmft.storage.history import timings
+from slurmft.scheduler.slurm import Partition, Site, parse_limit_s
+from slurmft.storage import timings
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _interval_of(config: RunConfig) -> dict[str, Any]:
     section = config.checkpoint
     if section.interval == "steps":
         return {"interval_steps": section.interval_steps}
-    return {"interval_s": section.interval_seconds or checkpoint_interval.LONGEST_S}
+    return {"interval_s": section.interval_seconds or interval.LONGEST_S}
 
 
 def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[GraceOffer]:

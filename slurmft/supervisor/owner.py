@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from slurmft.errors import SlurmError
-from slurmft.policy.site.job_identity import OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs
-from slurmft.storage import signs_of_life
+from slurmft.storage import run_folder
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 
@@ -85,11 +85,11 @@ def owner_writes(run: RunFolder, owner: Owner) -> bool:
     Raises:
         StorageError: the run folder cannot be read or written.
     """
-    if not signs_of_life.is_fresh(run, owner):
+    if not run_folder.is_fresh(run, owner):
         return False
-    before, until = signs_of_life.newest(run, owner), time.monotonic() + BEATS_S
+    before, until = run_folder.newest(run, owner), time.monotonic() + BEATS_S
     while time.monotonic() < until:
-        if signs_of_life.newest(run, owner) != before:
+        if run_folder.newest(run, owner) != before:
             return True
         time.sleep(LOOK_S)
     return False

@@ -7,23 +7,157 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from slurmft.config.config import RunConfig
-from slurmft.ipc.calls import LookNow, PassOnTerm, Withdraw
-from slurmft.ipc.pages.heartbeat import StopAction
-from slurmft.policy.timing.grace import NOTICE_S, REQUEUE_COST_S, is_limit_usable
-from slurmft.policy.timing.stop import ByThemselves, NothingToSave
-from slurmft.policy.verdicts.verdict import Cause
-from slurmft.storage.events import EventName
-from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
-from slurmft.supervisor.fleet.shutdown import PEER_GRACE_S, kill_workers
-from slurmft.supervisor.job_state import SlurmsWord
-from slurmft.supervisor.signals import log_signal
-from slurmft.supervisor.start import Start
-from slurmft.supervisor.stop_agreement import agree, describe
-from slurmft.supervisor.watch.forensics import look_at_all
-from slurmft.supervisor.watch.observations import Observations
+from slurmft.config.run import RunConfig
+from slurmft.config.sections import PreemptionConfig
+from slurmft.ipc.messages import Commit, LookNow, Looks, PassOnTerm, Propose, Withdraw
+from slurmft.ipc.pages import StopAction
+from slurmft.policy.grace import (
+    NOTICE_S,
+    REQUEUE_COST_S,
+    JobTimes,
+    SlurmClock,
+    Terms,
+    cause_of_signal,
+    is_limit_usable,
+    seconds_for_stop,
+    seconds_in_kill_wait,
+)
+from slurmft.policy.stop import (
+    ByThemselves,
+    Finishing,
+    Look,
+    NothingToSave,
+    Plan,
+    StopAt,
+    all_hold,
+    inside_an_evaluation,
+    passed,
+    plan_stop,
+    step_of,
+)
+from slurmft.policy.verdict import Cause
+from slurmft.storage.journal import EventName, Journal
+from slurmft.supervisor.agents import PEER_GRACE_S, AgentLost, AgentPool, kill_workers
+from slurmft.supervisor.cluster import Cluster, Start
+from slurmft.supervisor.guardian import log_signal
+from slurmft.supervisor.hangs import look_at_all
+from slurmft.supervisor.observations import Observations
 from slurmft.system.background import Background
+
+# --- Slurm's state of the supervisor's own job: whether and why Slurm ends it, and how long is left ---
+
+LOOK_AGAIN_S = 1.0
+
+
+class SlurmsWord:
+    """Asks Slurm in threads, so that one that does not answer blocks nothing; answers are remembered."""
+
+    def __init__(self, cluster: Cluster, journal: Journal) -> None:
+        self._cluster, self._journal = cluster, journal
+        self.terms = Terms(SlurmClock(time.time(), time.monotonic()))
+        self.outside: tuple[Cause, str] | None = None
+        """Why Slurm ends the job; None while it does not, or that is unknown."""
+
+        self.kill_at_s = math.inf
+        """Monotonic time by which the workers must be gone, once Slurm ends the job."""
+
+        self.on_ending: Callable[[], None] = lambda: None
+        """Called once, when it has become known that Slurm ends the job."""
+
+    async def read_terms(self) -> None:
+        """Learn Slurm's clock and how long it lets a job live that it ends."""
+        self.terms = await asyncio.to_thread(self._cluster.terms)
+
+    async def times(self) -> JobTimes:
+        """When the job began and will end; unknown when Slurm does not answer."""
+        return await asyncio.to_thread(self._cluster.times)
+
+    async def is_ending(self) -> bool:
+        """Whether Slurm ends the job from outside."""
+        if self.outside is None:
+            why = await asyncio.to_thread(self._cluster.why_ending)
+            if why is not None and self.outside is None:  # two may have asked
+                self.outside = why
+                self._journal.append(EventName.ENDED_FROM_OUTSIDE, reason=why[1])
+                self.kill_at_s = time.monotonic() + seconds_in_kill_wait(self.terms.kill_wait_s)
+                self.on_ending()
+        return self.outside is not None
+
+    async def cause_and_time(self, section: PreemptionConfig, at_s: float) -> tuple[Cause, float]:
+        """Why a signal that came at ``at_s`` (monotonic) asks for a stop, and the seconds it has from then on."""
+        times, ending = await asyncio.gather(self.times(), self.is_ending())
+        lead_s = float(section.signal_lead_s)
+        if self._cluster.name == "local":
+            return Cause.PREEMPTED, section.stop_timeout_s
+        if ending and self.outside is not None:
+            return self.outside[0], max(1.0, self.kill_at_s - at_s)
+        now = self.terms.clock.at(at_s)
+        cause = cause_of_signal(times, now=now, lead_s=lead_s)
+        left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+        return cause, left_s
+
+    async def look_again(self) -> None:
+        """Ask once more: Slurm signals a job a moment before its state shows the end."""
+        await asyncio.sleep(LOOK_AGAIN_S)
+        await self.is_ending()
+
+
+# --- stop agreement ---
+# The stop agreement, the supervisor's side: look, propose, confirm, commit. See ``policy.stop``.
+
+MAX_TRIES = 30
+HOLD_POLL_S = 0.01
+
+log = logging.getLogger(__name__)
+
+
+async def agree(pool: AgentPool, action: StopAction) -> Plan:
+    """Make all ranks act at one tick that none of them has passed.
+
+    Returns the committed ``StopAt``, or why there is none. The workers keep training until the commit, but for those
+    that have reached the proposal and wait for the answer.
+
+    Raises:
+        AgentLost: an agent does not answer; workers may be waiting at the proposal, and only their end frees them.
+    """
+    plan = plan_stop(_looks(await pool.call_all(LookNow())))
+    for tries in range(1, MAX_TRIES):
+        if not isinstance(plan, StopAt):
+            await pool.call_all(Withdraw())
+            return plan
+        looks = _looks(await pool.call_all(Propose(tick=plan.tick, action=int(action))))
+        while inside_an_evaluation(plan.tick) and _undecided(looks, plan.tick):
+            # a rank may leave its evaluation without ever coming to this tick: no rank acts before all are there
+            await asyncio.sleep(HOLD_POLL_S)
+            looks = _looks(await pool.call_all(LookNow()))
+        if not passed(looks, plan.tick):
+            await pool.call_all(Commit(tick=plan.tick))
+            return plan
+        log.info("step boundaries come faster than the agreement; trying further ahead (try %d)", tries)
+        plan = plan_stop(looks, tries)
+    raise RuntimeError(f"no agreement after {MAX_TRIES} tries although the distance doubled each time")
+
+
+def _undecided(looks: Sequence[Look], tick: int) -> bool:
+    return not passed(looks, tick) and not all_hold(looks, tick) and all(look.alive for look in looks)
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """A plan as the journal records it."""
+    if isinstance(plan, StopAt):
+        return {"plan": "save at step", "step": step_of(plan.tick)}
+    return {"plan": {NothingToSave: "nothing to save", Finishing: "the workers are finishing"}.get(
+        type(plan), "the workers stop by themselves")}  # fmt: skip
+
+
+def _looks(replies: Sequence[Looks]) -> list[Look]:
+    return [Look(*look) for reply in replies for look in reply.looks]
+
+
+# --- Stops of an attempt: requests for one, its deadline, and the save at an agreed step before it ---
 
 POLL_S = 0.25
 CAUSE_PATIENCE_S = 15.0
@@ -35,9 +169,6 @@ LAST_S = 10.0
 
 SHARE_OF_WORKERS = 0.7
 """Of the time of a stop, where folders are kept (``sync:``); what they do not use is for the upload, too."""
-
-
-log = logging.getLogger(__name__)
 
 
 class Stops:

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from slurmft.config.sync import SyncConfig
+from slurmft.config.sections import SyncConfig
 from slurmft.sync.folder import KeptFolder, Order
-from slurmft.system.log_format import log_to_stderr
+from slurmft.system.foreign_text import log_to_stderr
 from slurmft.system.processes import die_with_parent
 
 NICE = 10

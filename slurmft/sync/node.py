@@ -13,11 +13,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slurmft.config.config import RunConfig
-from slurmft.ipc.calls import SyncFolders
-from slurmft.ipc.replies import Synced
-from slurmft.ipc.shapes import Sent
-from slurmft.ipc.sync import SyncReport
+from slurmft.config.run import RunConfig
+from slurmft.ipc.channel import Sent
+from slurmft.ipc.messages import Synced, SyncFolders, SyncReport
 from slurmft.system.background import Background
 
 COMMAND = (sys.executable, "-P", "-m", "slurmft.sync.entry")

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
+import sys
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from slurmft.errors import SlurmftError
+from slurmft.system.foreign_text import log_to_stderr
+from slurmft.system.processes import die_with_parent
+
+# --- Tasks that run beside the main line of a process; one that fails is never silent ---
 
 log = logging.getLogger(__name__)
 
@@ -35,3 +45,35 @@ class Background:
             log.error("internal error: %r", error, exc_info=error)
             if self._on_error is not None:
                 self._on_error(error)
+
+
+# --- A process of inference that an agent has started: a driver or a router ---
+
+
+def run_below_agent(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run ``work`` until it ends or the agent does; returns its exit code, or that of its error, which is logged."""
+    log_to_stderr("slurmft: %(message)s")
+    die_with_parent()
+    # the agent says when to stop; an engine must not inherit "ignored"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda _number, _frame: None)
+    try:
+        return asyncio.run(work())
+    except SlurmftError as error:
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stderr.write(f"slurmft: {error}\n")
+        return error.exit_code
+
+
+# --- Sleeping, and detecting a suspension meanwhile ---
+
+
+async def overslept_s(pause_s: float) -> float:
+    """Sleep for ``pause_s``; returns by how many seconds it was too long, 0 where that is not worth mentioning.
+
+    A suspended process wakes up where it was, and must not blame another process for the silence meanwhile.
+    """
+    before = time.monotonic()
+    await asyncio.sleep(pause_s)
+    asleep_s = time.monotonic() - before - pause_s
+    return asleep_s if asleep_s > pause_s else 0.0

@@ -10,14 +10,359 @@ import errno
 import json
 import math
 import os
+import select
 import stat
 import tempfile
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.system import opening
+
+# --- The one way to open a file that lies in a place where other users can write ---
+# A shared folder may hold a FIFO, a socket, a device, a symbolic link or a file without end under any name that we
+# read.
+# Owns the checks that come before the first byte is believed; knows nothing of what the bytes mean.
+
+STATE_LIMIT_BYTES = 16 << 20
+"""Most bytes of a small state file: requests, claims, markers, verdicts, progress."""
+
+LOG_LIMIT_BYTES = 256 << 20
+"""Most bytes of a file that grows: a journal, an exclusion list. A million lines of 250 bytes."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+class UnsafeFile(OSError):
+    """The file at a path must not be read or written there.
+
+    It is an ``OSError`` (``EINVAL``, ``EFBIG`` or ``EPERM``), so that readers which already treat an unreadable file as
+    damaged treat this one alike.
+    """
+
+
+def open_regular(
+    path: str | Path, flags: int = os.O_RDONLY, *, mode: int = 0o600, follow: bool = True,
+    owners: Collection[int] | None = None,
+) -> int:  # fmt: skip
+    """A descriptor of the regular file at ``path``. Never waits for a writer and never touches a device.
+
+    The file is first opened as a name only (``O_PATH``), looked at, and then opened through that descriptor: the file
+    that was checked is opened, even if names change meanwhile. With ``O_CREAT`` a missing file is created, never
+    through a symbolic link.
+
+    Args:
+        follow: follow a symbolic link in the last part of the path.
+        owners: user ids that may own the file, and have made a link that leads to it; None accepts every owner.
+
+    Raises:
+        UnsafeFile: it is not a regular file, or belongs to a user that is not in ``owners``.
+        OSError: it cannot be opened.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    if follow and owners is not None:
+        path = _target(path, owners)
+    look = os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    while True:
+        try:
+            name = os.open(path, look)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+            try:
+                return os.open(path, flags | os.O_EXCL, mode)
+            except FileExistsError:  # another process created it in between, or it is a dangling link
+                if Path(path).is_symlink():
+                    raise UnsafeFile(errno.EINVAL, "is a symbolic link to nothing", str(path)) from None
+                continue
+        break
+    try:
+        check_regular(path, os.fstat(name), owners=owners)
+        flags &= ~(os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        try:
+            return os.open(f"/proc/self/fd/{name}", flags)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    finally:
+        os.close(name)
+    return _open_anew(path, flags, owners)
+
+
+def _target(path: str | Path, owners: Collection[int]) -> str | Path:
+    """Where to open: a symbolic link of a user who is not in ``owners`` would choose among the files of those who are.
+
+    Raises:
+        UnsafeFile: such a link lies there.
+    """
+    try:
+        name = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # as the opening says
+        return path
+    try:
+        status = os.fstat(name)
+        if not stat.S_ISLNK(status.st_mode):
+            return path
+        if status.st_uid not in owners:
+            raise UnsafeFile(errno.EPERM, f"is a symbolic link of user id {status.st_uid}", str(path))
+        return Path(path).parent / os.readlink("", dir_fd=name)
+    finally:
+        os.close(name)
+
+
+def _open_anew(path: str | Path, flags: int, owners: Collection[int] | None) -> int:
+    """NFS: another host has replaced the file, and the name alone was looked up in this host's memory. Opening by name
+    asks the server. Without following links it cannot end in a device."""
+    descriptor = os.open(path, (flags & ~os.O_TRUNC) | os.O_NOFOLLOW)
+    try:
+        check_regular(path, os.fstat(descriptor), owners=owners)
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, *, owners: Collection[int] | None = None) -> Iterator[int]:
+    """A descriptor for reading the regular file at ``path``; closed afterwards.
+
+    Raises:
+        UnsafeFile, OSError: as ``open_regular``.
+    """
+    descriptor = open_regular(path, owners=owners)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def check_regular(path: str | Path, status: os.stat_result, *, owners: Collection[int] | None = None) -> None:
+    """Return when ``status`` is that of a regular file of one of ``owners``.
+
+    Raises:
+        UnsafeFile: it is not.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeFile(errno.EINVAL, f"is {_kind(status.st_mode)}, not a regular file", str(path))
+    if owners is not None and status.st_uid not in owners:
+        raise UnsafeFile(errno.EPERM, f"belongs to user id {status.st_uid}", str(path))
+
+
+def check_length(path: str | Path, descriptor: int, limit_bytes: int) -> int:
+    """The size of the open file in bytes, before anything of it is read: a hole of a terabyte costs nothing to make.
+
+    Raises:
+        UnsafeFile: it is longer than ``limit_bytes``.
+    """
+    if (size := os.fstat(descriptor).st_size) > limit_bytes:
+        raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
+    return size
+
+
+def trusted_owners(folder: Path) -> set[int]:
+    """Users whose files in ``folder`` are believed: its owner, root and this one.
+
+    Raises:
+        OSError: the folder cannot be looked at.
+    """
+    return {0, os.geteuid(), folder.stat().st_uid}
+
+
+def read_bytes(
+    path: str | Path, *, limit_bytes: int = STATE_LIMIT_BYTES, follow: bool = True,
+    owners: Collection[int] | None = None,
+) -> bytes:  # fmt: skip
+    """The whole content of the regular file at ``path``.
+
+    Raises:
+        UnsafeFile: it is not a regular file, is longer than ``limit_bytes``, or belongs to a user not in ``owners``.
+        OSError: it cannot be read.
+    """
+    descriptor = open_regular(path, follow=follow, owners=owners)
+    try:
+        # a file whose size is too large is not read; files of /proc have no size
+        parts, room = [], 0 if os.fstat(descriptor).st_size > limit_bytes else limit_bytes + 1
+        while room > 0 and (part := os.read(descriptor, min(room, _CHUNK_BYTES))):
+            parts.append(part)
+            room -= len(part)
+    finally:
+        os.close(descriptor)
+    if room <= 0:
+        raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
+    return b"".join(parts)
+
+
+def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int, start: int = 0) -> Iterator[bytes]:
+    """The lines of the regular file at ``path`` from byte ``start`` on, without their ends; holds only a few at a time.
+
+    Of a line that is longer than ``line_limit_bytes`` only the beginning comes: a hole of many megabytes, or an end
+    that never comes, costs no more than the reading.
+
+    Raises:
+        UnsafeFile: it is not a regular file, or is longer than ``limit_bytes``.
+        OSError: it cannot be read.
+    """
+    descriptor = open_regular(path)
+    try:
+        check_length(path, descriptor, limit_bytes)
+        os.lseek(descriptor, start, os.SEEK_SET)
+        line, left = b"", limit_bytes - start
+        while left > 0 and (part := os.read(descriptor, min(left, _CHUNK_BYTES))):
+            left -= len(part)
+            first, *others = part.split(b"\n")
+            line += first[: line_limit_bytes - len(line)]
+            for other in others:
+                yield line
+                line = other[:line_limit_bytes]
+        if line:
+            yield line
+    finally:
+        os.close(descriptor)
+
+
+def last_lines(path: str | Path, *, limit_bytes: int) -> Iterator[bytes]:
+    """The lines in the last ``limit_bytes`` of the regular file at ``path``, without their ends, the newest first.
+
+    Raises:
+        UnsafeFile: it is not a regular file, or is longer than LOG_LIMIT_BYTES.
+        OSError: it cannot be read.
+    """
+    with opened(path) as descriptor:
+        at = check_length(path, descriptor, LOG_LIMIT_BYTES)
+        floor, held = max(0, at - limit_bytes), b""
+        while at > floor:
+            begin = max(floor, at - _CHUNK_BYTES)
+            held, *lines = (os.pread(descriptor, at - begin, begin) + held).split(b"\n")
+            yield from reversed(lines)
+            at = begin
+        if floor == 0:
+            yield held
+
+
+def read_text(
+    path: str | Path, *, limit_bytes: int = STATE_LIMIT_BYTES, errors: str = "strict", follow: bool = True,
+    owners: Collection[int] | None = None,
+) -> str:  # fmt: skip
+    """The file as UTF-8 text with line ends as they are; see ``read_bytes``.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8, and ``errors`` is ``strict``.
+    """
+    return read_bytes(path, limit_bytes=limit_bytes, follow=follow, owners=owners).decode("utf-8", errors)
+
+
+def read_pipe(path: str | Path, *, limit_bytes: int, within_s: float) -> bytes:
+    """The content of a pipe until its end, such as ``/dev/stdin``.
+
+    Raises:
+        UnsafeFile: more than ``limit_bytes`` came.
+        OSError: it cannot be read, or did not end in time.
+    """
+    deadline, content = time.monotonic() + within_s, b""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while len(content) <= limit_bytes:
+            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(errno.ETIMEDOUT, f"the pipe did not end within {within_s:.0f} s", str(path))
+            with contextlib.suppress(BlockingIOError):  # another reader was faster
+                if not (part := os.read(descriptor, _CHUNK_BYTES)):
+                    return content
+                content += part
+    finally:
+        os.close(descriptor)
+    raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
+
+
+def read_part(path: str | Path, start: int, limit_bytes: int) -> bytes:
+    """Up to ``limit_bytes`` from byte ``start`` of the regular file at ``path``, from its end where that is negative.
+
+    Raises:
+        UnsafeFile: it is not a regular file.
+        OSError: it cannot be read.
+    """
+    descriptor = open_regular(path)
+    try:
+        return os.pread(descriptor, limit_bytes, start if start >= 0 else max(0, os.fstat(descriptor).st_size + start))
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: str | Path, content: bytes, *, append: bool = False, follow: bool = True) -> None:
+    """Write ``content`` into the regular file at ``path``, creating it for this user alone; not atomic.
+
+    Raises:
+        UnsafeFile: something else lies there.
+        OSError: it cannot be written; a part of it may have been.
+    """
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), follow=follow)
+    try:
+        while content:
+            content = content[os.write(descriptor, content) :]
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def appending(path: str | Path) -> Iterator[int]:
+    """A descriptor for the output of a process that goes to the end of the regular file at ``path``; closed afterwards.
+
+    Raises:
+        UnsafeFile: something else lies there.
+        OSError: it cannot be opened.
+    """
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.set_blocking(descriptor, True)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Errors of operations on a descriptor do not say which file it is of: they get ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Add a line durably, by one write; a torn line of a dead writer is closed off first.
+
+    Raises:
+        UnsafeFile: something else than a regular file lies there.
+        OSError: it cannot be written; a part of the line may have been, which readers skip.
+    """
+    descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    try:
+        with naming(path):
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            text = ("\n" * torn + line + "\n").encode()
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _kind(mode: int) -> str:
+    for is_kind, words in (
+        (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISLNK, "a symbolic link"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
+    ):  # fmt: skip
+        if is_kind(mode):
+            return words
+    return "something else"
+
+
+# --- Atomic, versioned files on a shared filesystem ---
 
 FORMAT = 1
 """Version written into every JSON file; a reader refuses anything newer and tolerates unknown keys."""
@@ -79,7 +424,7 @@ def replace_atomically(
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with opening.naming(path), os.fdopen(descriptor, "wb") as stream:
+        with naming(path), os.fdopen(descriptor, "wb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             if group is not None:
@@ -151,7 +496,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, mode: int = 0o600, durab
 
 
 def read_json(
-    path: Path, *, limit_bytes: int = opening.STATE_LIMIT_BYTES, owners: Collection[int] | None = None
+    path: Path, *, limit_bytes: int = STATE_LIMIT_BYTES, owners: Collection[int] | None = None
 ) -> dict[str, Any] | None:
     """The object in ``path``, or None when there is no such file.
 
@@ -164,10 +509,10 @@ def read_json(
         NewerFormat: a newer slurmft wrote it.
     """
     try:
-        text = opening.read_text(path, limit_bytes=limit_bytes, owners=owners)
+        text = read_text(path, limit_bytes=limit_bytes, owners=owners)
     except FileNotFoundError:
         return None
-    except opening.UnsafeFile as error:
+    except UnsafeFile as error:
         raise StorageError(f"cannot read {path}: it {error.strerror}", hint=MOVE_AWAY) from error
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error

@@ -6,8 +6,11 @@ An exception's message, the name of a file or a node, a reason that a user typed
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
+
+# --- Foreign text made safe to show: it cannot move a cursor, colour a terminal, end a line or run from right to ---
 
 MAX_TEXT = 20_000
 """Characters of one message that are shown; exceptions may hold whole tensors."""
@@ -91,3 +94,35 @@ def _readable(colour: str) -> str:
             kept.append(str(number))
         at += 1
     return f"\x1b[{';'.join(kept)}m" if kept else ""
+
+
+# --- How records are written to logs, in every process: as text that a terminal may show later ---
+
+
+class LogFormatter(logging.Formatter):
+    """Records as safe text.
+
+    Args:
+        indent: before the further lines of a record, so that none looks like a record of its own.
+    """
+
+    def __init__(self, form: str, datefmt: str | None = None, *, indent: str = "  ") -> None:
+        super().__init__(form, datefmt)
+        self._indent = indent
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record; that of a logger which is not ours begins with its name."""
+        text = super().format(record)
+        if not record.name.startswith(("slurmft", "root", "__main__")):
+            text = text.replace(record.message, f"{record.name}: {record.message}", 1)
+        return block(text, MAX_TEXT).replace("\n", f"\n{self._indent}")
+
+
+def log_to_stderr(
+    form: str, *, level: int = logging.INFO, datefmt: str | None = None, indent: str = "  "
+) -> logging.Handler:
+    """Send all records to standard error, where the process has no logging of its own yet; returns the handler."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter(form, datefmt, indent=indent))
+    logging.basicConfig(level=level, handlers=[handler])
+    return handler

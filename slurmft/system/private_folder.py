@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.system.opening import UnsafeFile, check_regular, read_bytes
+from slurmft.system.files import UnsafeFile, check_regular, read_bytes
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only private folders with random names are made in it
 LOCK = "lock"

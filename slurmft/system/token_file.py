@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from slurmft.errors import UsageError
-from slurmft.system.opening import read_text
+from slurmft.system.files import read_text
 
 MAX_TOKEN_BYTES = 4096
 

@@ -8,22 +8,306 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import signal
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slurmft.errors import UsageError
 from slurmft.system.siginfo import handled_signal
-from slurmft.trainer.gradients import OpenGradients
-from slurmft.trainer.rng import RandomState
+
+# --- host group ---
+# The process group for data in main memory: the default one where it takes such data, else a gloo group beside it.
+#
+# NCCL moves memory of a GPU only, runs one operation after the other on each communicator, and waits for all pending
+# work
+# of the device. Agreements of ranks, and transfers from memory to memory, must not go over it. Every rank makes the
+# group
+# at the same place: right after the default group (``worker.groups``), or at the first collective of this package in a
+# script that has made its own.
+
+DESCRIPTION = "slurmft host"
+"""By which the group is found again; torch forgets it together with the default group."""
+
+BACKEND = "gloo"
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_CPU = torch.device("cpu")
+
+
+def takes_host_data(group: Any = None) -> bool:
+    """Whether ``group``, or the default one, moves tensors in main memory."""
+    return _CPU in _device_types(group if group is not None else distributed_c10d._get_default_group())
+
+
+def host_group(timeout: timedelta | None = None) -> Any:
+    """The group over all ranks to give to collectives of tensors in main memory; a collective where it is made.
+
+    Args:
+        timeout: of the group where it is made now; the default group's own when it is not given.
+    """
+    world = distributed_c10d._get_default_group()
+    if takes_host_data(world):
+        return world
+    for group in distributed_c10d._world.pg_map:
+        if group.group_desc == DESCRIPTION:
+            return group
+    timeout = timeout or timeout_of(world) or DEFAULT_TIMEOUT
+    return dist.new_group(backend=BACKEND, timeout=timeout, group_desc=DESCRIPTION)
+
+
+def any_rank(mine: bool) -> bool:
+    """Whether it is so on some rank; a collective where there are several."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    flag = torch.tensor([int(mine)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group())
+    return bool(flag.item())
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """After how long a collective of ``group`` times out, as the group itself says; None where it cannot be asked.
+
+    Of several backends the shortest one counts.
+    """
+    found = list[timedelta]()
+    for device in _device_types(group):
+        try:
+            options = group._get_backend(device).options
+        except (RuntimeError, AttributeError):  # a backend without options has no timeout that could be read
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            found.append(timeout)
+    return min(found, default=None)
+
+
+def _device_types(group: Any) -> list[torch.device]:
+    return [torch.device(device) for device in group._device_types]
+
+
+# --- The random number generators of one rank, as plain values that ``torch.load(weights_only=True)`` accepts ---
+# Covers Python's ``random``, numpy's global generator (when numpy is loaded), torch's CPU generator and the current
+# GPU's
+# (when CUDA is in use). Generators that the trainer makes itself are its own to save.
 
 log = logging.getLogger(__name__)
+
+RandomState = dict[str, Any]
+"""The states of this process's generators, as ``capture`` returns them."""
+
+_ARRAY = "ndarray"
+
+
+def capture() -> RandomState:
+    """The present states; draws nothing from any generator. ``restore`` brings back exactly these."""
+    state: RandomState = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = plain(numpy.random.get_state(legacy=False))
+    # Asking an unused CUDA for its state would create a context: memory on the GPU, and a process that must not fork.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put every generator back to the state of ``capture``; later draws are identical.
+
+    A generator that does not exist here (no numpy, no GPU) is named in a warning and left out. Unknown keys are
+    ignored.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: ``state`` did not come from ``capture``.
+    """
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        _restore_numpy(state["numpy"])
+    if "cuda" in state:
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        else:
+            log.warning("the saved GPU generator is not restored: this process has no GPU")
+
+
+def has_drawn(since: Mapping[str, Any]) -> bool:
+    """Whether a generator of ``since``, which ``capture`` has returned, is in another state now."""
+    now = capture()
+    return any(
+        not torch.equal(state, now[name]) if isinstance(state, torch.Tensor) else state != now[name]
+        for name, state in since.items()
+    )
+
+
+def _restore_numpy(state: Mapping[str, Any]) -> None:
+    try:
+        import numpy
+    except ImportError:
+        log.warning("the saved numpy generator is not restored: numpy is not installed here")
+        return
+    numpy.random.set_state(_original(state))
+
+
+def plain(value: Any) -> Any:
+    """Arrays and numpy scalars as Python values; a numpy array would need pickle's full power to load."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        items = value.tolist()
+        return {_ARRAY: items, "dtype": str(value.dtype)} if isinstance(items, list) else items
+    return value
+
+
+def _original(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if _ARRAY in value:
+            import numpy
+
+            return numpy.array(value[_ARRAY], dtype=value["dtype"])
+        return {key: _original(item) for key, item in value.items()}
+    return value
+
+
+# --- gradients ---
+# Whether gradients wait for an optimizer at the end of a step: the middle of an accumulation is no place to save.
+
+_USED_UP = "_slurmft_used_up"
+"""Attribute of a gradient: how often it had been written to when an optimizer used it; ``_LEFT`` where none has."""
+
+_LEFT = -1
+
+
+MAX_SAMPLED = 32
+"""Weights whose gradients are looked at, spread over all of them."""
+
+MAX_OPTIMIZERS = 8
+"""With more, one per weight that works in the backward pass, each update is one of all weights."""
+
+LONGEST_WINDOW = 1000
+"""Steps without an update after which updates are taken to be hidden from us: a run must be saved at some time."""
+
+MAX_LATE = 3
+"""Updates in a row that use gradients of an earlier step and leave new ones: the script has no step to save after."""
+
+
+class OpenGradients:
+    """Follows the optimizers of this process. ``at_boundary`` is called once at the end of each step of the loop.
+
+    What the step's last update has left, or weights that were written otherwise, wait for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.are_waiting = False
+        """At the newest boundary, as far as this rank knows; costs nothing to ask."""
+
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._weights: list[torch.Tensor] = []
+        self._written: list[int] = []
+        self._hook: Any = None
+        self._has_update = self._is_late = self._is_blind = False
+        self._open_for = self._late = 0
+
+    def follow(self, optimizer: Any) -> None:
+        """Its weights' gradients count from now on."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._after_update)
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._weights = []
+
+    def at_boundary(self, model: torch.nn.Module | None) -> None:
+        """A step has ended: ``are_waiting`` is true where it has left gradients that no optimizer has used since.
+
+        Raises:
+            UsageError: each update of this script is followed by a backward pass in the same step.
+        """
+        gradients = self._gradients()
+        is_over = self._is_blind or self._wrote() or (self._has_update and len(self._optimizers) > MAX_OPTIMIZERS)
+        are_new = any(self._is_new(one) for one in gradients)
+        is_held = not self._has_update and model is not None and _has_unsharded(model)
+        self.are_waiting = not is_over and (are_new or is_held)
+        self._open_for = self._open_for + 1 if self.are_waiting else 0
+        self._late = self._late + self._is_late if self.are_waiting else 0
+        self._has_update = self._is_late = False
+        if self._late >= MAX_LATE:
+            raise UsageError(
+                "the optimizer uses gradients of an earlier step, and each step leaves new ones behind: no checkpoint "
+                "contains gradients, so there is no step to save after",
+                hint="call its step() in the step of the last backward pass, not at the beginning of the next one",
+            )
+        if self._open_for > LONGEST_WINDOW:
+            log.warning(
+                "gradients were not used for %d steps: saves do not wait for their use any more, and do not "
+                "contain them",
+                LONGEST_WINDOW,
+            )
+            self.are_waiting, self._is_blind = False, True
+        for one in gradients:  # on the tensor itself: the next one may have its address
+            setattr(one, _USED_UP, _LEFT if self.are_waiting else _version(one))
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._has_update = True
+        self.follow(optimizer)
+        if len(self._optimizers) > MAX_OPTIMIZERS:
+            return
+        for one in self._gradients():  # of all: one model's backward pass leaves some in others, which are not used
+            self._is_late |= getattr(one, _USED_UP, None) == _LEFT
+            setattr(one, _USED_UP, _version(one))
+        self._wrote()
+
+    def _is_new(self, gradient: torch.Tensor) -> bool:
+        used, now = getattr(gradient, _USED_UP, None), _version(gradient)
+        if self._has_update and used is not None:  # zeroed in place behind the update: once, as a rule
+            return now > used + 1 and bool(_local(gradient).any())
+        return used != now
+
+    def _wrote(self) -> bool:
+        """Whether weights have changed since the last call."""
+        before, self._written = self._written, [_version(one) for one in self._weights]
+        return before != self._written
+
+    def _gradients(self) -> list[torch.Tensor]:
+        if not self._weights:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            weights = [one for group in groups for one in group["params"] if one.requires_grad]
+            self._weights = weights[:: -(-len(weights) // MAX_SAMPLED) or 1]
+            self._wrote()
+        return [one for weight in self._weights if (one := weight.grad) is not None]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return _local(tensor)._version
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _has_unsharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP holds gradients that it has not given to its weights yet (``set_requires_gradient_sync(False)``)."""
+    for module in model.modules():
+        group = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_group", None)
+        for one in getattr(group, "fsdp_params", ()):
+            whole = getattr(one, "_unsharded_param", None)
+            if one.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                return True
+    return False
+
+
+# --- The connection of a session and the checkpoint managers of the same process; neither needs the other ---
 
 
 class Outcome(Enum):

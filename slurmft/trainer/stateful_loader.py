@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from slurmft.trainer import rng
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 
 OURS = "slurmft"
@@ -78,15 +78,15 @@ def _made(loader: Any, make: Callable[[Any], Any]) -> Any:
             loader.next_iter_state = state = None
         else:
             sampler.set_epoch(own["epoch"])
-    before, loaded = rng.capture(), SAVERS.loaded
-    is_undrawn = loaded is not None and not rng.has_drawn(loaded.random)
+    before, loaded = savers.capture(), SAVERS.loaded
+    is_undrawn = loaded is not None and not savers.has_drawn(loaded.random)
     iterator = make(loader)
     setattr(iterator, OURS, (None if sampler is None else sampler.epoch, iterator._num_yielded))
     if state is not None:
-        rng.restore(before)
+        savers.restore(before)
         _set_generator(loader, own)
     elif loaded is not None and is_undrawn:  # its own seed: a resumed one draws none
-        SAVERS.loaded = replace(loaded, random=rng.capture())
+        SAVERS.loaded = replace(loaded, random=savers.capture())
     return iterator
 
 
@@ -140,7 +140,7 @@ class _WorkerInit:
 
         def with_draws(one: Any) -> Any:
             if loaded:  # everything is in its place
-                rng.restore({**rng.capture(), **loaded})
+                savers.restore({**savers.capture(), **loaded})
                 loaded.clear()
             state = serialize(one)
             drawn = {name: value for name, value in _draws().items() if value != fresh.get(name)}
@@ -160,7 +160,7 @@ class _WorkerInit:
 
 def _draws() -> dict[str, Any]:
     """The generators of this process but for a device's, in types that a worker can send."""
-    state = rng.capture()
+    state = savers.capture()
     state.pop("cuda", None)
     return {**state, "torch": state["torch"].numpy().tobytes().hex()}
 

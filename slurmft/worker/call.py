@@ -13,8 +13,7 @@ from pathlib import Path
 import cloudpickle
 
 from slurmft.errors import StorageError, UsageError
-from slurmft.system.files import replace_atomically
-from slurmft.system.opening import read_bytes
+from slurmft.system.files import read_bytes, replace_atomically
 
 MAX_CALL_BYTES = 2 << 30
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slurmft.errors import StorageError
-from slurmft.ipc.pages.heartbeat import FAULT_SUFFIX, PAGE_VARIABLE, Page, Slot
-from slurmft.policy.faults import Fault
+from slurmft.ipc.pages import FAULT_SUFFIX, PAGE_VARIABLE, Page, Slot
+from slurmft.policy.values import Fault
 from slurmft.system.files import read_json
 from slurmft.trainer.savers import SAVERS
 

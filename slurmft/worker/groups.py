@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.trainer.host_group import host_group, takes_host_data, timeout_of
-from slurmft.trainer.savers import SAVERS
+from slurmft.trainer.savers import SAVERS, host_group, takes_host_data, timeout_of
 
 ABORT_S = 5.0
 FIRST_PORT, PORTS = 10_000, 20_000

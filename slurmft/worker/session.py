@@ -21,7 +21,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -30,40 +31,213 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.ipc.pages.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
-from slurmft.ipc.pages.section_stack import Phase, SectionStack
-from slurmft.policy.checkpoints.batches import BatchSplit
-from slurmft.policy.timing.stop import END, NOT_STARTED, base_of, end_of_evaluation, inside_an_evaluation, tick_of
-from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
-from slurmft.policy.worker_settings import WorkerSettings
+from slurmft.errors import UsageError
+from slurmft.ipc.pages import NOTHING, PAGE_VARIABLE, Page, Phase, Section, SectionStack, Slot, State, StopAction
+from slurmft.policy.stop import END, NOT_STARTED, base_of, end_of_evaluation, inside_an_evaluation, tick_of
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
+from slurmft.policy.worker_settings import BatchSplit, WorkerSettings, pieces, split_batch
+from slurmft.storage.attempt_facts import note_batches
 from slurmft.storage.checkpoint_names import MAX_STEP
-from slurmft.trainer import rng, stateful_loader
-from slurmft.trainer.host_group import any_rank
-from slurmft.trainer.savers import SAVERS
-from slurmft.worker.agreement import AgreementByAgent, AgreementByCollective
-from slurmft.worker.batches import Batches
-from slurmft.worker.ddp import Rehearsal, settled_ddp
-from slurmft.worker.digests.replicas import ReplicaDigests
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+from slurmft.system.foreign_text import log_to_stderr
+from slurmft.trainer import savers, stateful_loader
+from slurmft.trainer.savers import SAVERS, any_rank
+from slurmft.worker.digests import ReplicaDigests
 from slurmft.worker.faults import InjectedFaults
 from slurmft.worker.groups import ProcessGroups, take_place_of_task
-from slurmft.worker.metrics import MetricsLog
-from slurmft.worker.rank_log import log_with_rank
-from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.reports import Departure
-from slurmft.worker.rerun.state_machine import RerunStateMachine
-from slurmft.worker.saves import SAVE_RETRY_S, SaveFunction, Saves
-from slurmft.worker.sections import Sections
-from slurmft.worker.signals import StopSignal
-from slurmft.worker.stragglers.stragglers import StragglerDetector
+from slurmft.worker.rerun import Departure, RerunStateMachine
+from slurmft.worker.rerun_data import RerunDataIterator
+from slurmft.worker.saves import SAVE_RETRY_S, MetricsLog, SaveFunction, Saves
+from slurmft.worker.signals import AgreementByAgent, AgreementByCollective, StopSignal
+from slurmft.worker.stragglers import StragglerDetector
+
+# --- The micro-batch and the accumulation of this start: as asked for, unless an earlier start ran out of memory ---
+
+
+class Batches:
+    """Cuts the trainer's batch into as many pieces as the supervisor says, and reports the trainer's numbers.
+
+    The supervisor cannot know a trainer's batch; the file in the attempt's folder shows it how far it may go.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        settings = WorkerSettings.from_environment(environment)
+        self._base_world_size, self.divisor = settings.base_world_size, settings.batch_divisor
+        folder = environment.get(ERROR_DIR_VARIABLE)
+        self._folder = Path(folder) if folder and environment.get("RANK", "0") == "0" else None
+        self._asked: set[int] = set()
+        self._pieces = self.divisor
+
+    def micro_batch(self, samples: int) -> int:
+        """``samples``, or a part of them with which they can be covered exactly."""
+        if type(samples) is not int or samples < 1:
+            raise UsageError(f"a micro-batch of {samples!r} samples makes no sense")
+        if samples not in self._asked:
+            self._asked.add(samples)
+            if self._folder is not None:
+                note_batches(self._folder, self._asked, self.divisor)
+        self._pieces = pieces(samples, self.divisor)
+        return samples // self._pieces
+
+    def accumulation(self, steps: int = 1) -> int:
+        """``steps`` times the number of pieces of the micro-batch that was asked for last."""
+        if type(steps) is not int or steps < 1:
+            raise UsageError(f"an accumulation over {steps!r} micro-batches makes no sense")
+        return steps * self._pieces
+
+    def split(self, global_batch: int, world_size: int, max_micro_batch: int) -> BatchSplit:
+        """``split_batch`` of ``policy.worker_settings`` with this start's micro-batch, and its ranks' samples."""
+        if self._base_world_size > 0:
+            global_batch = max(1, global_batch * world_size // self._base_world_size)
+        return split_batch(global_batch, world_size, self.micro_batch(max_micro_batch))
+
+
+# --- DistributedDataParallel that sums gradients in the same order in every process start ---
+
+Rehearsal = Callable[[nn.Module], torch.Tensor]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def settled_ddp(model: nn.Module, rehearsal: Rehearsal, **options: Any) -> DistributedDataParallel:
+    """``model`` in DDP with its gradient buckets in their final order; ``options`` are DDP's own.
+
+    DDP rearranges its buckets after the first backward pass of a process, and the order in which three or more ranks
+    are summed depends on where in a bucket a gradient lies. Without a pass before step one, the first step after a
+    resume would sum in another order than the uninterrupted run did, and the weights would part in their last bits.
+
+    ``rehearsal(ddp_model)`` does one forward pass on any batch of the usual shape and returns the loss. Weights,
+    buffers, gradients and random numbers are afterwards what they were before; call it before the optimizer exists or
+    before its first step, on every rank.
+    """
+    wrapped = DistributedDataParallel(model, **options)
+    randomness = savers.capture()
+    buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+    rehearsal(wrapped).backward()  # type: ignore[no-untyped-call]
+    wrapped.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+    savers.restore(randomness)
+    return wrapped
+
+
+def settle_order_of_gradients(model: Any) -> None:
+    """A backward pass of zeros, so that DDP has its gradients in their final order before the first step.
+
+    As ``settled_ddp``, but without the user's own code: the order is that of the parameters, the same at every start.
+    Models in which a rehearsal could not be one are left alone: with unused parameters or communication hooks, with
+    hooks around their forward pass, and with such that use up gradients, as an optimizer in the backward pass does.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
+        return
+    if getattr(model, "_comm_hooks", None):  # it may keep a state
+        return
+    inner = model.module
+    own = vars(inner).get("forward")
+    parameters = [one for one in inner.parameters() if one.requires_grad]
+    if any(getattr(inner, name, None) for name in _HOOKS) or any(one._post_accumulate_grad_hooks for one in parameters):
+        return
+    inner.forward = lambda: sum((one * 0).sum() for one in parameters)
+    try:
+        model().backward()
+    finally:
+        if own is None:
+            del inner.forward
+        else:
+            inner.forward = own
+    for one in parameters:
+        one.grad = None
+
+
+# --- slurmft's log lines in a worker: marked as its own, with the rank, under any formatter ---
+# The end of a rank's log is read for symptoms of what ended it, and what slurmft says of a trouble that it has dealt
+# with
+# sounds like the trouble itself (``policy.symptoms``). So the mark is in the message, not in a format that the
+# trainer may replace by one of its own, and in each of its lines: what NCCL and CUDA say of an error has several,
+# and so
+# has a traceback of an exception that was dealt with.
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def log_with_rank() -> None:
+    """Log to standard error, each line with the rank; through the trainer's own logging where it has one."""
+    _mark_records()
+    if not logging.getLogger().handlers:
+        log_to_stderr("%(message)s", indent="")  # no indent: the mark tells whose line it is
+
+
+def _mark_records() -> None:
+    make = logging.getLogRecordFactory()
+    plain = getattr(make, "plain", make)  # a process may have been forked from one that marks with its own rank
+    marking = _marking(plain, os.environ.get("RANK", "0"))
+    marking.plain = plain  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(marking)
+
+
+def _marking(plain: Callable[..., logging.LogRecord], rank: str) -> Callable[..., logging.LogRecord]:
+    def marked(*arguments: Any, **more: Any) -> logging.LogRecord:
+        record = plain(*arguments, **more)
+        if record.name.partition(".")[0] == _PACKAGE:
+            _mark(record, f"slurmft rank {rank}: ")
+        return record
+
+    return marked
+
+
+def _mark(record: logging.LogRecord, mark: str) -> None:
+    record.msg = f"{mark}{record.msg}"
+    with contextlib.suppress(Exception):  # arguments that do not fit: logging tells of them later
+        lines = record.getMessage().splitlines()
+        if len(lines) > 1:
+            record.msg, record.args = f"\n{mark}".join(lines), None
+    if record.exc_info:  # formatters take this text where it is there
+        text = "".join(traceback.format_exception(*record.exc_info))
+        record.exc_text = "\n".join(f"{mark}{line}" for line in text.splitlines())
+
+
+# --- Sections of the trainer's own: what a rank is doing, noted where the node's agent sees it at any time ---
+
+
+class Sections:
+    """The part of a session that says what the rank is doing."""
+
+    def __init__(self, stack: SectionStack) -> None:
+        self._sections = stack
+
+    def section(self, name: str) -> Section:
+        """A section of your own: ``with session.section("load data"): ...``.
+
+        Limits come from ``fault_tolerance.rank_section_timeouts``: each open section is held to its own, outer ones as
+        well. Sections nest, and other threads may have some. To open and close one takes less than a microsecond.
+        """
+        return self._sections.section(name)
+
+    def start_section(self, name: str) -> None:
+        """Open a section that ``end_section`` closes."""
+        self._sections.start(name)
+
+    def end_section(self, name: str) -> None:
+        """Close the innermost open section of that name; a warning is logged, once, where none is open."""
+        self._sections.end(name)
+
+    def end_all_sections(self) -> None:
+        """Close all sections of this thread."""
+        self._sections.end_all()
+
+    def heartbeat(self) -> None:
+        """Report that this rank lives, where there are no sections: ``fault_tolerance.rank_heartbeat_timeout``."""
+        self._sections.beat()
+
+
+# --- session ---
 
 Batch = TypeVar("Batch")
 SAVE_TRIES_BEFORE_EXIT = 60
 NO_ACTION = StopAction.NONE, NOT_STARTED
 REHEARSED_STEPS = 2
 """The first one compiles, and may compile again for the second."""
-
-
-log = logging.getLogger(__name__)
 
 
 class PlannedStop(SystemExit):
@@ -230,7 +404,7 @@ class Session(Sections):
         Raises:
             PlannedStop: the run was asked to stop, and its state is saved.
         """
-        before, base = rng.capture(), base_of(self._start)
+        before, base = savers.capture(), base_of(self._start)
         step, number, self._evaluations = self._step, self._evaluations, self._evaluations + 1
         state, phase = self._page[Slot.STATE], self._sections.current_phase
         if state == State.EVALUATING:  # another one that was left early
@@ -250,7 +424,7 @@ class Session(Sections):
             is_current = (self._step, self._evaluations) == (step, number + 1)
             if is_current and self._page[Slot.STATE] == State.EVALUATING:
                 self._page[Slot.TICK] = END if state == State.FINISHED else end_of_evaluation(step - base, number)
-                rng.restore(before)
+                savers.restore(before)
                 self._page[Slot.STATE] = state
                 self._sections.phase(phase)
 
@@ -268,7 +442,7 @@ class Session(Sections):
     def distributed(self, model: nn.Module, rehearsal: Rehearsal) -> nn.Module:
         """``model`` in DDP that sums gradients in the same order after every start; itself where there is one rank.
 
-        ``rehearsal(ddp_model)`` does one forward pass and returns the loss; it leaves no trace (``worker.ddp``).
+        ``rehearsal(ddp_model)`` does one forward pass and returns the loss; it leaves no trace (``worker.session``).
         """
         if self.world_size == 1:
             return model
@@ -306,7 +480,7 @@ class Session(Sections):
         return self._batches.split(global_batch, self.world_size, max_micro_batch)
 
     def rerun_machine(self, model: nn.Module, loader: Iterable[Any]) -> RerunStateMachine:
-        """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``worker.rerun.state_machine``).
+        """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``worker.rerun``).
 
         Give what this returns to ``save`` and ``load_latest`` as their ``loader``, take batches from its ``data``, and
         begin every step with ``while machine.should_run_forward_backward():``. It saves and ends the worker by itself.
@@ -390,14 +564,14 @@ class Session(Sections):
         step, self._deferred = self._step, NO_ACTION
         if saved != step or not self._saves.is_durable(step):
             if randomness is not None:
-                now = rng.capture()
-                rng.restore(randomness)
+                now = savers.capture()
+                savers.restore(randomness)
             worked = self._saves.now(step)
             while not worked and action is StopAction.SAVE_AND_STOP:  # until it works, or the time of the stop is up
                 time.sleep(SAVE_RETRY_S)
                 worked = self._saves.now(step)
             if randomness is not None:
-                rng.restore(now)
+                savers.restore(now)
         self._agreement.answered(tick)
         if action is StopAction.SAVE_AND_STOP:
             self._digests.flush()
@@ -438,7 +612,7 @@ def _warn_of_steps_ahead() -> None:
     what = ""
     if stateful_loader.has_handed_out(loaded.loader):
         what = "a batch was taken from the data loader"
-    elif rng.has_drawn(loaded.random):
+    elif savers.has_drawn(loaded.random):
         what = "random numbers were drawn"
     if what:
         log.warning(
@@ -499,3 +673,161 @@ def start_session(*, seed: int | None = None, backend: str | None = None) -> Ses
     if session.is_lead:
         log.info("%s", json.dumps({"process group": groups.facts(), "agent": page is not None}))
     return session
+
+
+# --- A training loop that belongs to a framework: its callbacks say where it is, and it saves in its own way ---
+#     loop = FrameworkLoop(session, start=0, until=1000)
+#     if loop.step_done(step) is not StopAction.NONE:     # all ranks get the same answer at the same step
+#         ...                                             # let the framework save, now or a little later
+#     loop.saved(step)
+#     loop.answer()                                       # raises PlannedStop where that is what the save was for
+#
+# ``session.steps`` is for loops that can be written around; here the framework calls.
+
+log = logging.getLogger(__name__)
+
+
+class FrameworkLoop:
+    """The steps of one training. All ranks call the same methods in the same order, with the same steps."""
+
+    pending: StopAction
+    """The agreed action that still needs a save."""
+
+    def __init__(self, session: Session, *, start: int, until: int) -> None:
+        """Training goes on after ``start`` complete steps, which are on disk, or none.
+
+        Raises:
+            PlannedStop: the run was asked to stop before its first step.
+        """
+        self._session, self._page = session, session._page
+        self._step = self._start = session._start = session._step = start
+        self._is_busy, self._tick = False, session._tick(start)
+        self.until, self.pending = until, StopAction.NONE
+        page = self._page
+        page[Slot.RESUMED] = page[Slot.STEP] = start
+        page[Slot.UNTIL] = until
+        page[Slot.SAVED] = NOTHING
+        self.training()
+        session._end_rehearsal(start + 1, start, until)
+        self._ask(session._tick(start))
+        self.answer()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an agreed action still needs a save."""
+        return self.pending is not StopAction.NONE
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last thing heard of was an evaluation or a save."""
+        return self._is_busy
+
+    def step_done(self, step: int) -> StopAction:
+        """``step`` steps are complete: what all ranks are to do now; it stays ``pending`` until ``answer``.
+
+        There is no stop after the last step: the training ends by itself. A stop that is asked for during an evaluation
+        comes after the step that follows it.
+        """
+        session, page = self._session, self._page
+        session._step = self._step = step
+        session.stragglers.end_step()
+        session._signal.chain_again()
+        session._note_span()
+        page[Slot.STEP] = step
+        page.touch(Slot.PROGRESS_AT)
+        if step == self._start + 1:
+            page.touch(Slot.FIRST_STEP_AT)
+        session._sections.phase(Phase.STEP)  # anew: the limit is of one step
+        session.stragglers.begin_step()
+        if page[Slot.FAULT] != session._faults.seen:
+            session._faults.strike(step)
+        session._end_rehearsal(step + 1, self._start, self.until)  # after the first: a framework may save soon
+        if step >= self.until:
+            page[Slot.TICK] = END
+            return self.pending
+        return self._ask(session._tick(step))
+
+    def evaluating(self) -> None:
+        """An evaluation begins, or goes on to its next batch: each may take as long as the section's limit."""
+        self._is_busy = True
+        self._page[Slot.STATE] = State.EVALUATING
+        self._session._sections.phase(Phase.EVALUATION)
+
+    def saving(self) -> None:
+        """The framework is about to save."""
+        self._is_busy = True
+        self._page[Slot.STATE], self._page[Slot.SAVE_BEGAN_NS] = State.SAVING, time.monotonic_ns()
+        self._session._sections.phase(Phase.CHECKPOINTING)
+
+    def training(self) -> None:
+        """Neither an evaluation nor a save is under way."""
+        self._is_busy = False
+        self._page[Slot.STATE], self._page[Slot.SAVE_BEGAN_NS] = State.TRAINING, 0
+        self._session._sections.phase(Phase.STEP)
+
+    def saved(self, step: int) -> None:
+        """The state after ``step`` steps is on disk, that of every rank."""
+        began_ns = self._page[Slot.SAVE_BEGAN_NS]
+        self.training()
+        self._session._saves.note_saved(step, (time.monotonic_ns() - began_ns) / 1e9 if began_ns else 0.0)
+
+    def answer(self) -> None:
+        """What is ``pending`` has been done; where nothing is, this does nothing.
+
+        Raises:
+            PlannedStop: the run is to end here.
+        """
+        if self.pending is StopAction.NONE:
+            return
+        action, self.pending = self.pending, StopAction.NONE
+        self._session._agreement.answered(self._tick)
+        if action is StopAction.SAVE_AND_STOP:
+            self._page[Slot.STATE] = State.STOPPED
+            raise PlannedStop(self._step)
+        self._session._safe_at_ns = time.monotonic_ns()
+
+    def saves_with(self, save: SaveFunction) -> None:
+        """``save(step)`` saves through a checkpoint manager, on every rank, for ``save`` and ``save_last``."""
+        self._session._saves.begin(self._start, save)
+
+    def save(self, *, is_due: bool) -> None:
+        """Save between two steps, where that is due or pending. What is only due may become durable later, or fail.
+
+        Raises:
+            PlannedStop: the run is to end here; its state is durable.
+            CheckpointError: it failed for a reason that does not pass with time.
+        """
+        saves, action = self._session._saves, self.pending
+        self.training()
+        if action is StopAction.NONE:
+            if is_due:
+                saves.now(self._step, is_periodic=True)
+            return
+        while not saves.now(self._step) and action is StopAction.SAVE_AND_STOP:  # until the time of the stop is up
+            time.sleep(SAVE_RETRY_S)
+        self.answer()
+
+    def save_last(self, *, is_due: bool) -> None:
+        """After the last step: return when its state is durable, or where none is due, what was saved before.
+
+        Raises:
+            CheckpointError: it failed for a reason that does not pass with time.
+        """
+        self.training()
+        while is_due and not self._session._saves.now(self._step):
+            time.sleep(SAVE_RETRY_S)
+        if not is_due:
+            SAVERS.wait()
+
+    def end(self) -> None:
+        """The training is over; later code belongs to no step."""
+        self._session._sections.phase(Phase.NONE)
+        self._page[Slot.TICK], self._page[Slot.STATE] = END, State.FINISHED
+
+    def _ask(self, tick: int) -> StopAction:
+        action = self._session._agreement.at(tick)
+        if action is StopAction.NONE:
+            self._session._safe_at_ns = time.monotonic_ns()
+        else:
+            self.pending, self._tick = action, tick
+        return self.pending

@@ -18,15 +18,22 @@ import multiprocessing.context
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from slurmft.ipc.pages import Page, Slot, StopAction
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.policy.stop import END, step_of, tick_of
 from slurmft.system.siginfo import redelivery
-from slurmft.trainer.savers import SAVERS
+from slurmft.trainer.savers import SAVERS, any_rank
+
+# --- signals ---
 
 _TERM = frozenset({signal.SIGTERM})
 _getsignal: Callable[[int], Any] = importlib.import_module("_signal").getsignal
@@ -181,3 +188,67 @@ class _Shield:
         resource_tracker.ensure_running()  # where it starts later it unblocks TERM (Python 3.11)
         signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
         return _heed_only, (self._parent,)
+
+
+# --- The stop agreement, the worker's side: one integer compare per step ---
+
+HOLD_PAUSE_S = 0.0005
+COLLECTIVE_EVERY_STEPS = 8
+
+
+class Agreement(Protocol):
+    """The action of all ranks at each tick."""
+
+    def at(self, tick: int) -> StopAction:
+        """What to do at this tick; the same on all ranks."""
+
+    def answered(self, tick: int) -> None:
+        """It has been done."""
+
+
+class AgreementByAgent:
+    """Through the heartbeat page: no collective, no system call while no stop is requested."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._acted_on = -1
+
+    def at(self, tick: int) -> StopAction:
+        """Publish the tick, then compare; hold at a proposal until it is committed, moved or withdrawn."""
+        page = self._page
+        page[Slot.TICK] = tick
+        if tick < page[Slot.PROPOSED]:
+            return StopAction.NONE
+        while True:
+            proposed = page[Slot.PROPOSED]
+            if tick < proposed or proposed == self._acted_on:
+                page[Slot.HOLDING] = -1
+                return StopAction.NONE
+            page[Slot.HOLDING] = proposed
+            if page[Slot.COMMITTED] == proposed:
+                self._acted_on = proposed
+                return StopAction(page[Slot.ACTION])
+            time.sleep(HOLD_PAUSE_S)
+
+    def answered(self, tick: int) -> None:
+        """Tell the agent."""
+        self._page[Slot.ANSWERED] = tick
+
+
+class AgreementByCollective:
+    """Without an agent (plain srun, torchrun): one small all-reduce every few steps."""
+
+    def __init__(self, stop: StopSignal, world_size: int) -> None:
+        self._stop, self._world_size = stop, world_size
+
+    def at(self, tick: int) -> StopAction:
+        """Whether any rank has seen the signal; asked of all every COLLECTIVE_EVERY_STEPS steps."""
+        if self._world_size == 1 or not dist.is_initialized():
+            return StopAction.SAVE_AND_STOP if self._stop.seen else StopAction.NONE
+        step = step_of(tick)  # only boundaries are the same on all ranks; evaluations may differ in length
+        if tick >= END or tick != tick_of(step) or step % COLLECTIVE_EVERY_STEPS:
+            return StopAction.NONE
+        return StopAction.SAVE_AND_STOP if any_rank(self._stop.seen) else StopAction.NONE
+
+    def answered(self, tick: int) -> None:
+        """Nothing to do: there is no agent."""

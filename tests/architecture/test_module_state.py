@@ -13,16 +13,16 @@ import slurmft
 ROOT = Path(slurmft.__file__).parent
 
 ALLOWED: Mapping[str, str] = {
-    "checkpoint/writer/spawned_writer.py: _living": "a fork of the process must close the sockets of all its writers",
+    "checkpoint/writer_client.py: _living": "a fork of the process must close the sockets of all its writers",
     "compat/megatron.py: _Process.machine": "get_rerun_state_machine() takes no argument, in Megatron as here",
-    "integrations/lightning_fit.py: Process.current": "Trainers of a process share its session, and their numbering",
+    "integrations/lightning.py: Process.current": "Trainers of a process share its session, and their numbering",
     "integrations/huggingface.py: SlurmftCallback._in_charge": "two callbacks of one Trainer find each other",
     "integrations/huggingface.py: SlurmftCallback._said_idle": "it is said once, for all Trainers of the process",
     "integrations/huggingface.py: SlurmftCallback._engine": "last_good_checkpoint() knows no callback of its Trainer",
     "integrations/huggingface.py: SlurmftCallback._resumed": "the same: it tells the callback what it has chosen",
     "integrations/huggingface.py: SlurmftCallback._session": "a process has one session, and may have many Trainers",
-    "supervisor/signals.py: _kept": "signals come to the process, also between two listeners",
-    "supervisor/signals.py: _listeners": "a signal handler has no other way to the listener of its process",
+    "supervisor/guardian.py: _kept": "signals come to the process, also between two listeners",
+    "supervisor/guardian.py: _listeners": "a signal handler has no other way to the listener of its process",
     "trainer/savers.py: SAVERS": "session and managers of a process find each other, and neither needs the other",
     "worker/signals.py: StopSignal._installed": "a process has one handler of SIGTERM",
     "worker/signals.py: _Watch.process": "a process has one thread that takes SIGTERM, which a fork has not",

@@ -12,7 +12,7 @@ import torch
 import yaml
 from docs_pages import DOCS, Block, blocks
 
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 
 SLURMFT = [sys.executable, "-P", "-m", "slurmft"]
 PAGES = sorted((DOCS / "coming-from").glob("*.md"))

@@ -18,10 +18,10 @@ import yaml
 from docs_pages import PAGES, REPOSITORY, Block, blocks, commands, prose
 
 from slurmft.cli.main import cli
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.errors import ConfigError
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.nodes.suspicion import Observation
+from slurmft.policy.evidence import Kind
+from slurmft.policy.suspicion import Observation
 from slurmft.storage.exclusions import ExclusionList
 
 DAY_S = 86_400.0

@@ -12,9 +12,9 @@ from docs_pages import DOCS, REPOSITORY
 import slurmft
 from slurmft import errors
 from slurmft.cli import main
-from slurmft.policy.nodes.suspicion import HALF_LIFE_HOURS, WEIGHTS
-from slurmft.policy.verdicts.verdict import BUDGETED, FREE
-from slurmft.storage.events import EventName
+from slurmft.policy.suspicion import HALF_LIFE_HOURS, WEIGHTS
+from slurmft.policy.verdict import BUDGETED, FREE
+from slurmft.storage.journal import EventName
 
 PACKAGE = Path(slurmft.__file__).parent
 

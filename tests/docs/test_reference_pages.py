@@ -10,7 +10,7 @@ from docs_pages import DOCS
 
 import slurmft
 from slurmft.cli.main import VERBS
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 
 
 def load() -> ModuleType:

@@ -24,8 +24,8 @@ from fuzz_mutations import ARGUMENTS, VALUES, mutate_file, mutate_value
 from fuzz_world import BATCH, CALLER, FINISHED, FOREIGN, LOST, STRANGER, World
 
 from slurmft.cli import main as command_line
-from slurmft.lab.exposure import needed_paths, paths_to_expose
-from slurmft.system.opening import read_text
+from slurmft.lab.members import needed_paths, paths_to_expose
+from slurmft.system.files import read_text
 
 LIMIT_S = 10.0
 """A verb that takes longer hangs."""

@@ -14,21 +14,17 @@ from fuzz_mutations import mutate_state
 from fuzz_world import LOST, World
 
 from slurmft.errors import SlurmftError
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster
-from slurmft.inference.serving.handover import read_handover
-from slurmft.inference.serving.updates import read_update
+from slurmft.inference.endpoint import HighAvailabilityCluster
+from slurmft.inference.handover import read_handover, read_update
 from slurmft.operations import status
 from slurmft.operations.rescue import is_unfinished, rescues_without_progress
-from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.policy.nodes.suspicion import Rules, standing
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.suspicion import Rules, standing
 from slurmft.reporting.live import Watcher, heat, slowest
 from slurmft.reporting.metrics import families, looks_at
-from slurmft.reporting.page import page_of
-from slurmft.reporting.reading import report_of
-from slurmft.reporting.summary import Fleet
-from slurmft.storage import attempt_facts, digest_record, signs_of_life
+from slurmft.reporting.report import Fleet, page_of, report_of
+from slurmft.storage import attempt_facts, checkpoint_names, history, run_folder, timings
 from slurmft.storage.exclusions import ExclusionList
-from slurmft.storage.history import ft_state, live_view, straggler_history, timings
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import WorkerVerdict, add_evidence, read_evidence, read_verdict, write_verdict
 from slurmft.system.exposition import text
@@ -40,17 +36,19 @@ LIMIT_S = 20
 
 def leave_state(folder: Path) -> None:
     """One of each kind, with values."""
-    live_view.write(folder, live_view.LiveView(at=1.7e9, attempt="7.0.0", steps=(4, 4), step_s=(0.1, None),
+    run_folder.write(folder, run_folder.LiveView(at=1.7e9, attempt="7.0.0", steps=(4, 4), step_s=(0.1, None),
                     nodes=("n1", "n2"), sections=("step", ""), section_s=(0.1, 0.2), heartbeat_s=1.0, hang_used=0.5,
                     restarts_left=3, save_interval_steps=2, tiers={"disk": "step 4"}))  # fmt: skip
-    best = straggler_history.Best(role="r", seconds=(0.1, 0.2, 0.3))
-    node = straggler_history.NodeHistory(best={0: best}, outcomes=[(1.7e9, True)])
-    conviction = straggler_history.Conviction(nodes=("n1",), ranks=(0,), at=1.7e9)
-    straggler_history.write(folder, WORKLOAD, straggler_history.History(nodes={"n1": node}, convictions=[conviction]))
+    best = history.Best(role="r", seconds=(0.1, 0.2, 0.3))
+    node = history.NodeHistory(best={0: best}, outcomes=[(1.7e9, True)])
+    conviction = history.Conviction(nodes=("n1",), ranks=(0,), at=1.7e9)
+    history.write_stragglers(folder, WORKLOAD, history.History(nodes={"n1": node}, convictions=[conviction]))
     timings.write(folder, WORKLOAD, "7.0.0", timings.Timings(longest_step_s=1.0, saves_s=(1.0, 2.0), costs_s=(0.1,)))
-    ft_state.write(folder, WORKLOAD, {"step": [0.1, 0.2]})
-    digest_record.note_verified(folder / "checkpoints", 4, 1)
-    digest_record.note_doubt(folder / "checkpoints", digest_record.Doubt(generation=1, after_step=9, reason="differs"))
+    history.write_ft_state(folder, WORKLOAD, {"step": [0.1, 0.2]})
+    checkpoint_names.note_verified(folder / "checkpoints", 4, 1)
+    checkpoint_names.note_doubt(
+        folder / "checkpoints", checkpoint_names.Doubt(generation=1, after_step=9, reason="differs")
+    )
     attempt = next(path for path in sorted((folder / "attempts").iterdir()) if path.is_dir())
     attempt_facts.note_batches(attempt, [8], 2)
     attempt_facts.note_resuming(attempt, "step-00000004.g0.c2", source="disk")
@@ -93,11 +91,11 @@ def read_state(folder: Path, exclusion_list: Path) -> Iterator[str]:
         run.owner, run.done, run.jobs, run.own_jobs, run.copied_from, run.journal().read_past,
         run.ending(Attempt(job="7", restart=0)).outcome, lambda: is_unfinished(run.journal().read(), "7"),
         lambda: rescues_without_progress(run.journal().read()),
-        lambda: heat(live_view.read(folder)), lambda: slowest(live_view.read(folder), 3),
-        lambda: straggler_history.read(folder, WORKLOAD), lambda: ft_state.read(folder, WORKLOAD),
-        lambda: timings.earlier(folder, WORKLOAD), lambda: digest_record.read_digests(folder / "checkpoints"),
+        lambda: heat(run_folder.read(folder)), lambda: slowest(run_folder.read(folder), 3),
+        lambda: history.read_stragglers(folder, WORKLOAD), lambda: history.read_ft_state(folder, WORKLOAD),
+        lambda: timings.earlier(folder, WORKLOAD), lambda: checkpoint_names.read_digests(folder / "checkpoints"),
         lambda: read_handover(folder), lambda: read_update(run), lambda: HighAvailabilityCluster.read(folder),
-        lambda: (owner := run.owner()) and signs_of_life.is_fresh(run, owner),
+        lambda: (owner := run.owner()) and run_folder.is_fresh(run, owner),
         lambda: standing(ExclusionList(exclusion_list).read().observations, (), now_s, Rules()),
         *(lambda path=path: read_verdict(path) for path in sorted((folder / "verdicts").glob("*.json"))),
         *(lambda path=path: read_evidence(path) for path in sorted((folder / "verdicts").glob("*.jsonl"))),

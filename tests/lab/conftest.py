@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
-from slurmft.lab.processes import lab_processes
-from slurmft.lab.settings import LabSettings
+from slurmft.lab.settings import LabSettings, lab_processes
 
 SETTINGS = {"nodes": 3, "kill_wait_s": 2, "slurmd_timeout_s": 4, "grace_s": 3}
 
@@ -34,7 +33,7 @@ def shared_lab(lab_possible: None) -> Iterator[Lab]:
     try:
         yield Lab.up(LabSettings(folder=folder, accounting=True, **SETTINGS))
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def folder(lab_possible: None) -> Iterator[Path]:
     """A fresh lab folder; whatever a test leaves there is taken down."""
     folder = Path(f"/var/lib/slurmft-lab-test-{os.getpid()}-{time.monotonic_ns()}")
     yield folder
-    building.purge(folder)
+    cluster.purge(folder)
     assert lab_processes(folder) == {}
 
 

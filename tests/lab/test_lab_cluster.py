@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import LabError, UsageError
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
-from slurmft.lab.daemons import processes_named
-from slurmft.lab.processes import lab_processes
-from slurmft.lab.settings import LabSettings
+from slurmft.lab.members import processes_named
+from slurmft.lab.settings import LabSettings, lab_processes
 
 pytestmark = pytest.mark.slurm
-CHECKOUT = Path(building.slurmft.__file__).parent.parent
+CHECKOUT = Path(cluster.slurmft.__file__).parent.parent
 
 
 def cli(folder: Path, *words: str) -> list[str]:
@@ -150,7 +149,7 @@ def test_a_partitioned_node_keeps_its_processes_and_heals(own_lab, eventually):
     own_lab.partition("n3")
     assert processes_named(own_lab.folder, "n3", "slurmd")
     assert own_lab.run_on("n1", ["timeout", "1", *ping], check=False).returncode != 0
-    assert not building.is_healthy(own_lab._built)
+    assert not cluster.is_healthy(own_lab._built)
     eventually(lambda: own_lab.node_states()["n3"].startswith("DOWN"))
     own_lab.heal("n3")
     eventually(lambda: own_lab.node_states()["n3"] == "IDLE")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import slurmft
-from slurmft.lab.exposure import compile_sources, needed_paths, paths_to_expose
+from slurmft.lab.members import compile_sources, needed_paths, paths_to_expose
 
 
 @pytest.fixture

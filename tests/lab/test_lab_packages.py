@@ -11,18 +11,18 @@ import pytest
 
 import slurmft
 from slurmft.errors import LabUnavailable
-from slurmft.lab import packages
+from slurmft.lab import settings
 from slurmft.lab.cluster import Lab
 
 
 @pytest.fixture
 def only_util_linux(monkeypatch):
     present = {"nsenter", "setpriv", "apt-get"}
-    monkeypatch.setattr(packages.shutil, "which", lambda name, path: f"/bin/{name}" if name in present else None)
+    monkeypatch.setattr(settings.shutil, "which", lambda name, path: f"/bin/{name}" if name in present else None)
 
 
 def test_missing_packages_are_named_once(only_util_linux):
-    assert packages.missing_packages(accounting=False) == (
+    assert settings.missing_packages(accounting=False) == (
         "slurmctld",
         "slurmd",
         "slurm-client",
@@ -30,7 +30,7 @@ def test_missing_packages_are_named_once(only_util_linux):
         "iproute2",
         "passwd",
     )
-    assert packages.missing_packages(accounting=True)[-2:] == ("slurmdbd", "mariadb-server")
+    assert settings.missing_packages(accounting=True)[-2:] == ("slurmdbd", "mariadb-server")
 
 
 def test_missing_packages_are_a_reason_to_skip(only_util_linux, monkeypatch):
@@ -41,9 +41,9 @@ def test_missing_packages_are_a_reason_to_skip(only_util_linux, monkeypatch):
 def test_root_installs_what_is_missing_without_recommendations(only_util_linux, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     calls = []
-    monkeypatch.setattr(packages, "run", lambda argv, **options: calls.append(list(argv)) or "")
+    monkeypatch.setattr(settings, "run", lambda argv, **options: calls.append(list(argv)) or "")
     with pytest.raises(LabUnavailable, match="packages are missing"):  # nothing was really installed
-        packages.ensure_packages(accounting=False)
+        settings.ensure_packages(accounting=False)
     assert [call[0] for call in calls] == ["apt-get", "apt-get"]
     assert calls[0][-1] == "update"
     assert calls[1][-8:-6] == ["install", "--no-install-recommends"]
@@ -53,7 +53,7 @@ def test_an_ordinary_user_is_told_so_and_installs_nothing(only_util_linux, monke
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "needs root" in Lab.availability()
     with pytest.raises(LabUnavailable, match="needs root"):
-        packages.ensure_packages(accounting=False)
+        settings.ensure_packages(accounting=False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")

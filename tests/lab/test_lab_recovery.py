@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import LabError
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
-from slurmft.lab.daemons import processes_named
-from slurmft.lab.processes import lab_processes
-from slurmft.lab.settings import LabSettings
-from slurmft.lab.slurm_conf import LabPaths
+from slurmft.lab.members import processes_named
+from slurmft.lab.settings import LabPaths, LabSettings, lab_processes
 
 pytestmark = pytest.mark.slurm
-CHECKOUT = Path(building.slurmft.__file__).parent.parent
+CHECKOUT = Path(cluster.slurmft.__file__).parent.parent
 
 
 def start_up(folder: Path) -> subprocess.Popen[str]:
@@ -165,7 +163,7 @@ def test_two_labs_stand_side_by_side(shared_lab, folder):
 
 
 def test_a_failed_up_names_the_reason_and_leaves_nothing(folder, monkeypatch):
-    monkeypatch.setattr("slurmft.lab.slurm_conf.CLUSTER", "not a valid name =")
+    monkeypatch.setattr("slurmft.lab.settings.CLUSTER", "not a valid name =")
     with pytest.raises(LabError, match="slurmctld"):
         Lab.up(LabSettings(folder=folder, nodes=1))
     assert lab_processes(folder) == {}
@@ -174,7 +172,7 @@ def test_a_failed_up_names_the_reason_and_leaves_nothing(folder, monkeypatch):
 def test_a_folder_with_other_things_in_it_is_never_touched(tmp_path_factory, folder):
     folder.mkdir()
     (folder / "precious").touch()
-    for attempt in (lambda: Lab.up(LabSettings(folder=folder, nodes=1)), lambda: building.purge(folder)):
+    for attempt in (lambda: Lab.up(LabSettings(folder=folder, nodes=1)), lambda: cluster.purge(folder)):
         with pytest.raises(LabError, match="is not a lab's folder"):
             attempt()
     assert [path.name for path in folder.iterdir()] == ["precious"]
@@ -187,7 +185,7 @@ def test_a_purge_that_was_interrupted_is_finished_by_the_next_one(folder, monkey
     (folder / "stray").touch()
     LabPaths(folder).lock.touch()
     removed: list[Path] = []
-    original = building._delete
+    original = cluster._delete
 
     def interrupted(path: Path) -> None:
         if len([one for one in removed if one.name in ("home", "log", "zz", "stray")]) == 2:
@@ -195,12 +193,12 @@ def test_a_purge_that_was_interrupted_is_finished_by_the_next_one(folder, monkey
         removed.append(path)
         original(path)
 
-    monkeypatch.setattr(building, "_delete", interrupted)
+    monkeypatch.setattr(cluster, "_delete", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        building.purge(folder)
+        cluster.purge(folder)
     assert folder.exists()
     monkeypatch.undo()
-    building.purge(folder)
+    cluster.purge(folder)
     assert not folder.exists()
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import LabError, LabUnavailable, UsageError
-from slurmft.lab import releases
-from slurmft.lab.exposure import Mount, paths_to_expose, root_mounts
-from slurmft.lab.members import mounts_of
-from slurmft.lab.processes import mark_source
-from slurmft.lab.slurm_conf import LabPaths
+from slurmft.lab import settings
+from slurmft.lab.members import Mount, mounts_of, paths_to_expose, root_mounts
+from slurmft.lab.settings import LabPaths, mark_source
 
 FOLDER = Path("/var/lib/some-lab")
 TARGETS = """\
@@ -42,12 +40,12 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
             answers["fetched"] = " ".join(argv)
         return answers[argv[0]]
 
-    monkeypatch.setattr(releases, "run", run)
-    monkeypatch.setattr(releases, "FOLDER", tmp_path / "releases")
-    monkeypatch.setattr(releases, "require_root", lambda: None)
-    monkeypatch.setattr(releases, "install", no_install)
-    monkeypatch.setattr(releases, "codename", lambda: "bookworm")
-    monkeypatch.setattr(releases.shutil, "which", lambda name, path: name if name in answers else None)
+    monkeypatch.setattr(settings, "run", run)
+    monkeypatch.setattr(settings, "FOLDER", tmp_path / "releases")
+    monkeypatch.setattr(settings, "require_root", lambda: None)
+    monkeypatch.setattr(settings, "install", no_install)
+    monkeypatch.setattr(settings, "codename", lambda: "bookworm")
+    monkeypatch.setattr(settings.shutil, "which", lambda name, path: name if name in answers else None)
     return answers
 
 
@@ -56,12 +54,12 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     [("", ""), ("22.05", ""), ("22.05.8", ""), ("24.11.5", "24.11"), ("26.05", "26.05")],
 )
 def test_the_machines_own_release_needs_no_other(commands: dict[str, str], asked: str, release: str) -> None:
-    assert releases.release_of(asked) == release
+    assert settings.release_of(asked) == release
 
 
 def test_a_machine_without_slurm_takes_every_release_from_elsewhere(commands: dict[str, str]) -> None:
     del commands["slurmctld"]
-    assert releases.release_of("22.05") == "22.05"
+    assert settings.release_of("22.05") == "22.05"
 
 
 @pytest.mark.parametrize("asked", ["23.02", "24", "24.11.5.1", "trixie", "../24.11"])
@@ -69,19 +67,19 @@ def test_a_release_that_no_debian_has_is_refused_with_those_that_there_are(
     commands: dict[str, str], asked: str
 ) -> None:
     with pytest.raises(UsageError, match=r"(?s)no release.*22.05, 24.11, 26.05"):
-        releases.release_of(asked)
+        settings.release_of(asked)
     with pytest.raises(UsageError):
-        releases.ensure_release(asked)
+        settings.ensure_release(asked)
 
 
 def test_a_release_is_fetched_once_from_apts_own_mirror(commands: dict[str, str]) -> None:
-    tree = releases.ensure_release("24.11")
+    tree = settings.ensure_release("24.11")
     assert tree is not None
     assert tree.is_dir()
     assert " trixie " in commands["fetched"]
     assert " http://mirror.example/debian/ " in commands["fetched"]
     del commands["debootstrap"], commands["apt-get"]
-    assert releases.ensure_release("24.11") == tree, "it is kept"
+    assert settings.ensure_release("24.11") == tree, "it is kept"
 
 
 @pytest.mark.parametrize(
@@ -100,19 +98,19 @@ def test_what_is_missing_is_named_and_nothing_half_made_is_kept(
     if answer is not None:
         commands[missing] = answer
     with pytest.raises(LabUnavailable, match=f"(?s){words}"):
-        releases.ensure_release("24.11")
-    assert not (releases.FOLDER / "24.11").exists()
+        settings.ensure_release("24.11")
+    assert not (settings.FOLDER / "24.11").exists()
 
 
 def test_two_labs_that_need_the_same_release_fetch_it_once(commands: dict[str, str]) -> None:
-    releases.FOLDER.mkdir()
-    with (releases.FOLDER / "24.11.lock").open("a") as lock:
+    settings.FOLDER.mkdir()
+    with (settings.FOLDER / "24.11.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=releases.ensure_release, args=("24.11",))
+        waiting = threading.Thread(target=settings.ensure_release, args=("24.11",))
         waiting.start()
         time.sleep(0.1)
         assert waiting.is_alive()
-        (releases.FOLDER / "24.11").mkdir()  # by the other one
+        (settings.FOLDER / "24.11").mkdir()  # by the other one
     waiting.join(10)
     assert "fetched" not in commands
 

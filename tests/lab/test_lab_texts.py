@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import UsageError
-from slurmft.lab import daemons
+from slurmft.lab import members
 from slurmft.lab.members import Member, enter_argv, mounts_of, unshare_argv
-from slurmft.lab.processes import mark_source, member_of
-from slurmft.lab.settings import LabSettings, default_folder
-from slurmft.lab.slurm_conf import LabPaths, hosts_text, slurm_conf_text, slurmdbd_conf_text
+from slurmft.lab.settings import (
+    LabPaths,
+    LabSettings,
+    default_folder,
+    hosts_text,
+    mark_source,
+    member_of,
+    slurm_conf_text,
+    slurmdbd_conf_text,
+)
 
 FOLDER = Path("/var/lib/some-lab")
 
@@ -173,7 +180,7 @@ def test_a_controller_that_crashed_young_starts_without_the_file_it_never_wrote(
     paths.state.mkdir(parents=True)
     for name in files:
         (paths.state / name).touch()
-    monkeypatch.setattr(daemons, "run_inside", lambda member, paths, argv, **_: started.append(argv))
-    monkeypatch.setattr(daemons, "answers", lambda controller, paths: True)
-    daemons.start_slurmctld(Member("ctl", 1), paths)
+    monkeypatch.setattr(members, "run_inside", lambda member, paths, argv, **_: started.append(argv))
+    monkeypatch.setattr(members, "answers", lambda controller, paths: True)
+    members.start_slurmctld(Member("ctl", 1), paths)
     assert ("-i" in started[0]) == is_forgiving

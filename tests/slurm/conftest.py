@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 from slurmft.storage.journal import Event
@@ -190,7 +190,7 @@ def lab() -> Iterator[Lab]:
             LabSettings(folder=folder, nodes=4, accounting=True, kill_wait_s=5, grace_s=15, slurmd_timeout_s=8)
         )
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 @pytest.fixture

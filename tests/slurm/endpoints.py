@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slurm.conftest import PATIENCE_S, Run, eventually
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster
+from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.lab.cluster import Lab
 
 NewEndpoint = Callable[..., "EndpointRun"]

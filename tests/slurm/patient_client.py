@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 
 from slurmft.errors import SlurmftError
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, token_of
 
 PASSING = (429, 502, 503, 504)
 LONGEST_PAUSE_S = 2.0

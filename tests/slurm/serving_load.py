@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 from patient_client import NoAnswer, PatientClient
 
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, token_of
 
 
 @dataclass

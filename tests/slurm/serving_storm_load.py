@@ -26,7 +26,7 @@ import aiohttp
 from patient_client import PASSING, NoAnswer, PatientClient
 from word_engine import next_token, prompt_of
 
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, token_of
 
 PATIENT, PLAIN, STREAMS, PLAIN_STREAMS, IMPATIENT = 50, 15, 25, 10, 10
 """Clients, each with one request at a time."""

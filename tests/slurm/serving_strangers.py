@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, token_of
 from slurmft.system.processes import allow_descriptors
 
 CLIENTS, AT_ONCE = 10, 200

@@ -17,10 +17,9 @@ from slurm.conftest import TRAINER as SMALL
 from slurm.conftest import Run, eventually
 from slurm.test_local import LocalRun
 from slurm.test_local_serving import Endpoint
-from slurmft.inference.serving.metrics import Metrics
+from slurmft.inference.router import Metrics
 from slurmft.lab.cluster import Lab
-from slurmft.operations.sweep import SweepReport
-from slurmft.operations.sweep_metrics import metrics_text
+from slurmft.operations.sweep import SweepReport, metrics_text
 from slurmft.reporting.metrics import families, looks_at
 from slurmft.system.exposition import text
 

@@ -15,8 +15,8 @@ import pytest
 from slurm.conftest import eventually
 from slurm.test_just_in_time import TRAINER, workers
 from slurm.test_local import SLURMFT, LocalRun
-from slurmft.policy.verdicts.verdict import EXIT_DO_NOT_REQUEUE
-from slurmft.storage.events import EventName
+from slurmft.policy.verdict import EXIT_DO_NOT_REQUEUE
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import write_json
 

@@ -13,7 +13,7 @@ import pytest
 from extras import needs
 
 from slurm.conftest import eventually
-from slurmft.integrations.finished_folders import finished_steps
+from slurmft.integrations.folders import finished_steps
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.timeout(600)]

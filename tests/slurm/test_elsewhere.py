@@ -13,7 +13,7 @@ import pytest
 
 from slurm.conftest import STEPS, Run, eventually, submit_with
 from slurm.conftest import TRAINER as BYTE_GPT
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 
@@ -250,7 +250,7 @@ def patient_lab() -> Iterator[Lab]:
     try:
         yield Lab.up(LabSettings(folder=folder, nodes=3, kill_wait_s=5, slurmd_timeout_s=600))
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 @pytest.mark.soak

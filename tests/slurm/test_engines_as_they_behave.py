@@ -22,7 +22,7 @@ import yaml
 
 from slurm.conftest import eventually
 from slurm.test_local_serving import HERE, Endpoint
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster
+from slurmft.inference.endpoint import HighAvailabilityCluster
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 

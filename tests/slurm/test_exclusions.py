@@ -22,7 +22,7 @@ NewRun = Callable[..., Run]
 WRITERS = """
 import os, sys, time
 from pathlib import Path
-from slurmft.policy.nodes.suspicion import Observation
+from slurmft.policy.suspicion import Observation
 from slurmft.storage.exclusions import ExclusionList
 path, count = Path(sys.argv[1]), int(sys.argv[2])
 host = os.uname().nodename

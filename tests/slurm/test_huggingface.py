@@ -15,7 +15,7 @@ from extras import needs
 
 from slurm.conftest import Run
 from slurm.stop_soak import HURRY, STOPS_PER_RUN, Book, stop_at_random_moments
-from slurmft.integrations.finished_folders import MARKER, finished_steps
+from slurmft.integrations.folders import FINISHED_MARKER, finished_steps
 from slurmft.lab.cluster import Lab
 
 pytestmark = [needs("transformers"), pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -80,7 +80,7 @@ def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: d
     assert run.digest() == undisturbed(calm, new_run)
     out = run.path / "out"
     assert finished_steps(out) == [30, STEPS], "save_total_limit=2"
-    marker = json.loads((out / f"checkpoint-{STEPS}" / MARKER).read_text())
+    marker = json.loads((out / f"checkpoint-{STEPS}" / FINISHED_MARKER).read_text())
     assert (marker["step"], marker["ranks"]) == (STEPS, 4)
     assert "rng_state_3.pth" in marker["files"]
     status = json.loads(run.slurmft("status", str(run.path), "--json"))
@@ -107,7 +107,7 @@ def test_100_stops_at_random_moments(lab: Lab, new_run: NewRun) -> None:
         out = run.path / "out"
 
         def check(step: int, out: Path = out, run: Run = run) -> None:
-            marker = json.loads((out / f"checkpoint-{step}" / MARKER).read_text())
+            marker = json.loads((out / f"checkpoint-{step}" / FINISHED_MARKER).read_text())
             assert (marker["step"], marker["ranks"]) == (step, 4), run.story()
             assert finished_steps(out)[-1] == step
 

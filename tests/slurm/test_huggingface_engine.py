@@ -15,7 +15,7 @@ from extras import needs
 from slurm.conftest import eventually
 from slurm.test_local import LocalRun
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.integrations.finished_folders import step_folders
+from slurmft.integrations.folders import step_folders
 
 pytestmark = [needs("transformers"), pytest.mark.timeout(600), pytest.mark.soak]
 

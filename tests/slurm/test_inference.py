@@ -16,8 +16,7 @@ from word_engine import next_token, tokens_in
 
 from slurm.conftest import Run, eventually, preempt
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.requests import folder_of
-from slurmft.inference.segments import read
+from slurmft.inference.requests import folder_of, read
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

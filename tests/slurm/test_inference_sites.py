@@ -18,8 +18,8 @@ from slurm.test_inference import IN_FLIGHT, BatchRun, NewBatch, new_batch  # noq
 from slurm.test_storage_faults import SmallDisk, disk  # noqa: F401 - a fixture
 from slurmft.inference.ledger import answered, segments_of
 from slurmft.inference.requests import folder_of
-from slurmft.lab.access import Account
 from slurmft.lab.cluster import Lab
+from slurmft.lab.members import Account
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

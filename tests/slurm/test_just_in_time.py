@@ -20,7 +20,7 @@ import pytest
 
 from slurm.conftest import eventually
 from slurm.test_local import LocalRun
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 40

@@ -14,7 +14,7 @@ import pytest
 
 from slurm.conftest import Run, eventually
 from slurm.stop_soak import HURRY, START_S, STOPS_PER_RUN, Book, stop_at_random_moments
-from slurmft.integrations.marked_folders import MARKER
+from slurmft.integrations.folders import COMPLETE_MARKER
 from slurmft.lab.cluster import Lab
 
 pytestmark = [
@@ -53,7 +53,7 @@ def undisturbed(new_lightning: NewRun) -> str:
 def steps_saved(run: Run) -> dict[int, bool]:
     """Step of each save that is there, and whether it is marked."""
     folders = sorted((run.path / "checkpoints" / "lightning" / "fit-1").iterdir())
-    return {int(folder.name[5:20]): (folder / MARKER).exists() for folder in folders}
+    return {int(folder.name[5:20]): (folder / COMPLETE_MARKER).exists() for folder in folders}
 
 
 def disturb(lab: Lab, run: Run, stops: int, dice: random.Random) -> list[int]:

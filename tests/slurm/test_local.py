@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from slurm.conftest import STEPS, TRAINER, eventually
-from slurmft.storage.events import EventName
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)

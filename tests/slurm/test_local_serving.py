@@ -21,7 +21,7 @@ import yaml
 
 from slurm.conftest import eventually
 from slurm.patient_client import post_once
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, headers_file, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file, token_of
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]

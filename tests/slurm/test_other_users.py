@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from slurm.conftest import PATIENCE_S, Run, eventually
-from slurmft.lab.access import Account
 from slurmft.lab.cluster import Lab
+from slurmft.lab.members import Account
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

@@ -18,8 +18,7 @@ from slurm.cluster_faults import CLUSTER_KINDS, cut_off, kill_one, kill_supervis
 from slurm.conftest import Run, calm_digest
 from slurm.small_disk import SmallDisk, mounted_disk
 from slurm.storm import Kind, Storm, errors_in_logs, seeds
-from slurmft.checkpoint.catalog import Catalog, Entry
-from slurmft.checkpoint.retention import decide
+from slurmft.checkpoint.catalog import Catalog, Entry, decide
 from slurmft.errors import StorageError
 from slurmft.lab.cluster import Lab
 

@@ -24,7 +24,7 @@ from slurm.cluster_faults import CLUSTER_KINDS, kill_one
 from slurm.conftest import eventually
 from slurm.endpoints import EndpointRun
 from slurm.storm import Kind, Storm, errors_in_logs, seeds
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster
+from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(1800)]

@@ -17,8 +17,7 @@ from slurm.conftest import Run
 from slurm.small_disk import SmallDisk
 from slurm.storm import Kind, seeds
 from slurm.test_random_faults import TrainingStorm, calm, disk, weather
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event
+from slurmft.storage.journal import Event, EventName
 
 __all__ = ["calm", "disk"]
 

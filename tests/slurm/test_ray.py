@@ -58,7 +58,7 @@ class RayRun(LocalRun):
 
     def holder(self) -> psutil.Process:
         """Forked from the zygote, whose command line it has; its sweeper names it."""
-        return psutil.Process(int(self.processes("slurmft.agent.launchers.ray", "--sweep")[0].cmdline()[-2]))
+        return psutil.Process(int(self.processes("slurmft.agent.ray", "--sweep")[0].cmdline()[-2]))
 
     def events(self, name: str) -> list[Any]:
         return [event for event in self.folder.journal().read() if event.event == name]

@@ -37,10 +37,9 @@ from slurm.test_recovery import assert_one_stop, test_node_failure_is_requeued_b
 from slurm.test_standby import run_with_standby
 from slurm.test_sweep import Site, site
 from slurmft.errors import LabUnavailable
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
-from slurmft.lab.releases import RELEASES, release_of
-from slurmft.lab.settings import LabSettings
+from slurmft.lab.settings import RELEASES, LabSettings, release_of
 
 __all__ = [
     "blaming", "hooked", "run_with_standby", "script", "site", "slow",
@@ -105,7 +104,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
             pytest.fail(f"Slurm {request.param} is needed here: {error}", pytrace=False)
         pytest.skip(f"no lab of Slurm {request.param}: {error}")
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 def test_the_lab_is_of_this_release(lab: Lab, request: pytest.FixtureRequest) -> None:

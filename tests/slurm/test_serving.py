@@ -6,7 +6,7 @@ import pytest
 
 from slurm.conftest import eventually
 from slurm.endpoints import NODES, REPLICAS, Load, NewEndpoint, maker
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, folder_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, folder_of
 from slurmft.lab.cluster import Lab
 
 PLAIN = 20

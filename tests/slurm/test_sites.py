@@ -18,10 +18,9 @@ import pytest
 from slurm.conftest import Run, eventually, preempt
 from slurm.test_elsewhere import blaming, nodes_of
 from slurmft.errors import LabUnavailable
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
-from slurmft.lab.releases import RELEASES, release_of
-from slurmft.lab.settings import LabSettings
+from slurmft.lab.settings import RELEASES, LabSettings, release_of
 
 __all__ = ["blaming"]
 
@@ -65,7 +64,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
             pytest.fail(f"Slurm {release} is needed here: {error}", pytrace=False)
         pytest.skip(f"no lab of Slurm {release}: {error}")
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
         for group in sorted(CGROUPS.glob("*/slurm_cg[123]/**/"), reverse=True):
             group.rmdir()  # Slurm leaves those of its nodes
 

@@ -13,7 +13,7 @@ import pytest
 from slurm.conftest import Run, eventually
 from slurm.test_standby import assert_done, batch_host, run_with_standby, standby_host
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.lab import building
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 
@@ -37,7 +37,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     try:
         yield Lab.up(settings)
     finally:
-        building.purge(folder)
+        cluster.purge(folder)
 
 
 @contextmanager

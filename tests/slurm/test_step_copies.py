@@ -97,9 +97,7 @@ def test_a_writer_that_is_stopped_is_replaced_and_copies_go_on(tmp_path: Path, u
     run.submit()
     wait_for_copy(run, 4)
     (writer,) = [
-        process
-        for process in workers(run)[1].children()
-        if "slurmft.checkpoint.writer.entry" in " ".join(process.cmdline())
+        process for process in workers(run)[1].children() if "slurmft.checkpoint.writer" in " ".join(process.cmdline())
     ]
     writer.suspend()
     stopped_at = step_of(run)

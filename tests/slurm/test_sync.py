@@ -20,7 +20,7 @@ import yaml
 from slurm.conftest import Run, eventually
 from slurm.test_local import LocalRun
 from slurmft.lab.cluster import Lab
-from slurmft.sync.restoring import newest
+from slurmft.sync.folder import newest
 from slurmft.sync.stores import open_store
 
 pytestmark = pytest.mark.timeout(400)

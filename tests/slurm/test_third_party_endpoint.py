@@ -25,7 +25,7 @@ import pytest
 
 from slurm.conftest import eventually
 from slurm.test_local_serving import Endpoint
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, headers_file, token_of
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file, token_of
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]

@@ -12,8 +12,8 @@ import pytest
 from waiting import until
 from worker_variable import set_settings
 
-from slurmft.checkpoint.writer.writer_client import WriterClient
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
+from slurmft.checkpoint.writer_client import WriterClient
+from slurmft.ipc.pages import PAGE_VARIABLE, Page
 from slurmft.system import private_folder
 
 

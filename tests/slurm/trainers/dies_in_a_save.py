@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft import CheckpointManager
-from slurmft.checkpoint.writer.fault_points import VARIABLE
+from slurmft.checkpoint.write_requests import VARIABLE
 
 mark = Path(sys.argv[sys.argv.index("--marks") + 1]) / "died"
 save = CheckpointManager.save

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slurmft import CheckpointManager, ElasticLoader, ElasticSampler, start_session
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 
 SAMPLES = 60
 

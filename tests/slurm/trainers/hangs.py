@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slurmft import CheckpointManager, start_session
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 
 WIDTH = 16
 

@@ -22,9 +22,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.integrations.finished_folders import finished_steps, step_folders
-from slurmft.integrations.marked_folders import MarkedFolders
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page, Slot, State
+from slurmft.integrations.folders import MarkedFolders, finished_steps, step_folders
+from slurmft.ipc.pages import PAGE_VARIABLE, Page, Slot, State
 
 RANKS, STEPS_PER_KILL = 2, 3
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from slurmft import CheckpointManager, start_session
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 from slurmft.worker.session import Session
 
 WIDTH = 16

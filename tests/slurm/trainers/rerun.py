@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from slurmft import CheckpointManager, start_session
-from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+from slurmft.worker.data import ByteCorpus, WindowLoader
+from slurmft.worker.digests import weights_digest
 
 CHANNELS = 16
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from slurmft import CheckpointManager, start_session
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 
 
 def main() -> None:

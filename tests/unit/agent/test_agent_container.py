@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from slurmft.agent.container import inside
-from slurmft.agent.container.inside import Outside, refuse_unusable, usable_environment
-from slurmft.agent.container.outside import GREETING
+from slurmft.agent import container
+from slurmft.agent.container import Outside, refuse_unusable, usable_environment
+from slurmft.agent.container_outside import GREETING
 from slurmft.errors import LaunchError
-from slurmft.policy.site.container import Container
+from slurmft.policy.container import Container
 
 CONTAINER = Container(runtime="command", image="", mounts=(), workdir="/", python="python3", command=("bwrap",))
 READS = "import sys\nfor line in sys.stdin: print(line.strip(), flush=True)"
 
 
 def outside(*command: str, folders: str = "", **options: Any) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "slurmft.agent.container.outside", "box /image", folders, "--", *command]
+    argv = [sys.executable, "-m", "slurmft.agent.container_outside", "box /image", folders, "--", *command]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(argv, text=True, **pipes, **options)
 
@@ -167,7 +167,7 @@ def test_a_folder_for_temporary_files_that_is_not_there_is_left_out(tmp_path: Pa
 
 FIRST = """
 import os, signal, sys, time
-from slurmft.agent.container import inside
+from slurmft.agent import container as inside
 inside.become_first_process()
 {then}
 """
@@ -216,5 +216,5 @@ os.kill(1, signal.SIGTERM); time.sleep(5)"""
 
 def test_any_other_process_stays_what_it_is():
     before = os.getpid()
-    inside.become_first_process()
+    container.become_first_process()
     assert os.getpid() == before

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from made_snapshots import stage
 
-from slurmft.agent import keeper as agent_keeper
-from slurmft.agent.keeper import Keeping
-from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.replicas.replication import Peer, send_copy
-from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, announcement, copies_key, read_generation
+from slurmft.agent import agent as agent_keeper
+from slurmft.agent.agent import Keeping
+from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.replicas import Peer, send_copy
+from slurmft.policy.checkpoints import Tier
+from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, announcement, copies_key, read_generation
 from slurmft.system.files import read_json
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.agent.digests import DigestReports
-from slurmft.ipc.pages.heartbeat import Page
+from slurmft.agent.agent import DigestReports
+from slurmft.ipc.pages import Page
 
 
 @dataclass

@@ -18,16 +18,14 @@ from typing import Any
 import pytest
 from waiting import until_async
 
-from slurmft.agent import flight_recorder
-from slurmft.agent.forensics import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_reply
+from slurmft.agent import workers as agent_workers
+from slurmft.agent.hangs import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_reply
 from slurmft.agent.workers import Workers
-from slurmft.ipc import stacks
-from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc import stacks as ipc_stacks
 from slurmft.ipc.channel import encoded
-from slurmft.ipc.replies import EvidenceReply, RankEvidence
-from slurmft.policy.timing.stop import NOT_STARTED
-from slurmft.policy.verdicts.collectives import Progress
-from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.ipc.messages import EvidenceReply, RankEvidence, TakeEvidence
+from slurmft.policy.judge import Progress, Where
+from slurmft.policy.stop import NOT_STARTED
 from slurmft.system import kernel_view
 from slurmft.system.kernel_view import view
 
@@ -162,7 +160,7 @@ def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):
 
 def test_one_that_blocks_the_signal_costs_no_more_than_the_limit(tmp_path):
     async def work(node: Node) -> None:
-        number = int(stacks.STACKS_SIGNAL)
+        number = int(ipc_stacks.STACKS_SIGNAL)
         await node.start(f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])\n{SLEEPS}")
         began = time.monotonic()
         (each,) = await node.look(0.1)
@@ -261,7 +259,7 @@ def test_a_reply_fits_into_a_message_however_many_ranks_there_are():
     group = Progress(group="z" * 100, description="z" * 100, operation="z" * 100, called_from="z" * 100)
     one = RankEvidence(
         rank=0, pid=1, kind=Where.ELSEWHERE, doing="x" * 200, process="S", wchan="", attached=True, state=1, step=1,
-        tick=1, sections=(), python_top=("y" * 200,) * stacks.MAX_FRAMES, exit_code=None, killed=False,
+        tick=1, sections=(), python_top=("y" * 200,) * ipc_stacks.MAX_FRAMES, exit_code=None, killed=False,
         collectives=(group,) * 16,
     )  # fmt: skip
     for number in (1, 100, 300, 1024):
@@ -276,8 +274,8 @@ def test_open_sections_are_told_with_how_long_they_are_open(tmp_path):
             f"""
             import os
             from pathlib import Path
-            from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
-            from slurmft.ipc.pages.section_stack import SectionStack
+            from slurmft.ipc.pages import PAGE_VARIABLE, Page
+            from slurmft.ipc.pages import SectionStack
             stack = SectionStack(Page.attach(Path(os.environ[PAGE_VARIABLE])))
             with stack.section("step"), stack.section("load data"):
                 exec({SLEEPS!r})
@@ -298,7 +296,7 @@ def test_the_dump_of_a_rank_that_torchs_watchdog_has_ended_is_read(tmp_path):
     async def work(node: Node) -> None:
         await node.start("import os\nprint('x', flush=True)\nos.abort()")
         await until_async(lambda: node.workers.by_rank[0].exit_code is not None)
-        flight_recorder.dump_of(node.attempt, 0).write_bytes(DUMP_OF_TORCH.read_bytes())
+        agent_workers.dump_of(node.attempt, 0).write_bytes(DUMP_OF_TORCH.read_bytes())
         (dead,) = await node.look()
         assert (dead.exit_code, len(dead.collectives)) == (-6, 2)
         (again,) = await node.look()
@@ -310,7 +308,7 @@ def test_the_dump_of_a_rank_that_torchs_watchdog_has_ended_is_read(tmp_path):
 def test_dumps_of_flight_recorders_are_waited_for_until_they_are_there(tmp_path):
     async def work(node: Node) -> None:
         await node.start(SLEEPS, ranks=2)
-        pipe = Path(f"{flight_recorder.pipe_prefix(node.workers.folder)}1.pipe")
+        pipe = Path(f"{agent_workers.pipe_prefix(node.workers.folder)}1.pipe")
         os.mkfifo(pipe)
         recorder = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
@@ -320,7 +318,7 @@ def test_dumps_of_flight_recorders_are_waited_for_until_they_are_there(tmp_path)
                 await asyncio.sleep(0.01)
                 with contextlib.suppress(BlockingIOError):
                     asked = os.read(recorder, 100)
-            flight_recorder.dump_of(node.attempt, 1).write_bytes(DUMP_OF_TORCH.read_bytes())
+            agent_workers.dump_of(node.attempt, 1).write_bytes(DUMP_OF_TORCH.read_bytes())
 
         workers = list(node.workers.by_rank.values())
         task = asyncio.create_task(record())
@@ -368,7 +366,7 @@ Current thread 0x00007f279361fb80 (most recent call first):
     ],
 )  # fmt: skip
 def test_the_main_threads_calls(dump, frames):
-    assert stacks.innermost(stacks.main_thread(dump)) == frames
+    assert ipc_stacks.innermost(ipc_stacks.main_thread(dump)) == frames
 
 
 def test_the_thread_of_a_crash_is_the_one_that_it_happened_in():
@@ -377,12 +375,12 @@ def test_the_thread_of_a_crash_is_the_one_that_it_happened_in():
         'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "/x.py", line 1 in g\n\n'
     )
     for text in (crash, other + crash + other, crash + other + "Extension modules: a (total: 1)\n", DUMP + crash):
-        assert stacks.innermost(stacks.crashed_thread(text)) == ["/x.py:1 g"]
-    assert stacks.crashed_thread(DUMP) == stacks.crashed_thread("") == ()
+        assert ipc_stacks.innermost(ipc_stacks.crashed_thread(text)) == ["/x.py:1 g"]
+    assert ipc_stacks.crashed_thread(DUMP) == ipc_stacks.crashed_thread("") == ()
 
 
 def test_the_signal_is_a_real_time_one_that_python_knows():
-    assert signal.SIGRTMIN < stacks.STACKS_SIGNAL < signal.SIGRTMAX
+    assert signal.SIGRTMIN < ipc_stacks.STACKS_SIGNAL < signal.SIGRTMAX
 
 
 def test_arming_costs_next_to_nothing_and_a_folder_that_is_gone_nothing_at_all(tmp_path):
@@ -413,28 +411,28 @@ def test_names_that_torch_calls_old_are_set_only_where_it_needs_them(
 ):
     def answer(_name: str) -> str:
         if version is None:
-            raise flight_recorder.importlib.metadata.PackageNotFoundError
+            raise agent_workers.importlib.metadata.PackageNotFoundError
         return version
 
-    monkeypatch.setattr(flight_recorder.importlib.metadata, "version", answer)
-    flight_recorder.knows_new_names.cache_clear()
+    monkeypatch.setattr(agent_workers.importlib.metadata, "version", answer)
+    agent_workers.knows_new_names.cache_clear()
     try:
-        names = flight_recorder.variables(2000, tmp_path, same_torch=same_torch)
+        names = agent_workers.variables(2000, tmp_path, same_torch=same_torch)
     finally:
-        flight_recorder.knows_new_names.cache_clear()
+        agent_workers.knows_new_names.cache_clear()
     assert names["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert names["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert ("TORCH_NCCL_TRACE_BUFFER_SIZE" in names) == ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE" in names) == old_names
 
 
 def test_a_recorder_is_asked_through_its_pipe_and_only_where_somebody_reads(tmp_path):
-    pipe = Path(f"{flight_recorder.pipe_prefix(tmp_path)}3.pipe")
-    assert not flight_recorder.ask(tmp_path, 3)
+    pipe = Path(f"{agent_workers.pipe_prefix(tmp_path)}3.pipe")
+    assert not agent_workers.ask(tmp_path, 3)
     os.mkfifo(pipe)
-    assert not flight_recorder.ask(tmp_path, 3), "nobody reads it"
+    assert not agent_workers.ask(tmp_path, 3), "nobody reads it"
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        assert flight_recorder.ask(tmp_path, 3)
+        assert agent_workers.ask(tmp_path, 3)
         assert os.read(reader, 10)
     finally:
         os.close(reader)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slurmft.agent.gpus import own_device
+from slurmft.agent.workers import own_device
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.supervisor.cluster import agents_environment
 from slurmft.worker.groups import ProcessGroups

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from slurmft.agent.gpus import gpu_uuids, own_device, pids_on_gpus, visible_without, wait_until_free
+from slurmft.agent.workers import gpu_uuids, own_device, pids_on_gpus, visible_without, wait_until_free
 from slurmft.supervisor.cluster import agents_environment
 
 FOUR = "0, GPU-a\\n1, GPU-b\\n2, GPU-c\\n3, GPU-d\\n"

@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 
 from slurmft.agent.hangs import WORKERS_PER_MESSAGE, HangWatch, facts_of, mentions
-from slurmft.config.config import RunConfig
-from slurmft.ipc.calls import AskSections
+from slurmft.config.run import RunConfig
 from slurmft.ipc.channel import BadMessage, encoded
-from slurmft.ipc.pages.heartbeat import Page, Slot
-from slurmft.ipc.pages.section_stack import Phase, SectionStack
-from slurmft.ipc.reports import HangReport, parse_report
-from slurmft.policy.timing.hangs import OUT_OF_SECTION
+from slurmft.ipc.messages import AskSections, HangReport, parse_report
+from slurmft.ipc.pages import Page, Phase, SectionStack, Slot
+from slurmft.policy.hangs import OUT_OF_SECTION
 from slurmft.system.processes import is_stopped
 
 LIMITS = {"setup": 100, "step": 10, "load": 1000}
@@ -189,10 +187,10 @@ def test_a_suspended_agent_notices_it():
     code = """
 import asyncio, sys, tempfile
 from pathlib import Path
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.agent.hangs import HangWatch
-from slurmft.ipc.pages.heartbeat import Page
-from slurmft.ipc.pages.section_stack import Phase, SectionStack
+from slurmft.ipc.pages import Page
+from slurmft.ipc.pages import Phase, SectionStack
 class Worker:
     rank, pid, forked_at, alive = 0, 0, None, True
 async def main():

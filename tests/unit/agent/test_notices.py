@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.agent.metadata import NoAnswer, ask
-from slurmft.agent.notices import NoticeWatch, firmware_facts
-from slurmft.config import config as configuration
+from slurmft.agent.notices import NoAnswer, NoticeWatch, ask, firmware_facts
+from slurmft.config import run as configuration
 from slurmft.ipc.channel import encoded
-from slurmft.ipc.reports import NoticeReport, parse_report
-from slurmft.policy.site.notices import (
+from slurmft.ipc.messages import NoticeReport, parse_report
+from slurmft.policy.site import (
     AZURE_CHASSIS,
     LEAST_S,
     LINK_LOCAL,

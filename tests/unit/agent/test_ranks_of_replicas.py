@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slurmft.agent.replicas import Replicas
-from slurmft.config.config import validate
-from slurmft.ipc.calls import BeginReplicas
+from slurmft.agent.inference import Replicas
+from slurmft.config.run import validate
+from slurmft.ipc.messages import BeginReplicas
 
 PER_NODE = 2
 

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent.launchers import ray
-from slurmft.agent.launchers.ray import head_address, leave_token, rays_environment, start_argv, token_of, why_not
-from slurmft.agent.launchers.torchrun import worker_command
-from slurmft.config.config import validate
+from slurmft.agent import ray
+from slurmft.agent.ray import head_address, leave_token, rays_environment, start_argv, token_of, why_not
+from slurmft.agent.torchrun import worker_command
+from slurmft.config.run import validate
 from slurmft.errors import ConfigError
-from slurmft.policy.verdicts import testimony
-from slurmft.policy.verdicts.findings import WorkerEnd
-from slurmft.policy.verdicts.judge import Circumstances, held_against, judge
-from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.policy import judge as policy_judge
+from slurmft.policy.judge import Circumstances, WorkerEnd, held_against, judge
+from slurmft.policy.verdict import Cause, Verdict
 from slurmft.storage.verdicts import read_verdict
 from slurmft.system.processes import session_members
 
@@ -34,7 +33,7 @@ def given(folder: Path, rank: int = 0, **more: str) -> dict[str, str]:
 
 def test_the_holder_promises_ray_the_time_of_a_stop():
     config = validate({**LEAST, "preemption": {"stop_timeout_s": 45.6, "signal_lead_s": 20}}, source="test")
-    assert worker_command(config)[1:] == ["-m", "slurmft.agent.launchers.ray", "--hold", "46", "python", "train.py"]
+    assert worker_command(config)[1:] == ["-m", "slurmft.agent.ray", "--hold", "46", "python", "train.py"]
 
 
 def test_ray_has_one_holder_on_each_node():
@@ -97,7 +96,7 @@ def held_with(start: str, folder: Path, rank: int, *, more: str = "") -> tuple[i
     program = f"""
 import sys
 from pathlib import Path
-from slurmft.agent.launchers import ray
+from slurmft.agent import ray
 from slurmft.system.private_folder import PrivateFolder
 ray.start_argv = lambda given, address, folder: [sys.executable, "-c", {start!r}, str(folder)]
 ray._answers = lambda address, terms: True
@@ -126,11 +125,22 @@ sys.exit("Exception: The current node timed out during startup.")
 def judged(folder: Path, code: int) -> Verdict:
     end = WorkerEnd(rank=0, node="n1", code=code)
     told = read_verdict(folder / "verdict")
-    reports = () if told is None else (
-        testimony.Report(source="verdict", rank=0, node="n1", cause=testimony.claimed(told.cause), message=told.message,
-               traceback=told.traceback, binding=True),
-    )  # fmt: skip
-    return judge([end], world_size=1, seen=Circumstances(heard=testimony.Testimony(reports=reports)))
+    reports = (
+        ()
+        if told is None
+        else (
+            policy_judge.Report(
+                source="verdict",
+                rank=0,
+                node="n1",
+                cause=policy_judge.claimed(told.cause),
+                message=told.message,
+                traceback=told.traceback,
+                binding=True,
+            ),
+        )
+    )
+    return judge([end], world_size=1, seen=Circumstances(heard=policy_judge.Testimony(reports=reports)))
 
 
 def test_a_head_that_does_not_start_is_an_error_in_rays_words_and_accuses_no_node(tmp_path):
@@ -185,7 +195,7 @@ def test_the_sweeper_ends_a_session_with_its_groups_and_removes_the_folder(tmp_p
     while len(members := session_members(holder.pid)) < 3:
         assert time.monotonic() < until
         time.sleep(0.02)
-    argv = [sys.executable, "-m", "slurmft.agent.launchers.ray", "--sweep", str(holder.pid), str(folder)]
+    argv = [sys.executable, "-m", "slurmft.agent.ray", "--sweep", str(holder.pid), str(folder)]
     sweeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
     os.kill(holder.pid, 9)
     holder.wait()

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from slurmft.agent.rehearsal import SpareRehearsal
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError
-from slurmft.ipc.reports import RehearsalReport
+from slurmft.ipc.messages import RehearsalReport
 
 WAIT_S = 60.0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent import just_in_time
-from slurmft.agent.just_in_time import rescue_on_node
+from slurmft.agent import agent
+from slurmft.agent.agent import rescue_on_node
 from slurmft.agent.workers import Worker
-from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot
+from slurmft.ipc.pages import NOTHING, Page, Slot
 
 STEP = 6
 
@@ -25,7 +25,7 @@ def worker_of(rank: int, part: int, *, exit_code: int | None = None) -> Worker:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks that were asked; in this order they keep their state, one in each look at the pages."""
     ranks: list[int] = []
-    monkeypatch.setattr(just_in_time, "_wake", lambda pipe: ranks.append(int(pipe.stem.removeprefix("rank-"))))
+    monkeypatch.setattr(agent, "_wake", lambda pipe: ranks.append(int(pipe.stem.removeprefix("rank-"))))
     return ranks
 
 
@@ -38,7 +38,7 @@ def rescue(workers: list[Worker], asked: list[int], keeping: list[int], monkeypa
             page = workers[keeping.pop(0)].page
             page[Slot.RESCUED], page[Slot.RESCUABLE] = STEP, NOTHING
 
-    monkeypatch.setattr(just_in_time.asyncio, "sleep", keep_one)
+    monkeypatch.setattr(agent.asyncio, "sleep", keep_one)
     return asyncio.run(rescue_on_node(workers))
 
 
@@ -62,5 +62,5 @@ def test_a_part_whose_only_rank_has_ended_is_not_waited_for(asked, monkeypatch):
 
 
 def test_a_part_that_cannot_be_kept_is_given_up(asked, monkeypatch):
-    monkeypatch.setattr(just_in_time, "BEGIN_S", 0.05)
+    monkeypatch.setattr(agent, "BEGIN_S", 0.05)
     assert rescue([worker_of(0, 0), worker_of(1, 1)], asked, [0], monkeypatch) == STEP

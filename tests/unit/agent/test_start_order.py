@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from slurmft.agent import agent
-from slurmft.ipc.calls import StartWorkers
+from slurmft.ipc.messages import StartWorkers
 
 
 @pytest.mark.parametrize("held", [set(), {41}])

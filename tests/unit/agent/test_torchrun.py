@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent.launchers.torchrun import torchrun_argv, trainers_environment, worker_command
-from slurmft.config.config import validate
+from slurmft.agent.torchrun import torchrun_argv, trainers_environment, worker_command
+from slurmft.config.run import validate
 
 RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2",
         "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "4711"}  # fmt: skip
@@ -57,7 +57,7 @@ class Pair:
     def __init__(self, folder: Path, *command: str) -> None:
         environment = {**os.environ, **RANK, "SLURMFT_PAGE": str(folder / "rank-5"), "SLURMFT_ATTEMPT": "1.0.0"}
         self.log = folder / "log"
-        module = [sys.executable, "-m", "slurmft.agent.launchers.torchrun"]
+        module = [sys.executable, "-m", "slurmft.agent.torchrun"]
         with self.log.open("wb") as log:
             self.holder = subprocess.Popen(
                 [*module, "--shutdown-timeout", "5", *command], env=environment, stdout=log, stderr=log, cwd=folder

@@ -22,11 +22,11 @@ from slurmft.agent import workers as agent_workers
 from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
 from slurmft.agent.zygote import why_not_to_fork
-from slurmft.config.config import validate
-from slurmft.config.fault_tolerance import PRELOAD
+from slurmft.config.run import validate
+from slurmft.config.sections import PRELOAD
 from slurmft.errors import ConfigError
-from slurmft.ipc.calls import StartWorkers
-from slurmft.ipc.pages.heartbeat import Slot, State
+from slurmft.ipc.messages import StartWorkers
+from slurmft.ipc.pages import Slot, State
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.system import private_folder
 
@@ -428,7 +428,7 @@ def test_every_rank_has_its_own_environment_log_and_page(tmp_path):
         node.script(
             """
             import os; from pathlib import Path
-            from slurmft.ipc.pages.heartbeat import Page, Slot, PAGE_VARIABLE
+            from slurmft.ipc.pages import Page, Slot, PAGE_VARIABLE
             page = Page.attach(Path(os.environ[PAGE_VARIABLE]))
             page[Slot.STEP] = 100 + int(os.environ["RANK"])
             print(os.environ["RANK"], os.environ["EXTRA"], "LEAK" in os.environ)
@@ -478,7 +478,7 @@ def test_the_configured_signal_ends_no_trainer_of_a_launcher_either(name):
     trainer = f"import os, signal; os.kill(os.getpid(), signal.{name}); print('went on', flush=True)"
     launcher = f"""
 import os, signal, sys
-from slurmft.agent.launchers.torchrun import start_child
+from slurmft.agent.torchrun import start_child
 signal.signal(signal.{name}, lambda *_: None)
 sys.exit(start_child([sys.executable, "-c", {trainer!r}], os.environ, signal.SIGKILL).wait())
 """

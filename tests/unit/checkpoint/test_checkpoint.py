@@ -22,15 +22,15 @@ from save_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
-from slurmft.checkpoint.format.shard_index import image_file, index_file
-from slurmft.checkpoint.staging.holding import Claim, is_claimed
-from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
+from slurmft.checkpoint.holding import Claim, is_claimed
+from slurmft.checkpoint.image_file import image_file, index_file
+from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError, DataError, DirectoryInUse, Fenced, UsageError
-from slurmft.policy.nodes.rerun_settings import RerunSettings
+from slurmft.policy.reruns import RerunSettings
 from slurmft.system.files import write_json
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
-from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.state_machine import RerunStateMachine
+from slurmft.worker.data import ByteCorpus, WindowLoader
+from slurmft.worker.rerun import RerunStateMachine
+from slurmft.worker.rerun_data import RerunDataIterator
 
 
 class Run:

@@ -19,21 +19,19 @@ import pytest
 import torch
 from worker_variable import set_settings
 
-from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager
-from slurmft.checkpoint.format.flat_state import capture
-from slurmft.checkpoint.format.shard_index import index_file
+from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager, snapshots
+from slurmft.checkpoint.flat_state import capture
+from slurmft.checkpoint.image_file import index_file
 from slurmft.checkpoint.just_in_time import JustInTime
-from slurmft.checkpoint.staging import arena, snapshots
-from slurmft.checkpoint.staging.arena import Arena, Place
-from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
+from slurmft.checkpoint.notes import RankRecord, read_record
+from slurmft.checkpoint.snapshots import Arena, Place
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
-from slurmft.checkpoint.writer.write_requests import CommitOrder
+from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, CommitOrder
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS, Outcome
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+from slurmft.worker.data import ByteCorpus, WindowLoader
 
 
 class Run:
@@ -510,7 +508,7 @@ def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, 
 
 
 def test_no_room_is_made_while_the_training_waits_for_a_copy(tmp_path, monkeypatch, eventually):
-    monkeypatch.setattr(arena, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(snapshots, "_PIECE_BYTES", 4096)
     made = Arena(0, tmp_path)
     with made.copying():
         made.warm_up(1 << 20)
@@ -693,10 +691,10 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.writer.fault_points import VARIABLE
+from slurmft.checkpoint.write_requests import VARIABLE
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.data import ByteCorpus, WindowLoader
+from slurmft.worker.digests import weights_digest
 
 torch.set_num_threads(1)
 torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())  # imports for a second, which the forks would do each

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slurmft.checkpoint import Catalog, CheckpointManager, loading
-from slurmft.checkpoint.format.damage import Damage
+from slurmft.checkpoint.image_file import Damage
 
 SCRIPT = """
 import errno, json, os, random, sys
@@ -27,8 +27,8 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.writer.fault_points import VARIABLE
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+from slurmft.checkpoint.write_requests import VARIABLE
+from slurmft.worker.data import ByteCorpus, WindowLoader
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2,
@@ -291,7 +291,7 @@ class OwnPosition:
 @pytest.fixture(scope="module")
 def reports(root):
     model = torch.nn.Linear(8, 4)
-    from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+    from slurmft.worker.data import ByteCorpus, WindowLoader
 
     loader = WindowLoader(ByteCorpus(torch.arange(999).to(torch.uint8), "numbers"), 8, 3)
     next(loader)
@@ -440,7 +440,7 @@ def test_more_ranks_than_saved_go_on_at_the_global_position(reports):
 
 
 def test_fewer_ranks_than_saved_go_on_at_the_global_position(reports, root, caplog):
-    from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+    from slurmft.worker.data import ByteCorpus, WindowLoader
 
     model = torch.nn.Linear(8, 4)
     loader = WindowLoader(ByteCorpus(torch.arange(999).to(torch.uint8), "numbers"), 8, 4)

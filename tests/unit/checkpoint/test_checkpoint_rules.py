@@ -10,8 +10,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.retention import KEPT_QUARANTINED, NEVER_REMOVED, Retention, by_merit, decide
+from slurmft.checkpoint.catalog import KEPT_QUARANTINED, NEVER_REMOVED, Entry, Retention, by_merit, decide
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 import stored_state
-from slurmft.checkpoint.format.flat_state import capture
-from slurmft.checkpoint.format.image import Layout
-from slurmft.checkpoint.format.shard_index import Row, read_index
-from slurmft.checkpoint.restore import prepare
+from slurmft.checkpoint.flat_state import capture
+from slurmft.checkpoint.image import Layout
+from slurmft.checkpoint.image_file import Row, read_index
+from slurmft.checkpoint.loading import prepare
 from slurmft.checkpoint.state import Trainee
 
 root, parts = Path(sys.argv[1]), json.loads(sys.argv[2])

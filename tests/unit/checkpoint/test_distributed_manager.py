@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import slurmft
 from slurmft.checkpoint import Catalog, DistributedCheckpointManager, Entry
-from slurmft.checkpoint.retention import decide
+from slurmft.checkpoint.catalog import decide
 from slurmft.errors import CheckpointError, UsageError
 
 

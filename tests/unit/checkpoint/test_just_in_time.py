@@ -16,24 +16,28 @@ import pytest
 import torch
 from stored_state import IDENTITY, load, stage, write
 
-from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.format.damage import Damage, Damaged
-from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture, rank_key
-from slurmft.checkpoint.format.reading import Stored
-from slurmft.checkpoint.format.shard_index import read_index
+from slurmft.checkpoint import CheckpointManager, just_in_time
+from slurmft.checkpoint.flat_state import FACTS, FlatState, capture, rank_key
+from slurmft.checkpoint.image_file import Damage, Damaged, read_index
 from slurmft.checkpoint.just_in_time import JustInTime
-from slurmft.checkpoint.replicas.note_gathering import OwnNotes
-from slurmft.checkpoint.restore import prepare
-from slurmft.checkpoint.staging import taking_turns
-from slurmft.checkpoint.staging.lead_note import LeadRecord, lead_file, read_lead
-from slurmft.checkpoint.staging.lead_note import decoded as decoded_lead
-from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
-from slurmft.checkpoint.staging.snapshots import Snapshots
+from slurmft.checkpoint.loading import prepare
+from slurmft.checkpoint.notes import (
+    LeadRecord,
+    OwnNotes,
+    RankRecord,
+    decoded_lead,
+    lead_file,
+    read_lead,
+    read_record,
+    record_file,
+)
+from slurmft.checkpoint.reading import Stored
+from slurmft.checkpoint.snapshots import Snapshots
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.turns import OfLead
-from slurmft.ipc.pages.heartbeat import IN_UPDATE
+from slurmft.checkpoint.step_copies import OfLead
+from slurmft.ipc.pages import IN_UPDATE
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.data.loader import ElasticSampler
+from slurmft.worker.data import ElasticSampler
 
 
 class Listener:
@@ -397,10 +401,10 @@ def test_of_ranks_that_keep_at_once_one_does_and_one_that_fails_lets_the_other_t
 
 
 def test_a_rank_that_hangs_in_a_rescue_is_not_waited_for_for_ever(tmp_path, listener, kept, model, monkeypatch):
-    monkeypatch.setattr(taking_turns, "OTHERS_S", 0.05)
+    monkeypatch.setattr(just_in_time, "OTHERS_S", 0.05)
     rescue = JustInTime(tmp_path, kept)
     rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
-    with taking_turns.alone_on_this_node(tmp_path, 4):
+    with just_in_time.alone_on_this_node(tmp_path, 4):
         rescue.rescue()
     assert kept.weights == {} and listener.rescuable < 0
 

@@ -18,9 +18,8 @@ import pytest
 import torch
 from late_device import LateDevice, Stream, install
 
-from slurmft.checkpoint import CheckpointManager, just_in_time
-from slurmft.checkpoint.staging import snapshots
-from slurmft.checkpoint.staging.device_steps import AHEAD
+from slurmft.checkpoint import CheckpointManager, just_in_time, snapshots
+from slurmft.checkpoint.just_in_time import AHEAD
 from slurmft.trainer import streams
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.session import Session

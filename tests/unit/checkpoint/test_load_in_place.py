@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.format.mapped_image import MappedImage
-from slurmft.checkpoint.restore import Prepared
-from slurmft.checkpoint.staging.holding import is_held
+from slurmft.checkpoint.holding import is_held
+from slurmft.checkpoint.loading import Prepared
+from slurmft.checkpoint.reading import MappedImage
 from slurmft.errors import CheckpointError
 
 SAVED, OTHER = 1, 2

@@ -22,7 +22,7 @@ os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_W
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from slurmft.checkpoint import CheckpointManager; from slurmft.checkpoint.replicas import memory_sources
+from slurmft.checkpoint import CheckpointManager; from slurmft.checkpoint import memory_sources
 from slurmft.storage.checkpoint_names import Quarantine, write_quarantine
 
 dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2,

@@ -21,20 +21,18 @@ from of_each import of_each
 from waiting import until
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.folders import Pruner, remove_folder, remove_left_overs
-from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE
-from slurmft.checkpoint.format.shard_index import image_file, index_file
-from slurmft.checkpoint.staging.holding import alone, holding, is_held
+from slurmft.checkpoint.catalog import Catalog, Pruner, remove_folder, remove_left_overs
+from slurmft.checkpoint.dcp_metadata import METADATA_FILE
+from slurmft.checkpoint.holding import alone, holding, is_held
+from slurmft.checkpoint.image_file import image_file, index_file
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.writer.abandoned_saves import note_file, reason_of
-from slurmft.checkpoint.writer.durable_image import _opened
-from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
-from slurmft.checkpoint.writer.write_requests import Keep
+from slurmft.checkpoint.write_requests import Keep
+from slurmft.checkpoint.writer import _opened, note_file, reason_of
+from slurmft.checkpoint.writer_client import SpawnedWriter
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, QUARANTINE, Identity, usable
-from slurmft.system.opening import UnsafeFile
+from slurmft.system.files import UnsafeFile
 
 OLD, NEW = Identity(1, 0, 1), Identity(2, 0, 2)
 NEEDED = (MANIFEST, index_file(0), index_file(1), image_file(0), image_file(1))

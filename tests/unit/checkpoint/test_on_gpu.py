@@ -17,14 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.staging import snapshots
-from slurmft.checkpoint.staging.arena import Arena
-from slurmft.policy.nodes.rerun_settings import RerunSettings
+from slurmft.checkpoint import CheckpointManager, snapshots
+from slurmft.checkpoint.snapshots import Arena
+from slurmft.policy.reruns import RerunSettings
 from slurmft.trainer import streams
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.rerun.state_machine import RerunStateMachine
+from slurmft.worker.digests import weights_digest
+from slurmft.worker.rerun import RerunStateMachine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_environment")]
 

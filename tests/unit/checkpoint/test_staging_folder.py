@@ -9,12 +9,11 @@ import pytest
 import torch
 from made_snapshots import stage
 
-from slurmft.checkpoint import Catalog, CheckpointManager
-from slurmft.checkpoint.replicas.offers import MAX_SHARDS, Staging, scan
-from slurmft.checkpoint.staging import snapshots
-from slurmft.checkpoint.writer.fault_points import VARIABLE
+from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
+from slurmft.checkpoint.holding import MAX_SHARDS, Staging, scan
+from slurmft.checkpoint.write_requests import VARIABLE
 from slurmft.errors import CheckpointError
-from slurmft.policy.checkpoints.tiers import Tier
+from slurmft.policy.checkpoints import Tier
 from slurmft.trainer.savers import SAVERS
 
 

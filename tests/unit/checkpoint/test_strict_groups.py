@@ -68,7 +68,7 @@ def test_an_abort_gets_a_rank_out_of_a_collective_that_a_dead_one_never_joins(jo
     ("fault", "said"),
     [
         ("without_a_batch", "every rank waits for another one"),
-        ("host_data_over_nccl", "slurmft.checkpoint.team gives allreduce of data in main memory"),
+        ("host_data_over_nccl", "slurmft.checkpoint.agreement gives allreduce of data in main memory"),
         ("in_a_thread", "barrier in the thread beside"),
         ("in_another_order", "ranks differ"),
     ],

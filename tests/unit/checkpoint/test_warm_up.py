@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from slurmft.checkpoint import warm_up
-from slurmft.trainer import rng
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 
 
@@ -25,9 +25,9 @@ def test_a_state_is_loaded_and_no_trace_is_left(tmp_path, monkeypatch):
         return applied[-1]
 
     monkeypatch.setattr(warm_up, "prepare", prepare)
-    before, known = rng.capture(), (SAVERS.savers, SAVERS.trained, SAVERS.loads)
+    before, known = savers.capture(), (SAVERS.savers, SAVERS.trained, SAVERS.loads)
     after = drawn()
-    rng.restore(before)
+    savers.restore(before)
     warm_up.warm_up(tmp_path)
     assert drawn() == after
     assert len(applied) == 1 and applied[0].is_own
@@ -36,8 +36,8 @@ def test_a_state_is_loaded_and_no_trace_is_left(tmp_path, monkeypatch):
 
 
 def test_an_error_is_no_error_of_the_worker(tmp_path):
-    before = rng.capture()
+    before = savers.capture()
     after = drawn()
-    rng.restore(before)
+    savers.restore(before)
     warm_up.warm_up(tmp_path / "gone")
     assert drawn() == after

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slurmft.config import config as configuration
-from slurmft.config.config import RunConfig, load
+from slurmft.config import run as configuration
+from slurmft.config.run import RunConfig, load
 from slurmft.errors import ConfigError, UsageError
 from slurmft.scheduler import submission
 

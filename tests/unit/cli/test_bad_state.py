@@ -20,11 +20,10 @@ from slurmft.cli.main import cli, main
 from slurmft.errors import SlurmftError
 from slurmft.operations import status as overview_module
 from slurmft.operations.status import overviews
-from slurmft.policy.site.job_identity import JobIdentity
+from slurmft.policy.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
-from slurmft.scheduler.parsing.parsing import parse_jobs
-from slurmft.storage.history.progress import progress_of
-from slurmft.storage.run_folder import RunFolder
+from slurmft.scheduler.parsing import parse_jobs
+from slurmft.storage.run_folder import RunFolder, progress_of
 
 OWNER = {
     "format": 1,

@@ -15,12 +15,12 @@ import stored_state
 import torch
 from click.testing import CliRunner, Result
 
-from slurmft.checkpoint.format.shard_index import image_file, index_file
-from slurmft.checkpoint.staging.holding import reading
+from slurmft.checkpoint.holding import reading
+from slurmft.checkpoint.image_file import image_file, index_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.cli.checkpoint import checkpoint
 from slurmft.cli.inject import inject
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, Quarantine, write_quarantine
 from slurmft.storage.run_folder import Owner, RunFolder

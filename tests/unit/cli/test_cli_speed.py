@@ -72,7 +72,7 @@ def test_every_verb_answers_to_its_name():
 def test_what_needs_no_verb_imports_none(arguments, tmp_path):
     modules = modules_after(*arguments, cwd=tmp_path)
     assert {name for name in modules if name.partition(".")[0] == "slurmft"} == {
-        "slurmft", "slurmft.cli", "slurmft.cli.main", "slurmft.cli.output", "slurmft.errors", "slurmft.system",
+        "slurmft", "slurmft.cli", "slurmft.cli.main", "slurmft.errors", "slurmft.system",
         "slurmft.system.foreign_text",
     }  # fmt: skip
     others = packages(modules) - set(sys.stdlib_module_names) - {"__main__", "slurmft", "click"}
@@ -104,10 +104,7 @@ def test_a_trainings_processes_import_no_inference(module, tmp_path):
     code = f"import json, sys, slurmft.cli.run, {module}; print(json.dumps(sorted(sys.modules)))"
     modules = set(json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, timeout=60)))
     assert packages(modules) & {"numpy", "tenacity", "torch"} == set()
-    assert (
-        modules & {"slurmft.inference.ledger", "slurmft.agent.replicas", "slurmft.supervisor.inference.attempt"}
-        == set()
-    )
+    assert modules & {"slurmft.inference.ledger", "slurmft.agent.inference", "slurmft.supervisor.inference"} == set()
 
 
 def test_help_comes_at_once(tmp_path):

@@ -17,19 +17,17 @@ import pytest
 import torch
 from torch import nn
 
-from slurmft.agent.faults import strike
+from slurmft.agent.agent import strike
 from slurmft.agent.workers import Worker
 from slurmft.cli import inject as verb
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.errors import ConfigError, LaunchError, StorageError, UsageError
-from slurmft.ipc.calls import Inject
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page, Slot
-from slurmft.ipc.replies import Injected
-from slurmft.policy.faults import BY_SIGNAL, IN_SESSION, NOT_YET, Fault, Order, order_of
-from slurmft.storage.order_file import MAX_AGE_S, ORDER_FILE, give_order, is_pending, take_order
+from slurmft.ipc.messages import Inject, Injected
+from slurmft.ipc.pages import PAGE_VARIABLE, Page, Slot
+from slurmft.policy.values import BY_SIGNAL, IN_SESSION, NOT_YET, Fault, Order, order_of
 from slurmft.storage.patience import FolderThread
-from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.faults import Injections
+from slurmft.storage.run_folder import MAX_AGE_S, ORDER_FILE, RunFolder, give_order, is_pending, take_order
+from slurmft.supervisor.attempt import Injections
 from slurmft.system.background import Background
 from slurmft.worker.faults import InjectedFault, InjectedFaults
 

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slurmft.cli.main import cli
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations.join import crew_of, lend
-from slurmft.scheduler.lending import lending_command
+from slurmft.scheduler.successor import lending_command
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 
 ELASTIC = {"nodes": 2, "elastic": {"max_nodes": 4}, "slurm": {"partition": "low", "hold": True, "requeue": False}}

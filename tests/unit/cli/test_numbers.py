@@ -21,13 +21,12 @@ from of_each import of_each
 from pydantic import BaseModel
 
 from slurmft.cli.main import HIDDEN_VERBS, VERBS, cli
-from slurmft.config import config as configuration
-from slurmft.config.config import RunConfig
+from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig
+from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError, SlurmftError, UsageError
-from slurmft.policy.site.sbatch_options import SBATCH_OPTIONS
-from slurmft.policy.site.sbatch_values import unusable_value
-from slurmft.scheduler.site import parse_limit_s
+from slurmft.policy.sbatch import SBATCH_OPTIONS, unusable_value
+from slurmft.scheduler.slurm import parse_limit_s
 from slurmft.scheduler.submission import parse_sbatch_options
 from slurmft.worker.session import Session
 

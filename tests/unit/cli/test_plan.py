@@ -11,8 +11,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from slurmft.cli.plan import plan
-from slurmft.config.config import load_section
 from slurmft.config.planning import PlanConfig
+from slurmft.config.run import load_section
 from slurmft.errors import ConfigError, UsageError
 
 SITE = Path(__file__).parents[3] / "configs" / "plan.yaml"

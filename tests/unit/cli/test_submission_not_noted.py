@@ -9,9 +9,9 @@ import pytest
 
 from slurmft.cli.main import main
 from slurmft.errors import SlurmError, StorageUnavailable
-from slurmft.policy.site.job_identity import OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs
-from slurmft.storage import jobs_file
+from slurmft.storage import run_folder
 
 STUBS = {
     "sbatch": 'echo "Submitted batch job 42"',
@@ -53,7 +53,7 @@ def submit_on_full_disk(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         raise StorageUnavailable(f"cannot write {path}: No space left on device", hint="free space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(jobs_file, "write_state", refuse)
+        patch.setattr(run_folder, "write_state", refuse)
         return submit(config, monkeypatch)
 
 

@@ -10,9 +10,9 @@ import yaml
 import slurmft
 from slurmft.cli.infer import infer
 from slurmft.cli.serve import serve
-from slurmft.config.config import load
+from slurmft.config.run import load
 from slurmft.errors import UsageError
-from slurmft.inference.serving.endpoint import headers_file
+from slurmft.inference.endpoint import headers_file
 from slurmft.operations import run_handle
 
 ENGINE = {"engine": {"command": ["engine", "{socket}"]}}

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.storage.events import EventName
-from slurmft.storage.history import live_view
-from slurmft.storage.history.live_view import LiveView
-from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import Attempt, LiveView, Owner, RunFolder
 from slurmft.system import processes
 
 RANKS = 2000
@@ -41,7 +40,7 @@ def run(tmp_path: Path) -> RunFolder:
     journal.append(EventName.ATTEMPT_STARTED, nodes="n[1-250]")
     journal.append(EventName.WORKER_FAILED, rank=1, node=NASTY, error=NASTY + "\nsecond line")
     run.write_progress(at=time.time(), attempt="local-1.0.0", step=50, until=200, saved=25, metric=1.5)
-    live_view.write(run.path, LiveView(
+    run_folder.write(run.path, LiveView(
         at=time.time(), attempt="local-1.0.0", steps=[50] * RANKS, nodes=[f"n{rank // 8}" for rank in range(RANKS)],
         step_s=[3.0 if rank == 77 else 1.0 + rank % 7 / 100 for rank in range(RANKS)],
         sections=["step"] * (RANKS - 1) + [NASTY], section_s=[0.5] * (RANKS - 1) + [90.0], hang_used=0.9,

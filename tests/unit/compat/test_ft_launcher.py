@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmft.compat.ft_launcher import OURS, parse
-from slurmft.config.config import RunConfig, from_values
+from slurmft.compat.converters import OURS, parse
+from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import ConfigError, UsageError
 
 SLURMFT = [sys.executable, "-m", "slurmft"]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from slurmft import health
+from slurmft import health as health_health
 from slurmft.compat import HealthChecker
 from slurmft.compat.health_checker import PROBES
 from slurmft.config.health import HealthConfig
 from slurmft.errors import ConfigError, UsageError
 from slurmft.health.checker import scene_here
-from slurmft.health.probes.probes import known_names
+from slurmft.health.probes import known_names
 
 
 def _answers(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, str]) -> list[tuple[str, ...]]:
@@ -27,7 +27,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, str]) -> list[t
             asked.append(self.only)
             return {"checks": [{"name": name, "status": status, "detail": "so"} for name, status in found]}
 
-    monkeypatch.setattr(health.checker, "HealthChecker", Checker)
+    monkeypatch.setattr(health_health.checker, "HealthChecker", Checker)
     return asked
 
 

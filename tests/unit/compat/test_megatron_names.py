@@ -15,7 +15,7 @@ from torch import nn
 import slurmft
 from slurmft import RerunDiagnostic, RerunErrorInjector, RerunMode, RerunStateMachineConfig, get_rerun_state_machine
 from slurmft.compat import RerunDataIterator, destroy_rerun_state_machine, initialize_rerun_state_machine
-from slurmft.config.config import validate
+from slurmft.config.run import validate
 from slurmft.errors import UsageError
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_verdict

@@ -18,8 +18,8 @@ from slurmft.compat import (
     TrainingConfig,
     configuration,
 )
-from slurmft.compat.options import AlwaysOn, To, Without
-from slurmft.config.config import load
+from slurmft.compat.neighbours import AlwaysOn, To, Without
+from slurmft.config.run import load
 from slurmft.errors import ConfigError, UsageError
 
 CLASSES = [FaultToleranceConfig, FaultTolerancePlugin, NVRxStragglerDetectionConfig, PreemptionPlugin, TrainingConfig,

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.compat.sbatch_script import Converted, convert
-from slurmft.config.config import RunConfig, from_values
+from slurmft.compat.converters import Converted, convert
+from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import SlurmftError, UsageError
 
 TORCHRUN = r"""#!/bin/bash

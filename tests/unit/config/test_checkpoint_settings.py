@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from slurmft.agent.environment import worker_environment
-from slurmft.config.checkpoint import CheckpointConfig
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
+from slurmft.config.sections import CheckpointConfig
 from slurmft.errors import ConfigError
-from slurmft.ipc.calls import StartWorkers
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.ipc.messages import StartWorkers
+from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 
 START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1)

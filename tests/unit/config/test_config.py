@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.plugin import _loader
 
 from slurmft.cli.schema import configuration_schema
-from slurmft.config.config import RunConfig, from_values, load, validate
-from slurmft.config.types import Section, section_of
+from slurmft.config.base import Section, section_of
+from slurmft.config.run import RunConfig, from_values, load, validate
 from slurmft.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from slurmft.config.config import RunConfig, load
+from slurmft.config.run import RunConfig, load
 from slurmft.errors import ConfigError
-from slurmft.policy.site.container import Mount
+from slurmft.policy.container import Mount
 
 BWRAP = {"runtime": "command", "command": "bwrap {mounts} --"}
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmft.config import config as configuration
-from slurmft.config.config import validate
-from slurmft.config.fault_tolerance import FaultToleranceConfig
-from slurmft.config.hangs import DEFAULTS, OUT_OF_SECTION_S, START_UP_S
+from slurmft.config import run as configuration
+from slurmft.config.run import validate
+from slurmft.config.sections import DEFAULTS, OUT_OF_SECTION_S, START_UP_S, FaultToleranceConfig
 from slurmft.errors import ConfigError
 
 

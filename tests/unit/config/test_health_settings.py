@@ -12,11 +12,11 @@ import yaml
 from of_each import of_each
 from pydantic import BaseModel
 
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig, VerdictLimits
 from slurmft.errors import ConfigError
 from slurmft.health.checker import load_config
-from slurmft.policy.nodes.node_health import HealthRules
+from slurmft.policy.node_health import HealthRules
 
 EXAMPLE = Path(__file__).parents[3] / "configs" / "health.yaml"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmft.config.config import load, validate
+from slurmft.config.run import load, validate
 from slurmft.errors import ConfigError
 
 RUN = {"command": ["python", "train.py"], "run_folder": "r"}

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from slurmft.cli.schema import configuration_schema
-from slurmft.config import config as configuration
-from slurmft.config.config import RunConfig
-from slurmft.config.types import section_of
+from slurmft.config import run as configuration
+from slurmft.config.base import section_of
+from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"

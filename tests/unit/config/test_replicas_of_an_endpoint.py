@@ -1,4 +1,4 @@
-"""``inference.serving.replicas``: bounds that cannot be kept are refused, with the key to change."""
+"""``inference.replicas``: bounds that cannot be kept are refused, with the key to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 
 
 def endpoint(path: Path, **replicas: Any) -> RunConfig:

@@ -52,7 +52,7 @@ class Session:
         return samples
 
     def distributed(self, model, rehearsal):
-        from slurmft.worker.ddp import settled_ddp
+        from slurmft.worker.session import settled_ddp
         return model if self.world_size == 1 else settled_ddp(model, rehearsal)
 
     def report(self, **values):

@@ -14,11 +14,8 @@ from word_engine import WordEngine
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import UsageError
-from slurmft.inference.callables import CallableEngine
-from slurmft.inference.engines import HttpEngine
-from slurmft.inference.request_checkpoints import RequestCheckpointer
-from slurmft.inference.retrying import Again
-from slurmft.inference.streams import events_of
+from slurmft.inference.driver import Again, CallableEngine, HttpEngine, events_of
+from slurmft.inference.partials import RequestCheckpointer
 
 TEXT = {"id": "a", "url": "/v1/completions", "body": {"model": "m", "prompt": "prompt 1", "max_tokens": 200}}
 CHAT = {

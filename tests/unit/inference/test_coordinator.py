@@ -15,12 +15,10 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageUnavailable
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.ledger import open_ledger, segments_of
-from slurmft.inference.requests import prepare
-from slurmft.inference.segments import SegmentWriter, runs_of
-from slurmft.ipc.calls import Lease
-from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
-from slurmft.ipc.shapes import kind_of
-from slurmft.storage.events import EventName
+from slurmft.inference.requests import SegmentWriter, prepare, runs_of
+from slurmft.ipc.channel import kind_of
+from slurmft.ipc.messages import Lease, ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
+from slurmft.storage.journal import EventName
 
 TOTAL = 20
 REPORTS = {

@@ -17,9 +17,8 @@ from aiohttp import web
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import LaunchError, UsageError
-from slurmft.inference import engines
-from slurmft.inference.engines import CallableEngine, Closed, HttpEngine, OutOfMemory
-from slurmft.inference.retrying import Again
+from slurmft.inference import driver
+from slurmft.inference.driver import Again, CallableEngine, Closed, HttpEngine, OutOfMemory
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
@@ -113,7 +112,7 @@ def test_an_engine_that_takes_too_long_or_hangs_up_is_tried_again():
 
 
 def test_an_answer_without_end_is_cut_off(monkeypatch):
-    monkeypatch.setattr("slurmft.inference.engines.MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr("slurmft.inference.driver.MAX_ANSWER_BYTES", 1 << 20)
 
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -275,7 +274,7 @@ def test_another_users_server_at_the_engines_port_is_asked_nothing(tmp_path: Pat
         asyncio.run(started_and_ended(given))
         assert (tmp_path / "asked").read_text() == "/health"
         return
-    monkeypatch.setattr(engines, "owners_of_loopback_port", lambda port: {owner})
+    monkeypatch.setattr(driver, "owners_of_loopback_port", lambda port: {owner})
     with pytest.raises(LaunchError, match=r"user 4242 listens at port [0-9]+, which was the engine's"):
         asyncio.run(started_and_ended(given))
     assert not (tmp_path / "asked").exists()

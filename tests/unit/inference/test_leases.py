@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.inference.leases import RequestRedistributor
+from slurmft.inference.coordinator import RequestRedistributor
 
 
 def fresh(total: int = 100, *, done: tuple[int, ...] = ()) -> RequestRedistributor:

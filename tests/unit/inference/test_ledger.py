@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.answers import Output, write_output
-from slurmft.inference.ledger import Ledger, answered, open_ledger, segments_of
-from slurmft.inference.requests import Batch, prepare
-from slurmft.inference.segments import SegmentWriter, answers_in, line_of, parse, read, runs_of
+from slurmft.inference.ledger import Ledger, Output, answered, open_ledger, segments_of, write_output
+from slurmft.inference.requests import Batch, SegmentWriter, answers_in, line_of, parse, prepare, read, runs_of
 
 TOTAL = 20
 

@@ -12,11 +12,9 @@ import pytest
 from aiohttp import web
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.answers import Output, write_output
-from slurmft.inference.engines import HttpEngine
-from slurmft.inference.ledger import open_ledger, segments_of
-from slurmft.inference.requests import Batch, Requests, prepare
-from slurmft.inference.segments import SegmentWriter
+from slurmft.inference.driver import HttpEngine
+from slurmft.inference.ledger import Output, open_ledger, segments_of, write_output
+from slurmft.inference.requests import Batch, Requests, SegmentWriter, prepare
 
 COMPLETION = {
     "id": "chatcmpl-1", "object": "chat.completion", "created": 1763880000, "model": "m", "system_fingerprint": "fp",

@@ -17,11 +17,16 @@ from click.testing import CliRunner
 from slurmft.cli.main import cli
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import ConfigError, UsageError
-from slurmft.inference import answers
-from slurmft.inference.answers import Output, refuse_foreign_output, refuse_unwritable, write_output
-from slurmft.inference.ledger import open_ledger, segments_of
-from slurmft.inference.requests import Batch, Requests, prepare
-from slurmft.inference.segments import SegmentWriter
+from slurmft.inference import ledger as inference_ledger
+from slurmft.inference.ledger import (
+    Output,
+    open_ledger,
+    refuse_foreign_output,
+    refuse_unwritable,
+    segments_of,
+    write_output,
+)
+from slurmft.inference.requests import Batch, Requests, SegmentWriter, prepare
 
 COUNT = 50
 ROWS = [{"custom_id": f"ü{number}" if number % 7 else f"\ud800{number}", "n": number} for number in range(COUNT)]
@@ -58,7 +63,7 @@ def write(batch: Batch, folder: Path, format: str, generation: int) -> None:
 
 
 def test_the_table_holds_what_the_lines_hold_in_the_order_of_the_input(batch, tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "GROUP_ROWS", 8)
+    monkeypatch.setattr(inference_ledger, "GROUP_ROWS", 8)
     write(batch, tmp_path / "lines", "jsonl", 2)
     write(batch, tmp_path / "table", "parquet", 3)
     for name, count in ("answers", 40), ("errors", 10):
@@ -124,7 +129,7 @@ def test_without_the_package_nothing_starts(tmp_path, monkeypatch):
         "inference": {"input": str(tmp_path / "in.jsonl"), "output_format": "parquet", "engine": {"callable": "a:b"}},
     }
     (tmp_path / "infer.yaml").write_text(json.dumps(config))
-    monkeypatch.setattr("slurmft.inference.answers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("slurmft.inference.ledger.importlib.util.find_spec", lambda name: None)
     found = CliRunner().invoke(cli, ["infer", str(tmp_path / "infer.yaml"), "--cluster", "local"])
     assert isinstance(found.exception, UsageError) and "needs the package pyarrow" in str(found.exception)
     assert not (tmp_path / "run").exists()
@@ -197,6 +202,6 @@ def test_openai_s_form_as_columns_with_a_body_in_json(tmp_path):
 
 
 def test_the_package_is_not_imported_for_lines():
-    look = "import sys, slurmft.inference.answers; print('pyarrow' in sys.modules)"
+    look = "import sys, slurmft.inference.ledger; print('pyarrow' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

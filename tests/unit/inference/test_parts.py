@@ -11,11 +11,16 @@ import pytest
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import UsageError
-from slurmft.inference.answers import Output, refuse_foreign_output, write_output
-from slurmft.inference.ledger import Ledger, open_ledger, segments_of
-from slurmft.inference.parts import OutputParts
-from slurmft.inference.requests import Batch, prepare
-from slurmft.inference.segments import SegmentWriter, runs_of
+from slurmft.inference.ledger import (
+    Ledger,
+    Output,
+    OutputParts,
+    open_ledger,
+    refuse_foreign_output,
+    segments_of,
+    write_output,
+)
+from slurmft.inference.requests import Batch, SegmentWriter, prepare, runs_of
 
 TOTAL, SIZE = 25, 10
 Answer = Callable[..., None]

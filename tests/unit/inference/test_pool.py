@@ -13,7 +13,7 @@ import pytest
 
 from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.inference.pool import ReplicaPool
-from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RequestsReturned, RequestsWanted, Sent
+from slurmft.ipc.messages import ReplicaDied, ReplicaPhase, RequestsReturned, RequestsWanted, Sent
 
 SLOTS = 4
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from slurmft.inference.driver import Again, RetryManager
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
-from slurmft.inference.retrying import Again, RetryManager
 
 
 def monitor() -> WorkerHealthMonitor:
@@ -145,7 +145,7 @@ def waits(manager: RetryManager, work: Flaky, monkeypatch: pytest.MonkeyPatch) -
     async def note(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("slurmft.inference.retrying.asyncio.sleep", note)
+    monkeypatch.setattr("slurmft.inference.driver.asyncio.sleep", note)
     assert asyncio.run(manager.call(work)) == "answer"
     return slept
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.config.inference import EngineConfig
-from slurmft.inference import request_checkpoints
-from slurmft.inference.request_checkpoints import (
+from slurmft.inference import partials
+from slurmft.inference.partials import (
     CheckpointFile,
     RequestCheckpointer,
     fingerprint,
@@ -21,8 +21,8 @@ from slurmft.inference.request_checkpoints import (
     partials_of,
     records_in,
 )
-from slurmft.inference.segments import segment_name
-from slurmft.policy.inference.continuation import Prefix
+from slurmft.inference.requests import segment_name
+from slurmft.policy.streams import Prefix
 
 OWNER = {"generation": 3, "node": 0, "replica": 1, "life": 2}
 NAME = segment_name(**OWNER, epoch=5)
@@ -165,7 +165,7 @@ def test_expired_files_are_deleted_and_a_finished_batch_leaves_none(tmp_path):
 
 
 def test_a_file_that_has_grown_is_written_anew_with_what_is_in_flight(tmp_path, monkeypatch):
-    monkeypatch.setattr(request_checkpoints, "MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr(partials, "MAX_FILE_BYTES", 2000)
     mine = RequestCheckpointer()
     mine.note("1", "x" * 3000)
     file = keep(tmp_path, mine)
@@ -201,7 +201,7 @@ def test_a_disk_that_fails_costs_no_more_than_the_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("slurmft.inference.segments.os.write", full)
+        patch.setattr("slurmft.inference.requests.os.write", full)
         mine.note("1", "x y")
         asyncio.run(file.save())
     mine.note("1", "x y z", tokens=3)

@@ -12,7 +12,7 @@ import torch
 from another_user import OTHER, needs_root
 
 from slurmft.errors import Fenced
-from slurmft.integrations import finished_folders as folders
+from slurmft.integrations import folders
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 
 
@@ -108,7 +108,7 @@ def test_folders_of_another_user_are_neither_believed_nor_touched(tmp_path: Path
 
 
 @needs_root
-@pytest.mark.parametrize("name", ["model.safetensors", folders.MARKER, "pickled/extra.bin"])
+@pytest.mark.parametrize("name", ["model.safetensors", folders.FINISHED_MARKER, "pickled/extra.bin"])
 def test_a_file_that_another_user_has_put_into_our_folder_is_not_loaded(tmp_path: Path, name: str) -> None:
     folder = fill(tmp_path, 10, marked=True)
     (folder / name).parent.mkdir(exist_ok=True)
@@ -131,9 +131,9 @@ def test_odd_neighbours_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7").write_text("a file")
     (tmp_path / "checkpoint-9").symlink_to(tmp_path / "checkpoint-5")
     (tmp_path / "checkpoint-6").mkdir()
-    (tmp_path / "checkpoint-6" / folders.MARKER).write_text("{")
+    (tmp_path / "checkpoint-6" / folders.FINISHED_MARKER).write_text("{")
     fill(tmp_path, 8)
-    (tmp_path / "checkpoint-8" / folders.MARKER).write_text('{"format": 1, "step": 5, "files": {}}')
+    (tmp_path / "checkpoint-8" / folders.FINISHED_MARKER).write_text('{"format": 1, "step": 5, "files": {}}')
     assert folders.finished_steps(tmp_path) == [5]
     assert folders.finished_steps(tmp_path / "missing") == []
 
@@ -141,7 +141,7 @@ def test_odd_neighbours_are_no_checkpoints(tmp_path: Path) -> None:
 def test_a_marker_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     folder = fill(tmp_path, 5)
     marker = {"format": 1, "step": 5, "files": {"../../etc/passwd": 1}}
-    (folder / folders.MARKER).write_text(json.dumps(marker))
+    (folder / folders.FINISHED_MARKER).write_text(json.dumps(marker))
     assert folders.finished_steps(tmp_path) == []
 
 
@@ -178,7 +178,7 @@ def test_a_stale_attempt_marks_and_removes_nothing(tmp_path: Path, monkeypatch: 
     ):
         with pytest.raises(Fenced):
             forbidden()
-    assert not (folder / folders.MARKER).exists()
+    assert not (folder / folders.FINISHED_MARKER).exists()
 
 
 def test_an_empty_folder_stays_empty_until_the_first_save(tmp_path):

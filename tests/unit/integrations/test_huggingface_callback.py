@@ -15,7 +15,7 @@ import pytest
 from extras import needs
 
 from slurmft.errors import UsageError
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page, Slot, State
+from slurmft.ipc.pages import PAGE_VARIABLE, Page, Slot, State
 
 pytestmark = [needs("transformers"), pytest.mark.filterwarnings("ignore")]
 
@@ -262,7 +262,7 @@ def test_one_training_of_a_run_has_the_engine(tmp_path: Path, huggingface: Any, 
 
 
 def test_the_versions_that_are_installed_and_constrained_are_those_that_are_supported() -> None:
-    limits = importlib.import_module("slurmft.integrations.huggingface_limits")
+    limits = importlib.import_module("slurmft.integrations.huggingface")
     root = Path(__file__).parents[3]
     (lowest,) = re.findall(r"^\s+transformers>=(\d+)\.(\d+)$", (root / "setup.cfg").read_text(), re.MULTILINE)
     (newest,) = re.findall(r"^transformers==(\d+)\.(\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)

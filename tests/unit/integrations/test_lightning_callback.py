@@ -11,8 +11,8 @@ import pytest
 
 from slurmft.errors import UsageError
 from slurmft.integrations import lightning
-from slurmft.integrations.lightning_data import begin_a_new_epoch
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
+from slurmft.integrations.lightning import begin_a_new_epoch
+from slurmft.ipc.pages import PAGE_VARIABLE
 
 
 class Callback:

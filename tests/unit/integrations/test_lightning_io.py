@@ -20,8 +20,8 @@ import torch
 from another_user import OTHER, needs_root
 
 from slurmft.errors import CheckpointError, Fenced, UsageError
-from slurmft.integrations import lightning_fit, lightning_io
-from slurmft.integrations.lightning_io import SlurmftCheckpointIO
+from slurmft.integrations import lightning
+from slurmft.integrations.lightning import SlurmftCheckpointIO
 
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
 pytestmark = pytest.mark.skipif(not HAS_LIGHTNING, reason="pip install 'slurmft[lightning]'")
@@ -41,13 +41,13 @@ def state(value: float) -> dict[str, object]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch):
     """Every write waits until it is set."""
-    gate, write = threading.Event(), lightning_io.replace_atomically
+    gate, write = threading.Event(), lightning.replace_atomically
 
     def wait_and_write(*args: object, **options: object) -> None:
         assert gate.wait(60)
         write(*args, **options)
 
-    monkeypatch.setattr(lightning_io, "replace_atomically", wait_and_write)
+    monkeypatch.setattr(lightning, "replace_atomically", wait_and_write)
     yield gate
     gate.set()
 
@@ -168,7 +168,7 @@ def test_a_save_that_fails_is_told_and_what_it_was_to_replace_stays(plugin, tmp_
 
     (tmp_path / "old.ckpt").write_text("old")
     with monkeypatch.context() as patch:
-        patch.setattr(lightning_io, "replace_atomically", full)
+        patch.setattr(lightning, "replace_atomically", full)
         plugin.save_checkpoint(state(1.0), tmp_path / "new.ckpt")
         plugin.remove_checkpoint(tmp_path / "old.ckpt")
         with pytest.raises(CheckpointError, match=r"new.ckpt was not saved: .*No space left"):
@@ -205,7 +205,7 @@ def test_what_a_killed_save_has_left_goes_and_what_is_being_written_stays(plugin
     left, young, other = (tmp_path / name for name in (".a.ckpt.abcd1234.tmp", ".b.ckpt.abcd1234.tmp", ".notes.tmp"))
     for path in (left, young, other):
         path.write_text("half")
-    long_ago = time.time() - 2 * lightning_io.ABANDONED_S
+    long_ago = time.time() - 2 * lightning.ABANDONED_S
     for path in (left, other):
         os.utime(path, (long_ago, long_ago))
     plugin.save_checkpoint(state(1.0), tmp_path / "a.ckpt")
@@ -215,7 +215,7 @@ def test_what_a_killed_save_has_left_goes_and_what_is_being_written_stays(plugin
 
 KILLED = """
 import os, pathlib, random, signal, sys, time, torch
-from slurmft.integrations.lightning_io import SlurmftCheckpointIO
+from slurmft.integrations.lightning import SlurmftCheckpointIO
 
 plugin, path, seen = SlurmftCheckpointIO(), pathlib.Path(sys.argv[1]) / "last.ckpt", []
 random.seed(4)
@@ -270,7 +270,7 @@ def test_files_that_other_processes_read_at_once_are_there_on_return(plugin, tmp
 
 
 def test_saves_of_a_run_are_there_on_return(plugin, tmp_path):
-    with lightning_fit._writing_at_once(SimpleNamespace(checkpoint_io=plugin)):
+    with lightning._writing_at_once(SimpleNamespace(checkpoint_io=plugin)):
         plugin.save_checkpoint(state(1.0), tmp_path / "a.ckpt")
         assert torch.load(tmp_path / "a.ckpt")["epoch"] == 3
     assert not plugin._at_once

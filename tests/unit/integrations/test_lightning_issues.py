@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from slurmft.integrations.marked_folders import MarkedFolders
-from slurmft.ipc.pages.heartbeat import Page
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.integrations.folders import MarkedFolders
+from slurmft.ipc.pages import Page
+from slurmft.policy.verdict import EXIT_TEMPORARY
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -42,10 +42,10 @@ SCRIPT = """
     import torch
     from lightning.pytorch.plugins.environments import SLURMEnvironment
     from torch.utils.data import DataLoader, TensorDataset
-    from slurmft.integrations.lightning_fit import Process
-    from slurmft.integrations.lightning_io import SlurmftCheckpointIO
-    from slurmft.ipc.pages.heartbeat import Slot, StopAction
-    from slurmft.policy.timing.stop import tick_of
+    from slurmft.integrations.lightning import Process
+    from slurmft.integrations.lightning import SlurmftCheckpointIO
+    from slurmft.ipc.pages import Slot, StopAction
+    from slurmft.policy.stop import tick_of
 
     root, stop_at, epochs, batches = Path(sys.argv[1]), *map(int, sys.argv[2:])
     facts = {"version": L.__version__, "steps": []}

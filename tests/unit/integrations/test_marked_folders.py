@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import CheckpointError, Fenced
-from slurmft.integrations.marked_folders import MARKER, MarkedFolders
+from slurmft.integrations.folders import COMPLETE_MARKER, MarkedFolders
 
 
 def fill(folder: Path) -> None:
@@ -66,17 +66,17 @@ def remove_file(folder: Path) -> None:
 
 
 def remove_marker(folder: Path) -> None:
-    (folder / MARKER).unlink()
+    (folder / COMPLETE_MARKER).unlink()
 
 
 def damage_marker(folder: Path) -> None:
-    (folder / MARKER).write_text('{"format": 1, "files"')
+    (folder / COMPLETE_MARKER).write_text('{"format": 1, "files"')
 
 
 def mark_by_a_link(folder: Path) -> None:
-    content = (folder / MARKER).read_text()
-    (folder / MARKER).unlink()
-    os.mkfifo(folder / MARKER)
+    content = (folder / COMPLETE_MARKER).read_text()
+    (folder / COMPLETE_MARKER).unlink()
+    os.mkfifo(folder / COMPLETE_MARKER)
     assert json.loads(content)["step"] == 10
 
 
@@ -118,7 +118,7 @@ SAVING = """
     import sys
     from pathlib import Path
     import torch.distributed as dist
-    from slurmft.integrations.marked_folders import MarkedFolders
+    from slurmft.integrations.folders import MarkedFolders
     from slurmft.system.files import replace_atomically
     dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
     folders = MarkedFolders(Path(sys.argv[1]), keep=2)
@@ -146,7 +146,7 @@ ONE_IS_LATE = """
     import sys, time
     from pathlib import Path
     import torch.distributed as dist
-    from slurmft.integrations import marked_folders
+    from slurmft.integrations import folders as marked_folders
     from slurmft.system.files import replace_atomically
     dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
     sync = marked_folders._sync

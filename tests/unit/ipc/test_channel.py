@@ -18,11 +18,10 @@ from of_each import of_each
 from waiting import until_async
 
 from slurmft.ipc import channel
-from slurmft.ipc.calls import Call, Kill, LookNow, Ping, Port, Propose
-from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, Body, Channel, accept, connect, encoded
-from slurmft.ipc.shapes import Fields
-from slurmft.supervisor.fleet import agents
-from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
+from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, Body, Channel, Fields, accept, connect, encoded
+from slurmft.ipc.messages import Call, Kill, LookNow, Ping, Port, Propose
+from slurmft.supervisor import agents
+from slurmft.supervisor.agents import AgentLost, AgentPool
 
 SECRET = b"a secret of this job"
 HERE = "127.0.0.1"

@@ -29,10 +29,8 @@ from slurmft.ipc.flight_dump import (
     read_dump,
     read_new,
 )
-from slurmft.ipc.replies import EvidenceReply
-from slurmft.policy.verdicts.collectives import Progress, absent_ranks, stuck_collectives, stuck_told
-from slurmft.policy.verdicts.culprit import Summary, blame
-from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.ipc.messages import EvidenceReply
+from slurmft.policy.judge import Progress, Summary, Where, absent_ranks, blame, stuck_collectives, stuck_told
 
 RECORDED = Path(__file__).parents[1] / "data" / "flight_recorder"
 EMPTY_OF_2_6 = (

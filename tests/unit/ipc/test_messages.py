@@ -16,14 +16,20 @@ from hypothesis import strategies as st
 from of_each import of_each
 from rank_facts import training
 
-from slurmft.ipc import calls, reports
-from slurmft.ipc.calls import Call, parse_call
-from slurmft.ipc.channel import BadMessage, body_of, encoded
-from slurmft.ipc.replies import as_reply
-from slurmft.ipc.reports import Hello, Sent, SignalReport, parse_hello, parse_report
-from slurmft.ipc.shapes import Fields, kind_of
-from slurmft.ipc.sync import SyncReport
-from slurmft.policy.verdicts.collectives import Progress
+from slurmft.ipc import messages
+from slurmft.ipc.channel import BadMessage, Fields, body_of, encoded, kind_of
+from slurmft.ipc.messages import (
+    Call,
+    Hello,
+    Sent,
+    SignalReport,
+    SyncReport,
+    as_reply,
+    parse_call,
+    parse_hello,
+    parse_report,
+)
+from slurmft.policy.judge import Progress
 
 RECORDED = [
     line.split("\t")
@@ -33,12 +39,12 @@ RECORDED = [
 
 CALLS: dict[str, type[Call[Any]]] = {
     kind_of(each): each
-    for each in vars(calls).values()
+    for each in vars(messages).values()
     if isinstance(each, type) and issubclass(each, Call) and each is not Call
 }
 REPORTS: list[type[Sent]] = [
-    each for each in vars(reports).values()
-    if isinstance(each, type) and issubclass(each, Sent) and each not in (Sent, reports.InferenceReport)
+    each for each in vars(messages).values()
+    if isinstance(each, type) and issubclass(each, Sent) and each not in (Sent, messages.InferenceReport)
 ]  # fmt: skip
 
 
@@ -77,12 +83,12 @@ def test_every_kind_of_message_was_recorded():
 def test_a_metric_that_is_no_number_of_json_arrives_as_none(metric):
     """As this version sends it, and the ones before."""
     told = training(step=7, metric=metric)
-    report = reports.ProgressReport(ranks=(told, training(metric=0.5)), ready=True)
+    report = messages.ProgressReport(ranks=(told, training(metric=0.5)), ready=True)
     before = json.dumps(report.as_mapping()).encode()
     assert b"NaN" in before or b"Infinity" in before
     for line in (before, encoded(report)):
         found = parse_report(line)
-        assert isinstance(found, reports.ProgressReport)
+        assert isinstance(found, messages.ProgressReport)
         assert [each.metric for each in found.ranks] == [None, 0.5]
 
 
@@ -112,7 +118,7 @@ def test_what_no_reader_relies_on_counts_as_missing_where_it_is_malformed():
     assert parse_report(b'{"kind":"signal","name":"SIGTERM","count":"two","at":[]}') == SignalReport(name="SIGTERM")
     ranks = [training(copied=1, attached_at=2.5).as_mapping(), training(rank=1).as_mapping() | {"copied": -1}]
     found = parse_report(encoded({"kind": "progress", "ranks": ranks, "ready": "yes"}))
-    assert found == reports.ProgressReport(ranks=(training(attached_at=2.5), training(rank=1)))
+    assert found == messages.ProgressReport(ranks=(training(attached_at=2.5), training(rank=1)))
 
 
 # any values that fit

@@ -17,9 +17,9 @@ from waiting import until
 
 from slurmft.agent.environment import common_environment
 from slurmft.agent.workers import Workers
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.ipc.zygote_start import MAX_BYTES, VARIABLE, Zygote, begun_for
-from slurmft.supervisor.fleet.launch import environment_for
+from slurmft.supervisor.cluster import environment_for
 
 WAIT_S = 30.0
 AGENT = ["python -m slurmft", "agent", "config.yaml", "7.0.0"]
@@ -54,7 +54,7 @@ def begun() -> Iterator[Callable[..., Zygote | None]]:
     ids=["one rank", "two ranks", "own variables", "own modules"],
 )  # fmt: skip
 def test_it_is_begun_with_what_the_agent_would_give_it(tmp_path, begun, changes, monkeypatch):
-    monkeypatch.setattr("slurmft.config.fault_tolerance.PRELOAD", ("queue",))
+    monkeypatch.setattr("slurmft.config.sections.PRELOAD", ("queue",))
     config = configured(tmp_path, **changes)
     given = environment_for(config, {**os.environ, "WANDB_RESUME": "must"})
     zygote = begun(AGENT, given)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slurmft.cli.submit import submit
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations.run_configuration import (
     configuration_of,

@@ -18,11 +18,10 @@ from click.testing import CliRunner
 
 from slurmft.cli import advise, checkpoint, doctor, drill, exclude, inject, join, requeue, stop, submit
 from slurmft.errors import StorageError, UsageError
-from slurmft.operations import on_behalf, rescue
+from slurmft.operations import rescue
 from slurmft.operations.run_configuration import refuse_foreign_configuration
-from slurmft.storage import ownership
-from slurmft.storage.ownership import refuse_replaceable
-from slurmft.storage.run_folder import RunFolder, walk_runs
+from slurmft.storage import run_folder
+from slurmft.storage.run_folder import RunFolder, refuse_replaceable, walk_runs
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's files")
 
@@ -39,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         (run.path / name).chmod(0o600)
     for path in (tmp_path, run.path.parent, run.path, *run.path.iterdir()):
         os.chown(path, ME, ME)
-    monkeypatch.setattr(ownership.os, "getuid", lambda: ME)
+    monkeypatch.setattr(run_folder.os, "getuid", lambda: ME)
     return run
 
 
@@ -145,14 +144,14 @@ def test_above_roots_runs_root_alone_may_write(run, tmp_path, monkeypatch, mode,
     for path in (tmp_path, run.path.parent, run.path):
         os.chown(path, 0, 0)
     run.path.parent.chmod(mode)
-    monkeypatch.setattr(ownership.os, "getuid", lambda: 0)
-    steps = ownership._steps
+    monkeypatch.setattr(run_folder.os, "getuid", lambda: 0)
+    steps = run_folder._steps
 
     def below(path: Path) -> Iterator[tuple[Path, os.stat_result, os.stat_result]]:
         """/tmp itself is everyone's."""
         return (step for step in steps(path) if step[0].is_relative_to(run.path))
 
-    monkeypatch.setattr(ownership, "_steps", below)
+    monkeypatch.setattr(run_folder, "_steps", below)
     if not is_refused:
         run.refuse_replaceable()
         os.chown(run.path.parent, OTHER, 0)
@@ -204,7 +203,7 @@ def test_root_has_every_owner_look_after_runs_in_a_folder_of_each_user(tmp_path,
     os.chown(root / "other" / "lost", OTHER, OTHER)
     asked: list[dict[int, list[str]]] = []
     monkeypatch.setattr(rescue, "rescue_on_behalf",
-                        lambda owners, *_, **__: asked.append(owners) or on_behalf.Rescued())  # fmt: skip
+                        lambda owners, *_, **__: asked.append(owners) or rescue.Rescued())  # fmt: skip
     rescue.rescue_below(root, "root")
     assert asked == [{OTHER: ["other/lost" if owner_of_folder == 0 else "other"]}]
 
@@ -288,13 +287,13 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)
         write_program(folder, "true")
-        monkeypatch.setattr(on_behalf.sys, "executable", str(folder / "python"))
-        monkeypatch.setattr(on_behalf, "_account", account_of)
+        monkeypatch.setattr(rescue.sys, "executable", str(folder / "python"))
+        monkeypatch.setattr(rescue, "_account", account_of)
         yield folder
 
 
-def account_of(owner: int) -> on_behalf.pwd.struct_passwd:
-    return on_behalf.pwd.struct_passwd((f"u{owner}", "x", owner, owner, "", "/nowhere", "/bin/sh"))
+def account_of(owner: int) -> rescue.pwd.struct_passwd:
+    return rescue.pwd.struct_passwd((f"u{owner}", "x", owner, owner, "", "/nowhere", "/bin/sh"))
 
 
 def write_program(folder: Path, body: str) -> None:
@@ -302,8 +301,8 @@ def write_program(folder: Path, body: str) -> None:
     (folder / "python").chmod(0o755)
 
 
-def as_owners(stage: Path, *owners: int, limit_s: float = 30.0, only: Path | None = None) -> on_behalf.Rescued:
-    return on_behalf.rescue_on_behalf({owner: ["x"] for owner in owners}, stage, limit_s=limit_s, only=only)
+def as_owners(stage: Path, *owners: int, limit_s: float = 30.0, only: Path | None = None) -> rescue.Rescued:
+    return rescue.rescue_on_behalf({owner: ["x"] for owner in owners}, stage, limit_s=limit_s, only=only)
 
 
 IN_THE_KEYRING = """
@@ -322,10 +321,12 @@ print("audit id", open("/proc/self/loginuid").read())
 def test_the_owners_process_has_neither_roots_keyring_nor_its_audit_id(stage):
     (stage / "ring.py").write_text(IN_THE_KEYRING)
     write_program(stage, f"exec /usr/bin/python3 {stage}/ring.py look")
-    rescue_it = (f"import time, pwd, sys; from pathlib import Path; from slurmft.operations import on_behalf\n"
-                 f"sys.executable = {str(stage / 'python')!r}\n"
-                 f"account = pwd.struct_passwd(('u', 'x', {ME}, {ME}, '', '/', '/bin/sh'))\n"
-                 f"print(on_behalf._as_owner(account, Path('/tmp'), None, time.monotonic() + 50).done)")  # fmt: skip
+    rescue_it = (
+        f"import time, pwd, sys; from pathlib import Path; from slurmft.operations import rescue as on_behalf\n"
+        f"sys.executable = {str(stage / 'python')!r}\n"
+        f"account = pwd.struct_passwd(('u', 'x', {ME}, {ME}, '', '/', '/bin/sh'))\n"
+        f"print(on_behalf._as_owner(account, Path('/tmp'), None, time.monotonic() + 50).done)"
+    )
     command = ["/usr/bin/python3", str(stage / "ring.py"), "give", f"{sys.prefix}/bin/python", "-c", rescue_it]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode == 77:
@@ -366,13 +367,13 @@ def test_the_owners_process_has_nothing_of_roots(stage, monkeypatch):
 
 
 def test_an_owner_that_never_ends_or_never_stops_talking_costs_only_its_own_turn(stage, monkeypatch):
-    monkeypatch.setattr(on_behalf, "OWNER_LIMIT_S", 2)
+    monkeypatch.setattr(rescue, "OWNER_LIMIT_S", 2)
     write_program(stage, f"case $(id -u) in {ME}) yes;; {OTHER}) sleep 600;; *) echo fine;; esac")
     began_s = time.monotonic()
     found = as_owners(stage, ME, OTHER, 4713)
     assert time.monotonic() - began_s < 10
     assert [line for line in found.done if not line.startswith(f"u{ME}:")] == ["u4713: fine"]
-    assert len(found.done) <= on_behalf.MAX_LINES + 2
+    assert len(found.done) <= rescue.MAX_LINES + 2
     assert {line for line in found.problems if "limit" in line} == {
         f"u{ME}: ended after its limit of time or output", f"u{OTHER}: ended after its limit of time or output"
     }  # fmt: skip
@@ -389,7 +390,7 @@ def test_owners_without_a_turn_and_failures_are_told(stage):
     write_program(stage, "echo 'cannot do it' >&2; exit 3")
     assert as_owners(stage, ME).problems == [f"u{ME}: ended with exit code 3", f"u{ME}: cannot do it"]
     write_program(stage, "echo 'a run of mine is damaged' >&2; echo fine")
-    assert as_owners(stage, ME) == on_behalf.Rescued(done=[f"u{ME}: fine"]), "no reason for a mail to root"
+    assert as_owners(stage, ME) == rescue.Rescued(done=[f"u{ME}: fine"]), "no reason for a mail to root"
     assert as_owners(stage, ME, limit_s=-1.0).problems == [f"runs of u{ME} were not looked at: there was no time left"]
 
 
@@ -399,13 +400,13 @@ def test_owners_without_a_turn_and_failures_are_told(stage):
      (33, "/usr/sbin/nologin", False), (33, "/bin/false", False), (1000, None, False)],
 )  # fmt: skip
 def test_root_acts_only_for_users_who_can_log_in(monkeypatch, owner, shell, is_served):
-    def look(user_id: int) -> on_behalf.pwd.struct_passwd:
+    def look(user_id: int) -> rescue.pwd.struct_passwd:
         if shell is None:
             raise KeyError(user_id)
-        return on_behalf.pwd.struct_passwd(("x", "x", user_id, 100, "", "/", shell))
+        return rescue.pwd.struct_passwd(("x", "x", user_id, 100, "", "/", shell))
 
-    monkeypatch.setattr(on_behalf.pwd, "getpwuid", look)
-    assert (on_behalf._account(owner) is not None) is is_served
+    monkeypatch.setattr(rescue.pwd, "getpwuid", look)
+    assert (rescue._account(owner) is not None) is is_served
 
 
 def test_root_itself_is_no_owner(tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError
 from slurmft.operations import control, submit
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.recovery.avoided_nodes import Avoidance
+from slurmft.supervisor.avoided_nodes import Avoidance
 
 REFUSES = "echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1"
 SILENT = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from slurmft.operations.rescue import is_orphan, is_unfinished, rescues_without_progress
-from slurmft.scheduler.parsing.parsing import JobRecord
+from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage.journal import Event
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)

@@ -11,8 +11,8 @@ from run_life import StartOfAJob, World
 from slurmft.errors import LaunchError, RunBusy, SlurmError
 from slurmft.operations import rescue
 from slurmft.operations.status import overviews
-from slurmft.policy.site.job_identity import JobIdentity
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.job_identity import JobIdentity
+from slurmft.policy.verdict import Cause
 from slurmft.scheduler import slurm
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import RunFolder

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 from run_life import StartOfAJob, World
 
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.verdict import Cause
 
 ENDS = [Cause.PREEMPTED, Cause.WORKER_ERROR, Cause.HANG, Cause.NODE_LOST, Cause.TIME_LIMIT]
 NOISE = [{"SLURM_CLUSTERS": "elsewhere"}, {"SQUEUE_STATES": "PENDING"}, {"SQUEUE_USERS": "4711"}, {}]

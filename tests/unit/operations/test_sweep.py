@@ -18,14 +18,13 @@ import pytest
 from slurmft.errors import StorageUnavailable, UsageError
 from slurmft.health.results import write_result
 from slurmft.operations.rescue import rescue_below
-from slurmft.operations.sweep import SweepReport
-from slurmft.operations.sweep_metrics import heartbeat_url, metrics_text
-from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Status
+from slurmft.operations.sweep import SweepReport, heartbeat_url, metrics_text
+from slurmft.policy.node_health import Checkup, ProbeResult, Status
 from slurmft.scheduler import node_control
 from slurmft.scheduler.node_control import parse_facts, parse_under_test, probe_argv
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Owner, RunFolder
-from slurmft.system.bounded import bounded
+from slurmft.system.isolation import bounded
 
 OURS = "slurmft: [node_problem] disk: no space"
 
@@ -355,7 +354,7 @@ def test_a_probe_that_waits_in_a_hidden_partition_is_seen(monkeypatch):
     def squeue(argv, **_):
         return "7|PENDING||n4\n" if "-a" in argv else ""
 
-    monkeypatch.setattr(node_control.command, "run", squeue)
+    monkeypatch.setattr(node_control.slurm, "run", squeue)
     assert node_control.nodes_under_test() == {"n4"}
 
 

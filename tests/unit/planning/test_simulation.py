@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.planning import simulation
-from slurmft.planning.outcome import estimate, expected_ettr, simulate, t_quantile
-from slurmft.planning.scenario import DAY_S, Scenario
-from slurmft.planning.simulation import CATEGORIES, live
-from slurmft.policy.nodes import capacity
-from slurmft.policy.nodes.membership import Size
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.planning import plan
+from slurmft.planning.plan import CATEGORIES, DAY_S, Scenario, estimate, expected_ettr, live, simulate, t_quantile
+from slurmft.policy import suspicion
+from slurmft.policy.membership import Size
+from slurmft.policy.verdict import Cause
 
 MINUTE_S = 60.0
 
@@ -176,7 +174,7 @@ def test_spares_replace_requeues_and_the_list_finds_lemons():
 def test_the_list_is_asked_once_for_each_way_through_the_queue(monkeypatch: pytest.MonkeyPatch):
     """Once for each node instead, and 11 months of 2,000 nodes take hours."""
     asked: list[int] = []
-    monkeypatch.setattr(simulation, "choose", lambda *args, **more: asked.append(1) or capacity.choose(*args, **more))
+    monkeypatch.setattr(plan, "choose", lambda *args, **more: asked.append(1) or suspicion.choose(*args, **more))
     life = live(replace(BUSY, lemons=2, lemon_factor=60, cluster=44), 1)
     assert life.excluded
     assert 0 < len(asked) <= 1 + life.requeues + life.given_up

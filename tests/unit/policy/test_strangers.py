@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.strangers import Strangers
+from slurmft.policy.values import Strangers
 
 
 def test_the_oldest_of_its_own_address_goes_first():

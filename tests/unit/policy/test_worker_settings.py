@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.agent.environment import settings_of, worker_environment
-from slurmft.config.config import validate
+from slurmft.config.run import validate
 from slurmft.errors import ConfigError
-from slurmft.ipc.calls import StartWorkers
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
-from slurmft.policy.nodes.rerun_settings import RerunSettings
-from slurmft.policy.nodes.reruns import Mode
+from slurmft.ipc.messages import StartWorkers
+from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.policy.reruns import Mode, RerunSettings
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 
 START = StartWorkers(

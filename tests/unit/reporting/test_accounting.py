@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmft.errors import StorageError
-from slurmft.reporting.accounting import Accounting
-from slurmft.reporting.reading import report_of
-from slurmft.reporting.times import ALIASES, MAX_KEPT, Account, Category
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Event
+from slurmft.reporting.accounting import ALIASES, MAX_KEPT, Account, Accounting, Category
+from slurmft.reporting.report import report_of
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
 
 RECORDED = Path(__file__).parents[1] / "data" / "run-before-0.1.0" / "run"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 

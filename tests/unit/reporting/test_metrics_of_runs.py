@@ -15,19 +15,16 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as old_families
 
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress
-from slurmft.policy.verdicts.verdict import Cause
-from slurmft.reporting import publishing
+from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
+from slurmft.policy.verdict import Cause
+from slurmft.reporting import metrics as reporting_metrics
 from slurmft.reporting.live import Watcher
 from slurmft.reporting.metrics import MAX_SERIES, RunMetrics, families, looks_at
-from slurmft.storage.events import EventName
-from slurmft.storage.history import live_view
-from slurmft.storage.history.journal_tail import JournalTail
-from slurmft.storage.history.live_view import LiveView
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName, JournalTail
+from slurmft.storage.run_folder import LiveView, RunFolder
 from slurmft.system.exposition import encoded, text
-from slurmft.system.files import write_json
-from slurmft.system.opening import LOG_LIMIT_BYTES
+from slurmft.system.files import LOG_LIMIT_BYTES, write_json
 
 
 def line(event: str, at: float = 0.0, attempt: str = "7.0.0", **details: object) -> str:
@@ -158,7 +155,7 @@ def living(run: RunFolder) -> None:
     run.write_progress(
         at=now, attempt="7.1.0", step=90, until=100, saved=50, metric=2.5, world_size=4, state="training"
     )
-    live_view.write(run.path, LiveView(at=now, attempt="7.1.0", heartbeat_s=0.5, hang_used=0.25, restarts_left=3,
+    run_folder.write(run.path, LiveView(at=now, attempt="7.1.0", heartbeat_s=0.5, hang_used=0.25, restarts_left=3,
                                        save_interval_steps=25))  # fmt: skip
 
 
@@ -181,7 +178,7 @@ def test_what_an_earlier_attempt_reported_is_not_shown(run: RunFolder):
 
 def test_the_newest_progress_keeps_its_time(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
     clock = iter([100.0, 100.0, 200.0, 300.0, 300.0]).__next__
-    monkeypatch.setattr(live_view.time, "time", clock)
+    monkeypatch.setattr(run_folder.time, "time", clock)
 
     def told(**facts: int | str) -> tuple[float, float]:
         run.write_progress(at=1.0, **facts)
@@ -231,9 +228,9 @@ def test_one_unreadable_run_hides_no_other(tmp_path: Path, run: RunFolder):
 
 
 def test_the_file_is_for_all_and_replaced(tmp_path: Path, run: RunFolder):
-    path = publishing.textfile_of(tmp_path, "an/n", "../gpt x")
+    path = reporting_metrics.textfile_of(tmp_path, "an/n", "../gpt x")
     assert path.parent == tmp_path and path.name == "slurmft-an_n-.._gpt_x.prom"
-    publishing.write_textfile(path, families([RunMetrics(run).look()]))
+    reporting_metrics.write_textfile(path, families([RunMetrics(run).look()]))
     assert path.stat().st_mode & 0o777 == 0o644
     assert [each.name for each in tmp_path.iterdir() if each.suffix == ".tmp"] == []
 
@@ -252,7 +249,7 @@ def scraped(port: int, path: str = "/metrics", token: str = "", accept: str = ""
 
 def test_a_scrape_needs_the_token(run: RunFolder):
     metrics = RunMetrics(run)
-    scrapes = publishing.Scrapes("127.0.0.1", 0, lambda: families([metrics.look()]), token="s" * 20)
+    scrapes = reporting_metrics.Scrapes("127.0.0.1", 0, lambda: families([metrics.look()]), token="s" * 20)
     try:
         assert scraped(scrapes.port)[0] == 401
         assert scraped(scrapes.port, token="t" * 20)[0] == 401
@@ -265,10 +262,10 @@ def test_a_scrape_needs_the_token(run: RunFolder):
 
 
 def test_slow_strangers_keep_no_scrape_out(run: RunFolder):
-    scrapes = publishing.Scrapes("127.0.0.1", 0, list, token="s" * 20)
+    scrapes = reporting_metrics.Scrapes("127.0.0.1", 0, list, token="s" * 20)
     slow = []
     try:
-        for _ in range(3 * publishing.MAX_SCRAPES):
+        for _ in range(3 * reporting_metrics.MAX_SCRAPES):
             slow.append(one := socket.create_connection(("127.0.0.1", scrapes.port), timeout=10))
             one.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
             asked = urllib.request.Request(
@@ -285,20 +282,20 @@ def test_slow_strangers_keep_no_scrape_out(run: RunFolder):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a run of another user")
 @pytest.mark.parametrize("which", ["the run", "its note"])
 def test_the_hosts_that_other_users_choose_are_no_targets(run: RunFolder, which: str):
-    write_json(run.path / publishing.PORT_FILE, {"address": "0.0.0.0", "host": "evil.example", "port": 80})
+    write_json(run.path / reporting_metrics.PORT_FILE, {"address": "0.0.0.0", "host": "evil.example", "port": 80})
     HighAvailabilityCluster((RouterAddress(0, "n", ("evil.example",), 81),)).write(run.path)
-    assert len(publishing.targets([run])) == 2
+    assert len(reporting_metrics.targets([run])) == 2
     if which == "the run":
         os.chown(run.path, 4711, 4711)
     for path in run.path.iterdir():
         os.chown(path, 4711, 4711)
-    assert publishing.targets([run]) == []
+    assert reporting_metrics.targets([run]) == []
 
 
 def test_targets_are_those_that_can_be_reached(tmp_path: Path, run: RunFolder):
     def told(**facts: object) -> list[str]:
-        (run.path / publishing.PORT_FILE).write_text(json.dumps({"format": 1, **facts}))
-        return [target for each in publishing.targets([run]) for target in each["targets"]]
+        (run.path / reporting_metrics.PORT_FILE).write_text(json.dumps({"format": 1, **facts}))
+        return [target for each in reporting_metrics.targets([run]) for target in each["targets"]]
 
     here = os.uname().nodename
     assert told(address="10.0.0.7", host="n7", port=91) == ["10.0.0.7:91"]
@@ -307,15 +304,15 @@ def test_targets_are_those_that_can_be_reached(tmp_path: Path, run: RunFolder):
     assert told(address="127.0.0.1", host=here, port=91) == ["127.0.0.1:91"]
     assert told(address="127.0.0.1", host="elsewhere", port=91) == []
     assert told(address="evil host/", host="n7", port=91) == told(address="10.0.0.7", host="n7", port="x") == []
-    (run.path / publishing.PORT_FILE).unlink()
-    publishing.write_targets(tmp_path / "targets.json", [run])
+    (run.path / reporting_metrics.PORT_FILE).unlink()
+    reporting_metrics.write_targets(tmp_path / "targets.json", [run])
     assert json.loads((tmp_path / "targets.json").read_text()) == []
 
 
 def test_the_events_that_are_counted_exist():
-    from slurmft.reporting import counters
+    from slurmft.reporting import metrics as reporting_metrics
 
-    assert set(counters._COUNTED) | set(counters._BEGINS) <= set(EventName)
+    assert set(reporting_metrics._COUNTED) | set(reporting_metrics._BEGINS) <= set(EventName)
 
 
 def test_an_idle_endpoint_does_not_stand_still(run: RunFolder):

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.notify import NotifyConfig
+from slurmft.config.sections import NotifyConfig
 from slurmft.errors import UsageError
-from slurmft.reporting.notify import Notifier, webhook_url
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Journal
+from slurmft.reporting.companion import Notifier, webhook_url
+from slurmft.storage.journal import EventName, Journal
 
 SECRET = "T0KEN-in-the-url"
 

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmft.errors import UsageError
-from slurmft.reporting.page import page_of
-from slurmft.reporting.reading import report_of
-from slurmft.reporting.summary import Report
-from slurmft.reporting.times import Account, AttemptRow, Category, End, Interval, Loss, Mark
+from slurmft.reporting.accounting import Account, AttemptRow, Category, End, Interval, Loss, Mark
+from slurmft.reporting.report import Report, page_of, report_of
 from slurmft.storage.run_folder import RunFolder
 
 TAGS = {"html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "dl", "div", "dt", "dd",

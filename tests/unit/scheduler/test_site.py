@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.config.config import validate
+from slurmft.config.run import validate
 from slurmft.errors import SlurmError, UsageError
-from slurmft.policy.timing.grace import KILL_WAIT_S, Finding, Severity
+from slurmft.policy.grace import KILL_WAIT_S, Finding, Severity
 from slurmft.scheduler import slurm
-from slurmft.scheduler.site import parse_configuration, parse_job_times, parse_limit_s, parse_partitions, parse_site
+from slurmft.scheduler.slurm import parse_configuration, parse_job_times, parse_limit_s, parse_partitions, parse_site
 from slurmft.supervisor import grace
 
 V22 = (
@@ -124,7 +124,7 @@ def site(monkeypatch) -> dict[str, str]:
             raise SlurmError("slurm_load: no")
         return answers[argv[-1]]
 
-    monkeypatch.setattr("slurmft.scheduler.command.run", run)
+    monkeypatch.setattr("slurmft.scheduler.slurm.run", run)
     return answers
 
 

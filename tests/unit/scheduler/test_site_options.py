@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.config import config
+from slurmft.config import run as config_run
 from slurmft.errors import ConfigError, UsageError
 from slurmft.operations.run_configuration import load_given
-from slurmft.scheduler import site_options
+from slurmft.scheduler import slurm
 from slurmft.scheduler.submission import parse_sbatch_options
 
 HELP = "Usage: sbatch\\n      --of-a-plugin=text   from spank\\n      --plugin-flag        from spank\\n"
@@ -30,9 +30,9 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
         return calls
 
-    site_options.options_of_site.cache_clear()
+    slurm.options_of_site.cache_clear()
     yield put
-    site_options.options_of_site.cache_clear()
+    slurm.options_of_site.cache_clear()
 
 
 def configuration(tmp_path: Path, **section: object) -> Path:
@@ -73,7 +73,7 @@ def test_behind_the_dashes_of_submit(sbatch: Callable[[str], Path]) -> None:
 def test_an_sbatch_without_an_answer_knows_nothing_more(
     sbatch: Callable[[str], Path], tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site_options, "ASK_S", 0.5)
+    monkeypatch.setattr(slurm, "ASK_S", 0.5)
     calls = sbatch(line)
     for _ in range(2):
         with pytest.raises(ConfigError, match="of_a_plugin is not an option of sbatch"):
@@ -90,8 +90,8 @@ def test_what_was_submitted_is_read_on_a_machine_without_sbatch(
     run.mkdir()
     (run / "config.yaml").write_text(settings.as_yaml())
     (run / "owner.json").write_text("{}")
-    site_options.options_of_site.cache_clear()
+    slurm.options_of_site.cache_clear()
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert load_given(run / "config.yaml").slurm == settings.slurm
     with pytest.raises(ConfigError):
-        config.load(run / "config.yaml")
+        config_run.load(run / "config.yaml")

@@ -11,8 +11,19 @@ import pytest
 from another_user import OTHER, as_user, needs_root, sticky_folder
 
 from slurmft.errors import NewerFormat
-from slurmft.storage.checkpoint_names import QUARANTINE, Quarantine, read_quarantine, write_quarantine
-from slurmft.storage.digest_record import DIGESTS, KEPT, DigestRecord, Doubt, note_doubt, note_verified, read_digests
+from slurmft.storage.checkpoint_names import (
+    DIGESTS,
+    KEPT,
+    QUARANTINE,
+    DigestRecord,
+    Doubt,
+    Quarantine,
+    note_doubt,
+    note_verified,
+    read_digests,
+    read_quarantine,
+    write_quarantine,
+)
 
 
 def test_a_doubt_covers_later_steps_of_its_generation_and_older_ones(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import slurmft
-from slurmft.storage.events import EventName
-from slurmft.storage.journal import Journal
+from slurmft.storage.journal import EventName, Journal
 
 ROOT = Path(slurmft.__file__).parent
 READ_BY_OTHERS = {

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from of_each import of_each
 
 from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.nodes.suspicion import (
+from slurmft.policy.evidence import Kind
+from slurmft.policy.suspicion import (
     WEIGHTS,
     ManualEntry,
     Observation,
@@ -512,7 +512,7 @@ def test_a_writer_that_is_killed_loses_nothing_of_others(shared, path, dies_in):
     code = f"""
         import os, sys
         from pathlib import Path
-        from slurmft.policy.nodes.suspicion import ManualEntry
+        from slurmft.policy.suspicion import ManualEntry
         from slurmft.storage.exclusions import ExclusionList
         shared = ExclusionList(Path(sys.argv[1]))
         {dies_in} = lambda *_, **__: os._exit(9)
@@ -553,7 +553,7 @@ def test_a_list_that_may_not_be_read_is_an_error_of_ours(path):
 WRITERS = """
 import os, sys, time
 from pathlib import Path
-from slurmft.policy.nodes.suspicion import Observation
+from slurmft.policy.suspicion import Observation
 from slurmft.storage.exclusions import ExclusionList
 path, writers, each = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 ready, go = os.pipe()
@@ -589,7 +589,7 @@ def test_writers_that_are_killed_at_any_moment_lose_nothing_that_was_said_to_be_
     code = """
         import sys
         from pathlib import Path
-        from slurmft.policy.nodes.suspicion import Observation
+        from slurmft.policy.suspicion import Observation
         from slurmft.storage.exclusions import ExclusionList
         shared = ExclusionList(Path(sys.argv[1]))
         for number in range(100000):

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from generated_journals import JournalWriter
 
-from slurmft.storage import journal as module
-from slurmft.storage.events import EventName
-from slurmft.storage.history import past
-from slurmft.storage.journal import PASSED_OVER, Journal
+from slurmft.storage import journal as storage_journal
+from slurmft.storage.journal import PASSED_OVER, EventName, Journal
 
 
 def test_what_no_start_decides_on_is_passed_over_and_all_else_is_there(tmp_path: Path) -> None:
@@ -37,7 +35,7 @@ def test_a_line_that_only_looks_like_one_is_parsed(tmp_path: Path) -> None:
 def test_more_lines_than_may_be_kept_do_not_keep_a_run_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_LINES", 100)
+    monkeypatch.setattr(storage_journal, "MAX_LINES", 100)
     with (tmp_path / "journal.jsonl").open("w") as stream:
         writer = JournalWriter(stream)
         for _ in range(20_000):
@@ -61,7 +59,7 @@ def long_journal(folder: Path) -> Journal:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     """A long journal that a start has read, and a past that is worth its writing."""
-    monkeypatch.setattr(past, "WORTH_BYTES", 1000)
+    monkeypatch.setattr(storage_journal, "WORTH_BYTES", 1000)
     journal = long_journal(tmp_path)
     assert [event.details["number"] for event in journal.read_past()] == [0, 1000, 2000]
     assert journal.path.with_name("journal.jsonl.past").exists()
@@ -70,7 +68,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 def bytes_read(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> tuple[list[str], int]:
     """What a start reads: the names of the events, and how many bytes of the journal line by line."""
-    counted, real = [0], past.read_lines
+    counted, real = [0], storage_journal.read_lines
 
     def counting(*arguments: object, **options: object):
         for line in real(*arguments, **options):  # type: ignore[arg-type]
@@ -78,7 +76,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> tuple[list[
             yield line
 
     with monkeypatch.context() as patched:
-        patched.setattr(past, "read_lines", counting)
+        patched.setattr(storage_journal, "read_lines", counting)
         found = [event.event for event in journal.read_past()]
     return found, counted[0]
 
@@ -92,7 +90,7 @@ def test_the_next_start_reads_only_what_was_added(kept: Journal, monkeypatch: py
 
 
 def test_a_torn_line_is_kept_neither_as_a_whole_nor_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(past, "WORTH_BYTES", 1000)
+    monkeypatch.setattr(storage_journal, "WORTH_BYTES", 1000)
     journal = long_journal(tmp_path)
     line = Journal.line_of(journal.compose(EventName.VERDICT, {"cause": "hang"}))
     for part in (line[:60], line[60:]):  # a start in the middle of a write; then the whole line without its end
@@ -149,7 +147,7 @@ def test_a_past_that_does_not_fit_is_not_used(
 
 
 def test_a_journal_that_grows_while_it_is_read_loses_no_event(kept: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = past.read_lines
+    real = storage_journal.read_lines
 
     def growing(*arguments: object, **options: object):
         yield from real(*arguments, **options)  # type: ignore[arg-type]
@@ -157,7 +155,7 @@ def test_a_journal_that_grows_while_it_is_read_loses_no_event(kept: Journal, mon
 
     kept.path.with_name("journal.jsonl.past").unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(past, "read_lines", growing)
+        patched.setattr(storage_journal, "read_lines", growing)
         assert [event.event for event in kept.read_past()] == ["decision"] * 3
     assert bytes_read(monkeypatch, kept)[0] == ["decision"] * 3 + ["verdict"]
 
@@ -168,6 +166,6 @@ def test_a_folder_that_takes_nothing_keeps_no_past_and_harms_nothing(
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(past, "WORTH_BYTES", 1000)
-    monkeypatch.setattr(past, "replace_atomically", full)
+    monkeypatch.setattr(storage_journal, "WORTH_BYTES", 1000)
+    monkeypatch.setattr(storage_journal, "replace_atomically", full)
     assert len(long_journal(tmp_path).read_past()) == 3

@@ -15,25 +15,24 @@ import pytest
 from click.testing import CliRunner
 from of_each import of_each
 
-from slurmft.agent import forensics, hangs
+from slurmft.agent import hangs
 from slurmft.cli import progress
 from slurmft.cli.main import cli
-from slurmft.config.config import load
+from slurmft.config.run import load
 from slurmft.errors import SlurmftError
 from slurmft.health.results import read_results, write_result
 from slurmft.ipc import stacks
 from slurmft.operations.status import overviews
-from slurmft.operations.sweep_metrics import heartbeat_url
-from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.policy.nodes.node_health import Checkup
+from slurmft.operations.sweep import heartbeat_url
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.node_health import Checkup
 from slurmft.scheduler import slurm
-from slurmft.storage import attempt_facts, fence, memory_folder, order_file, verdicts
-from slurmft.storage.history import ft_state, straggler_history, timings
+from slurmft.storage import attempt_facts, checkpoint_names, fence, history, run_folder, timings, verdicts
 from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
 from slurmft.supervisor import evidence
-from slurmft.system import files, opening
-from slurmft.worker.data import loader
+from slurmft.system import files
+from slurmft.worker import data
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -43,7 +42,7 @@ EVIDENCE = Evidence(kind=Kind.HANG, suspect=Suspect(node="n1"), message="m", at=
 
 
 def _appended(path: Path) -> None:
-    with opening.appending(path) as descriptor:
+    with files.appending(path) as descriptor:
         os.write(descriptor, b"x")
 
 
@@ -71,13 +70,13 @@ READERS: dict[str, tuple[str, Reader]] = {
     "verdict": ("v.json", verdicts.read_verdict),
     "evidence": ("e.jsonl", verdicts.read_evidence),
     "evidence, added": ("e.jsonl", lambda path: verdicts.add_evidence(path, EVIDENCE)),
-    "order": ("INJECT", lambda path: order_file.take_order(path.parent)),
-    "generation": ("generation", lambda path: memory_folder.read_generation(path.parent)),
+    "order": ("INJECT", lambda path: run_folder.take_order(path.parent)),
+    "generation": ("generation", lambda path: checkpoint_names.read_generation(path.parent)),
     "timings": ("timings.json", lambda path: timings.read(path.parent, "w")),
     "timings, written": ("timings.json", lambda path: timings.write(path.parent, "w", "1.0.0", timings.Timings())),
-    "learned timeouts": ("ft_state.json", lambda path: ft_state.read(path.parent, "w")),
-    "learned timeouts, written": ("ft_state.json", lambda path: ft_state.write(path.parent, "w", {})),
-    "stragglers": ("stragglers.json", lambda path: straggler_history.read(path.parent, "w")),
+    "learned timeouts": ("ft_state.json", lambda path: history.read_ft_state(path.parent, "w")),
+    "learned timeouts, written": ("ft_state.json", lambda path: history.write_ft_state(path.parent, "w", {})),
+    "stragglers": ("stragglers.json", lambda path: history.read_stragglers(path.parent, "w")),
     "batches": ("micro-batch.json", lambda path: attempt_facts.noted_batches(path.parent)),
     "resuming": ("resuming.json", lambda path: attempt_facts.noted_resuming(path.parent)),
     "configuration": ("config.yaml", load),
@@ -90,7 +89,7 @@ READERS: dict[str, tuple[str, Reader]] = {
     "slurm.conf in a folder": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path.parent)})),
     "script": ("train.py", lambda path: hangs.mentions(b"x", ["python", "train.py"], path.parent)),
     "stacks": ("s.stacks", stacks.read),
-    "stacks, written": ("stacks-rank-3.txt", lambda path: forensics._append(path.parent, 3, "dump", "why")),
+    "stacks, written": ("stacks-rank-3.txt", lambda path: hangs._append(path.parent, 3, "dump", "why")),
     "log's end": ("rank-0.log", evidence.tail),
     "evidence of the run": ("7.0.0.rank-0.evidence.jsonl", lambda path: evidence.EvidenceReader(path.parent).new()),
     "testimony": ("verdicts/7.0.0.rank-0.json", lambda path: evidence.collect(RunFolder(path.parents[1]), ATTEMPT, [])),
@@ -99,7 +98,7 @@ READERS: dict[str, tuple[str, Reader]] = {
     ),
     "srun's words": ("attempts/7.0.0/srun.err", lambda path: evidence.step_words(path.parent)),
     "final digest": ("attempts/7.0.0/rank-0.log", lambda path: progress._final_digest(RunFolder(path.parents[2]))),
-    "texts to train on": ("a.txt", lambda path: loader._head(path, 1 << 20)),
+    "texts to train on": ("a.txt", lambda path: data._head(path, 1 << 20)),
     "output": ("controller.log", _appended),
     "run lock": (".lock", lambda path: _locked(RunFolder(path.parent))),
     **{f"request {kind}": (kind, lambda path: RunFolder(path.parent).take_request(path.name)) for kind in REQUESTS},

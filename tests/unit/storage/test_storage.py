@@ -25,12 +25,10 @@ from hypothesis import strategies as st
 from slurmft.errors import Fenced, NewerFormat, RunBusy, StorageError
 from slurmft.storage import run_folder
 from slurmft.storage.fence import GENERATION_VARIABLE, OWNER_FILE, RUN_FOLDER_VARIABLE, check_fence
-from slurmft.storage.jobs_file import JOBS_FILE
 from slurmft.storage.journal import Journal
-from slurmft.storage.run_folder import REQUESTS, Attempt, Owner, RunFolder, find_run, list_runs
+from slurmft.storage.run_folder import JOBS_FILE, REQUESTS, Attempt, Owner, RunFolder, find_run, list_runs
 from slurmft.system import files
-from slurmft.system.files import read_json, replace_atomically, write_json
-from slurmft.system.opening import append_line
+from slurmft.system.files import append_line, read_json, replace_atomically, write_json
 
 SPAWN = multiprocessing.get_context("spawn")
 NO_DATABASE = settings(

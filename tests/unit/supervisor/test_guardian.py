@@ -15,7 +15,7 @@ PROLOGUE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from slurmft.supervisor.guardian import guarded, lost_pids
-from slurmft.supervisor.signals import hearing, keep_across_exec
+from slurmft.supervisor.guardian import hearing, keep_across_exec
 here = Path(sys.argv[1])
 guarded([sys.executable, str(here / "program.py"), str(here)])
 def say(text):

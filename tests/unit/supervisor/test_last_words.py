@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.supervisor.attempt_folder import AttemptFolder
+from slurmft.supervisor.crew import AttemptFolder
 
 ENDED = "srun: error: n1: task 0: Exited with exit code 1\n"
 OUTSIDE = "slurmft: container bwrap /image: ended with exit code 1 on n1\n"

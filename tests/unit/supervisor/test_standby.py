@@ -15,28 +15,26 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.errors import ConfigError, LaunchError, RunBusy, StorageUnavailable
 from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.operations import rescue
-from slurmft.policy.site.job_identity import JobIdentity, OwnJob
+from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import SlurmJob, as_in_batch_script, batch_node, with_batch_variables
-from slurmft.scheduler.parsing.parsing import JobEnding, JobRecord
-from slurmft.storage import signs_of_life
-from slurmft.storage.events import EventName
+from slurmft.scheduler.parsing import JobEnding, JobRecord
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor import run as supervisor_run
-from slurmft.supervisor.cluster import SlurmCluster
+from slurmft.supervisor import standby as keeper_module
+from slurmft.supervisor import takeover
+from slurmft.supervisor.cluster import SlurmCluster, Start
+from slurmft.supervisor.lease import Lease, Terms, is_standbys, standby_has_taken_over
 from slurmft.supervisor.owner import this_process
-from slurmft.supervisor.standby import keeper as keeper_module
-from slurmft.supervisor.standby import takeover
-from slurmft.supervisor.standby.aside import is_standbys, standby_has_taken_over
-from slurmft.supervisor.standby.keeper import StandbyKeeper
-from slurmft.supervisor.standby.lease import Lease, Terms
-from slurmft.supervisor.standby.watch import Watch
-from slurmft.supervisor.start import Start
+from slurmft.supervisor.standby import StandbyKeeper
+from slurmft.supervisor.takeover import Watch
 from slurmft.system.files import write_json
 
 TERMS = Terms(hosts=("127.0.0.1",), port=9, secret="s", standby="mine")
@@ -313,7 +311,7 @@ def test_an_agent_follows_an_address_that_changes_once_its_supervisor_is_silent(
 def test_a_sweep_leaves_a_job_alone_whose_standby_lives(run: RunFolder, cluster: SlurmCluster):
     job = OwnJob("7")
     run.attempt_folder(cluster.attempt)
-    signs_of_life.touch(run, cluster.attempt)
+    run_folder.touch(run, cluster.attempt)
     run.take_over(this_process(run, cluster, 3))
     assert not rescue._has_standby(run, job), "its batch script is gone, and nothing has taken over"
     run.take_over(this_process(run, cluster, 4, standby=True))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.policy.timing.grace import NOTICE_S, JobTimes, SlurmClock, Terms
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.config.run import validate
+from slurmft.policy.grace import NOTICE_S, JobTimes, SlurmClock, Terms
+from slurmft.policy.verdict import Cause
 from slurmft.storage.run_folder import Attempt
-from slurmft.supervisor.signals import log_signal
+from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.stops import Stops
 
 LEAD_S, NOW = 120.0, 50_000.0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.fault_tolerance import FaultToleranceConfig
-from slurmft.policy.timing.fleet import longest_silence_s
-from slurmft.storage.events import EventName
+from slurmft.config.sections import FaultToleranceConfig
+from slurmft.policy.stop import longest_silence_s
+from slurmft.storage.journal import EventName
 from slurmft.supervisor.attempt import AttemptRunner
 
 AGENTS = 2048

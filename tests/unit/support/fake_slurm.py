@@ -1,7 +1,7 @@
 """A Slurm of memory alone, behind the commands that slurmft runs: it answers as 22.05 does, late, or not at all, loses
 its state, gives numbers again, and obeys the variables of the shell that asks.
 
-It replaces ``subprocess.run`` of ``scheduler.command``, so that everything above it is the real code.
+It replaces ``subprocess.run`` of ``scheduler.slurm``, so that everything above it is the real code.
 """
 
 from __future__ import annotations

@@ -30,11 +30,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from waiting import until
 
-from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.format.flat_state import capture
-from slurmft.checkpoint.staging.boundary_notes import BoundaryNotes
+from slurmft.checkpoint import CheckpointManager, write_requests
+from slurmft.checkpoint.flat_state import capture
+from slurmft.checkpoint.notes import BoundaryNotes
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.writer import fault_points
 from slurmft.trainer.savers import SAVERS
 
 RANKS, SAVED_AT, FAILS_IN, UNTIL = 4, 4, 7, 9
@@ -171,11 +170,11 @@ class Life:
     def keep(self) -> None:
         has_come = self.root / "the copy that is not finished"
         if self.rank == self.case.dies_copying:
-            os.environ |= {fault_points.VARIABLE: "half staged=kill", fault_points.ONCE_VARIABLE: str(has_come)}
+            os.environ |= {write_requests.VARIABLE: "half staged=kill", write_requests.ONCE_VARIABLE: str(has_come)}
         elif self.case.dies_copying >= 0:
             until(has_come.exists, what="a rank is killed in its copy")
         if self.rank // self.case.per_node == self.case.full_node:
-            os.environ[fault_points.VARIABLE] = f"slot emptied={errno.ENOSPC}"
+            os.environ[write_requests.VARIABLE] = f"slot emptied={errno.ENOSPC}"
         if self.rank not in self.case.dead:
             if self.case.late >= 0:
                 self.tell_of_looks()

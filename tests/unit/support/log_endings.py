@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.verdict import Cause
 from slurmft.supervisor.evidence import report_of_text
 
 LABELS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from slurmft.checkpoint.format.shard_index import Item, ShardIndex, write_index
+from slurmft.checkpoint.image_file import Item, ShardIndex, write_index
 from slurmft.storage.checkpoint_names import Identity
 
 KEY = b"k" * 64

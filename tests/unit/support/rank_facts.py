@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.worker_facts import WorkerFacts
+from slurmft.ipc.messages import WorkerFacts
+from slurmft.ipc.pages import State
 
 _TRAINING = WorkerFacts(
     rank=0, state=int(State.TRAINING), attached=True, step=0, until=90, saved=-1, durable=-1, resumed=0,

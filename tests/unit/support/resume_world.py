@@ -34,18 +34,17 @@ import torch.distributed as dist
 from save_points import STAGING_POINTS
 from worker_variable import worker_variable
 
-from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint import CheckpointManager, writer
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.writer import entry as writer
-from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
-from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
+from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE
+from slurmft.checkpoint.writer_client import SpawnedWriter
 from slurmft.errors import CheckpointError
-from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.memory_folder import KEY_FILE, copies_key
-from slurmft.trainer import rng
+from slurmft.policy.checkpoints import Tier
+from slurmft.storage.checkpoint_names import KEY_FILE, copies_key
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.data.sampler import ElasticSampler
+from slurmft.worker.data import ElasticSampler
 
 SAMPLES, WIDTH = 1000, 4
 ATTEMPT_S, GROUP_S = 150.0, 100.0
@@ -182,7 +181,7 @@ class Rank:
                 dict(self.model.named_parameters()), self.optimizer.state_dict(), self.scheduler.state_dict()
             ),
             "buffers": digest(dict(self.model.named_buffers())),
-            "random": digest(rng.capture()),
+            "random": digest(savers.capture()),
             "place": digest(place),
         }
 

@@ -19,20 +19,21 @@ from typing import Any
 import pytest
 from fake_slurm import ALIVE, WAITING, FakeSlurm, Job
 
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.errors import Fenced, RunBusy, SlurmftError
 from slurmft.operations import control, rescue
-from slurmft.policy.verdicts.verdict import Cause, Verdict
-from slurmft.scheduler import command, own_jobs, queueing, submission, successor
+from slurmft.policy.verdict import Cause, Verdict
+from slurmft.scheduler import jobs as scheduler_jobs
+from slurmft.scheduler import own_jobs, slurm, submission, successor
 from slurmft.scheduler.environment import Asked, current_job
-from slurmft.storage import claim
+from slurmft.storage import run_folder
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor import owner
+from slurmft.supervisor import owner as supervisor_owner
 from slurmft.supervisor import run as run_module
+from slurmft.supervisor.act import Ending
 from slurmft.supervisor.cluster import SlurmCluster
-from slurmft.supervisor.recovery.act import Ending
 from slurmft.system import processes
 
 FAILED, REFUSED = 1, 2
@@ -102,7 +103,7 @@ class StartOfAJob:
             return
         with self.world.acting_as(self):
             if self.can_commit:
-                run_module.signs_of_life.touch(self.world.run, self.cluster.attempt)
+                run_module.run_folder.touch(self.world.run, self.cluster.attempt)
             if self.can_commit and self.world.run.see_request("KILL") is None:
                 return
         self.end(Cause.STOPPED_BY_USER)
@@ -176,15 +177,15 @@ class World:
             time=lambda: float(self.slurm.now), monotonic=lambda: self.elapsed_s, sleep=self.advance
         )
         self.elapsed_s = 0.0
-        for module in (claim, rescue, owner, queueing, successor, command):
+        for module in (run_folder, rescue, supervisor_owner, scheduler_jobs, successor, slurm):
             patch.setattr(module, "time", clock)
-        patch.setattr(command, "subprocess", SimpleNamespace(
+        patch.setattr(slurm, "subprocess", SimpleNamespace(
             run=self.slurm.subprocess_run, DEVNULL=-3, TimeoutExpired=TimeoutError))  # fmt: skip
         waits = {"clock": clock.monotonic, "sleep": clock.sleep}
-        patch.setattr(command.run_patiently, "__kwdefaults__", {**command.run_patiently.__kwdefaults__, **waits})
-        patch.setattr(command, "ignoring_signals", contextlib.nullcontext)
-        patch.setattr("slurmft.supervisor.recovery.act.ignoring_signals", contextlib.nullcontext)
-        patch.setattr(queueing, "keep_ahead", lambda *_: None)
+        patch.setattr(slurm.run_patiently, "__kwdefaults__", {**slurm.run_patiently.__kwdefaults__, **waits})
+        patch.setattr(slurm, "ignoring_signals", contextlib.nullcontext)
+        patch.setattr("slurmft.supervisor.act.ignoring_signals", contextlib.nullcontext)
+        patch.setattr(scheduler_jobs, "keep_ahead", lambda *_: None)
         patch.setattr(processes, "me", lambda: self.asking)
         patch.setattr(
             processes, "lives", lambda pid, birth: processes.Process(self.asking.host, pid, birth) in self.alive
@@ -217,7 +218,7 @@ class World:
                 os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
         for start in self.starts:
             if start.is_training and start.can_commit:
-                run_module.signs_of_life.touch(self.run, start.cluster.attempt)
+                run_module.run_folder.touch(self.run, start.cluster.attempt)
 
     # Who is who
 
@@ -269,11 +270,11 @@ class World:
             return error
 
     def submit(self) -> Any:
-        from slurmft.operations import submit
+        from slurmft.operations import submit as operations_submit
 
         def act() -> None:
             with self.run.lock():
-                submit._refuse_if_finished_or_busy(self.run, "slurm")
+                operations_submit._refuse_if_finished_or_busy(self.run, "slurm")
                 self.run.take_request("KILL")
                 self.run.journal().append("submitting", cluster="slurm", who="me")
                 script = self.run.submissions / f"submission_file_{next(self.pids)}.sh"

@@ -1,4 +1,4 @@
-"""The points of a save at which a fault can come, as ``checkpoint.writer.fault_points`` knows them by name."""
+"""The points of a save at which a fault can come, as ``checkpoint.write_requests`` knows them by name."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from aiohttp import web
 from waiting import until_async
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.serving.gate import Gate
-from slurmft.inference.serving.listener import RouterServer
-from slurmft.inference.serving.router import Router
+from slurmft.inference.gate import Gate
+from slurmft.inference.router import Router, RouterServer
 
 TOKEN, KEY = "a-token-of-these-tests", b"k" * 64
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 ADDRESS_VARIABLE = "STRICT_REFEREE"
 DEVICE, HOST = "strict", "strict-host"
-OF_THE_TRAINER = ("slurmft.worker.ddp",)
+OF_THE_TRAINER = ("slurmft.worker.session",)
 """Modules of this package whose collectives are DDP's own, of tensors on the device."""
 
 

@@ -26,15 +26,14 @@ from torch import nn
 from waiting import until
 from worker_variable import worker_variable
 
-from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.replicas import supply
-from slurmft.checkpoint.replicas.offers import from_rows, scan, to_row
-from slurmft.checkpoint.team import Team
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, RESCUE_SUFFIX, Page, Slot
-from slurmft.policy.checkpoints.tiers import choose
-from slurmft.storage.memory_folder import KEY_FILE
-from slurmft.trainer import host_group
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.checkpoint import CheckpointManager, memory_sources
+from slurmft.checkpoint.agreement import Team
+from slurmft.checkpoint.holding import from_rows, scan, to_row
+from slurmft.ipc.pages import PAGE_VARIABLE, RESCUE_SUFFIX, Page, Slot
+from slurmft.policy.checkpoints import choose
+from slurmft.storage.checkpoint_names import KEY_FILE
+from slurmft.trainer import savers
+from slurmft.worker.digests import weights_digest
 from slurmft.worker.groups import abort_device_groups
 from slurmft.worker.session import start_session
 
@@ -127,7 +126,7 @@ class Place:
         def run(rank: int) -> None:
             errors = os.open(self.root / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(errors, 2)
-            host_group.BACKEND = self._host_backend
+            savers.BACKEND = self._host_backend
             work(rank)
 
         self._port = free_port()
@@ -158,7 +157,7 @@ class Place:
         return f"{self.root.name}, attempt {self.generation}: {codes}{told}"
 
     def _rescue(self, pages: list[Page]) -> None:
-        """As ``agent.just_in_time``: ask those that wait, and return when each has kept its state."""
+        """As ``agent.agent``: ask those that wait, and return when each has kept its state."""
         until(lambda: pages[0][Slot.DURABLE] == 3, what="step 3 is durable")
         until(lambda: all(page[Slot.RESCUABLE] == DIES_AT for page in pages), what="the others have the last step")
         for page in pages:
@@ -215,17 +214,17 @@ def everything_travels(rank: int) -> None:
     """Every node has its own shard, and needs those of all others: each sends and receives in every round."""
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(strict_group.DEVICE)
-    supply.CHUNK_BYTES = 64 * 1024
+    memory_sources.CHUNK_BYTES = 64 * 1024
     memory, team = Path(os.environ["SLURMFT_MEMORY_DIR"]), Team()
     made_snapshots.stage(memory, f"shard-{rank}.a", shard=rank, shards=ranks, size=200_000 + 50_000 * rank)
     held = scan(memory, patience_s=0)
     decision = choose(from_rows(team.exchange(to_row(held))), None, generation=3)
     mine = {one.index.shard: one for one in held}
     offers = from_rows(team.exchange(to_row(held)))
-    lacking = supply.supply(team, decision, offers, mine, wanted=range(ranks), memory=memory, node_lead=rank)
-    got = supply.fetched(memory, decision.name)
+    lacking = memory_sources.supply(team, decision, offers, mine, wanted=range(ranks), memory=memory, node_lead=rank)
+    got = memory_sources.fetched(memory, decision.name)
     tell(rank, {"lacking": len(lacking), "got": sorted(got), "groups": len(dist.distributed_c10d._world.pg_map)})
-    dist.barrier(group=host_group.host_group())
+    dist.barrier(group=savers.host_group())
 
 
 def aborts(rank: int) -> None:
@@ -263,7 +262,7 @@ def wrongly(rank: int, fault: Work) -> None:
 def without_a_batch(rank: int) -> None:
     """As the exchange once was: send and receive posted one after the other, both before either is waited for."""
     ranks, piece, room = dist.get_world_size(), torch.ones(5), torch.zeros(5)
-    group = host_group.host_group()
+    group = savers.host_group()
     works = [dist.isend(piece, (rank + 1) % ranks, group=group), dist.irecv(room, (rank - 1) % ranks, group=group)]
     for work in works:
         work.wait()
@@ -274,7 +273,7 @@ def host_data_over_nccl(_rank: int) -> None:
     team = Team()
     team._group = None
     tensor = torch.ones(2, dtype=torch.int64)
-    exec("dist.all_reduce(tensor)", {"__name__": "slurmft.checkpoint.team", "dist": dist, "tensor": tensor})
+    exec("dist.all_reduce(tensor)", {"__name__": "slurmft.checkpoint.agreement", "dist": dist, "tensor": tensor})
 
 
 def in_a_thread(_rank: int) -> None:

@@ -17,16 +17,21 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.sync import SyncConfig
+from slurmft.config.sections import SyncConfig
 from slurmft.errors import Fenced, StorageError, StorageUnavailable
-from slurmft.sync import folder as folder_module
-from slurmft.sync import manifest as stored
-from slurmft.sync import restoring, scanning, uploading
-from slurmft.sync.folder import KeptFolder, Order
-from slurmft.sync.record import Record
-from slurmft.sync.restoring import newest, restore
+from slurmft.sync import folder as sync_folder
+from slurmft.sync.folder import (
+    KeptFolder,
+    Order,
+    Record,
+    StillChanging,
+    Uploader,
+    begin,
+    collect_garbage,
+    newest,
+    restore,
+)
 from slurmft.sync.stores import FolderStore, Store, open_store
-from slurmft.sync.uploading import StillChanging, Uploader, begin, collect_garbage
 
 RUN = "a-run-0123456789abcdef"
 
@@ -52,7 +57,7 @@ class Node:
         )  # fmt: skip
         return str(done.choice)
 
-    def upload(self, patience_s: float = 5.0) -> stored.Manifest | None:
+    def upload(self, patience_s: float = 5.0) -> sync_folder.Manifest | None:
         return self.uploader.upload(at_end=True, patience_s=patience_s)
 
     def write(self, **files: str) -> None:
@@ -152,7 +157,7 @@ def test_beside_a_version_that_cannot_be_read_nothing_is_removed(node: Node, oth
     node.begin(1)
     node.write(snapshot="1")
     node.upload()
-    store.write(stored.new_name(stored.Version(1, 7)), [b"{torn"], size=5)
+    store.write(sync_folder.new_name(sync_folder.Version(1, 7)), [b"{torn"], size=5)
     node.write(snapshot="2")
     node.upload()
     collect_garbage(store, RUN, keep=1)
@@ -286,7 +291,7 @@ def test_a_restore_that_does_not_fit_leaves_everything_as_it_was(node: Node, tin
 
 
 def test_a_disk_that_fills_up_while_it_is_restored(node: Node, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(restoring, "SPARE_BYTES", -(64 << 20))  # another process takes the space after the look
+    monkeypatch.setattr(sync_folder, "SPARE_BYTES", -(64 << 20))  # another process takes the space after the look
     node.begin(1)
     (node.path / "snapshot").write_bytes(os.urandom(30 << 20))
     node.upload()
@@ -303,7 +308,7 @@ def test_a_disk_that_fills_up_while_it_is_restored(node: Node, tiny_disk: Path, 
 
 
 def test_no_version_holds_half_a_file_that_is_always_written(node: Node, other: Node, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(uploading, "QUIET_AT_THE_END_S", 0.05)
+    monkeypatch.setattr(sync_folder, "QUIET_AT_THE_END_S", 0.05)
     node.begin(1)
     over = threading.Event()
 
@@ -350,7 +355,7 @@ def test_a_file_that_grows_for_ever_is_named_and_can_be_left_out(node: Node, oth
 
 
 def test_a_log_that_is_open_but_at_rest_is_taken(node: Node, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(uploading, "HELD_OPEN_S", 0.5)
+    monkeypatch.setattr(sync_folder, "HELD_OPEN_S", 0.5)
     node.begin(1)
     with (node.path / "events").open("w") as log:
         log.write("x")
@@ -376,7 +381,7 @@ def test_a_file_that_vanishes_while_it_is_read(node: Node, monkeypatch: pytest.M
     node.write(stays="1", goes="2")
     digest = Uploader._digest_of
 
-    def removes(self: Uploader, name: str, expected: scanning.Look) -> str:
+    def removes(self: Uploader, name: str, expected: sync_folder.Look) -> str:
         (node.path / "goes").unlink(missing_ok=True)
         return digest(self, name, expected)
 
@@ -490,9 +495,9 @@ def test_a_link_in_the_place_of_contents_is_not_followed(tmp_path: Path, node: N
 )
 def test_a_manifest_that_names_something_else_is_refused(change: Mapping[str, Any]):
     good = {"format": 1, "run": RUN, "generation": 1, "sequence": 1, "files": [], "folders": [], "links": []}
-    stored.parse(json.dumps(good).encode(), run=RUN, version=stored.Version(1, 1))
+    sync_folder.parse(json.dumps(good).encode(), run=RUN, version=sync_folder.Version(1, 1))
     with pytest.raises(StorageError):
-        stored.parse(json.dumps(good | change).encode(), run=RUN, version=stored.Version(1, 1))
+        sync_folder.parse(json.dumps(good | change).encode(), run=RUN, version=sync_folder.Version(1, 1))
 
 
 def test_links_whose_chain_leads_out_are_left_out_and_the_rest_is_stored(tmp_path: Path, node: Node, other: Node):
@@ -516,7 +521,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path):
     path.mkdir()
     os.chown(path, 4242, 4242)
     with pytest.raises(StorageError, match="not a folder of this user"):
-        scanning.scan(path)
+        sync_folder.scan(path)
 
 
 # The thread of a folder
@@ -591,7 +596,7 @@ def test_an_unknown_address_is_refused_at_once():
 
 def test_a_store_that_is_silent_is_told_of_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The thread that waits for it cannot do that."""
-    monkeypatch.setattr(folder_module, "SILENT_S", 0.4)
+    monkeypatch.setattr(sync_folder, "SILENT_S", 0.4)
     answers = threading.Event()
 
     def hangs(*_: Any, **__: Any) -> None:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from slurmft.system.collecting import without_collections
+from slurmft.system.processes import without_collections
 
 
 def test_the_collector_is_on_again_also_after_an_error_and_leaves_the_imported_alone():

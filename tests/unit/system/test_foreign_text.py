@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.table import Table
 
-from slurmft.cli import output, progress
+from slurmft.cli import main as cli_main
+from slurmft.cli import progress
 from slurmft.cli.main import main
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.foreign_text import RESET, Terminal, block, one_line
-from slurmft.system.log_format import LogFormatter
+from slurmft.system.foreign_text import RESET, LogFormatter, Terminal, block, one_line
 
 OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -119,7 +119,7 @@ def test_a_record_cannot_look_like_two():
 
 @given(ANY)
 def test_tables_and_bars_obey_nothing_either(text):
-    shown = output.console()
+    shown = cli_main.console()
     shown.file = file = io.StringIO()
     table = Table(text.replace("[", ""))
     table.add_row(text.replace("[", ""))
@@ -235,5 +235,5 @@ def test_no_verb_prints_what_a_terminal_obeys(place, monkeypatch, text):
 
 def test_a_pipe_gets_a_workers_words_exactly(capsys):
     words = "a\x1b[2Jb\x1b[31mred\x1b[0m\r\n"
-    output.say_raw(words)
+    cli_main.say_raw(words)
     assert capsys.readouterr().out == words

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.system.opening import UnsafeFile, open_regular, read_bytes, read_part, read_text, write_bytes
+from slurmft.system.files import UnsafeFile, open_regular, read_bytes, read_part, read_text, write_bytes
 
 
 def test_a_regular_file_is_read_whole(tmp_path):

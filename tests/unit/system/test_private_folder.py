@@ -14,15 +14,14 @@ import pytest
 from another_user import OTHER, as_user, needs_root, sticky_folder
 
 from slurmft.agent.workers import Workers
-from slurmft.checkpoint.replicas.local_tier import local_folder
-from slurmft.checkpoint.staging.arena import Arena
+from slurmft.checkpoint.replicas import local_folder
+from slurmft.checkpoint.snapshots import Arena
 from slurmft.errors import StorageUnavailable
-from slurmft.health.cleaning import clean
-from slurmft.health.leftovers import orphaned_memory
-from slurmft.health.node_view import Scene
+from slurmft.health.hooks import clean
+from slurmft.health.node import Scene, orphaned_memory
 from slurmft.system import private_folder
-from slurmft.system.bounded import bounded
-from slurmft.system.opening import UnsafeFile
+from slurmft.system.files import UnsafeFile
+from slurmft.system.isolation import bounded
 from slurmft.system.private_folder import LOCK, is_left_over, make_private_folder, prefix, remove_tree
 
 SOON_S = 3.0

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from slurmft.errors import UsageError
-from slurmft.trainer import gradients
-from slurmft.trainer.gradients import OpenGradients
+from slurmft.trainer import savers
+from slurmft.trainer.savers import OpenGradients
 
 Action = Callable[["Script"], Any]
 
@@ -149,7 +149,7 @@ def test_a_new_gradient_at_an_old_ones_address_is_new(watch: OpenGradients) -> N
 
 
 def test_where_no_update_is_ever_seen_a_run_is_saved_all_the_same(monkeypatch, caplog, watch) -> None:
-    monkeypatch.setattr(gradients, "LONGEST_WINDOW", 10)
+    monkeypatch.setattr(savers, "LONGEST_WINDOW", 10)
     script = Script()
     watch.follow(script.optimizer)
     assert list(_run(watch, script, [add] * 13)) == [True] * 10 + [False] * 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurmft.trainer import rng
+from slurmft.trainer import savers
 
 
 def draw():
@@ -24,26 +24,26 @@ def stir() -> None:
 
 def test_the_same_numbers_come_again():
     stir()
-    state = rng.capture()
+    state = savers.capture()
     first = draw()
     draw()
-    rng.restore(state)
+    savers.restore(state)
     assert draw() == first
 
 
 def test_capturing_draws_nothing():
-    state = rng.capture()
+    state = savers.capture()
     first = draw()
-    rng.restore(state)
-    rng.capture()
+    savers.restore(state)
+    savers.capture()
     assert draw() == first
 
 
 def test_the_state_survives_a_weights_only_file(tmp_path):
     stir()
-    torch.save(rng.capture(), tmp_path / "rng.pt")
+    torch.save(savers.capture(), tmp_path / "rng.pt")
     first = draw()
-    rng.restore(torch.load(tmp_path / "rng.pt", weights_only=True))
+    savers.restore(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert draw() == first
 
 
@@ -51,9 +51,9 @@ def test_another_bit_generator_of_numpy_is_kept(tmp_path):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(3))
-        torch.save(rng.capture(), tmp_path / "rng.pt")
+        torch.save(savers.capture(), tmp_path / "rng.pt")
         first = draw()
-        rng.restore(torch.load(tmp_path / "rng.pt", weights_only=True))
+        savers.restore(torch.load(tmp_path / "rng.pt", weights_only=True))
         assert draw() == first
     finally:
         np.random.set_bit_generator(before)
@@ -61,10 +61,10 @@ def test_another_bit_generator_of_numpy_is_kept(tmp_path):
 
 def test_a_missing_gpu_is_a_warning(caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rng.restore(rng.capture() | {"cuda": torch.zeros(16, dtype=torch.uint8), "from the future": 1})
+    savers.restore(savers.capture() | {"cuda": torch.zeros(16, dtype=torch.uint8), "from the future": 1})
     assert "no GPU" in caplog.text
 
 
 def test_a_strange_state_is_an_error():
     with pytest.raises(KeyError):
-        rng.restore({})
+        savers.restore({})

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.worker.ddp import settle_order_of_gradients
+from slurmft.worker.session import settle_order_of_gradients
 
 
 @pytest.fixture(autouse=True)

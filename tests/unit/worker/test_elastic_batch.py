@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slurmft.agent.environment import worker_environment
-from slurmft.config.config import validate
-from slurmft.ipc.calls import StartWorkers
-from slurmft.worker.batches import Batches
+from slurmft.config.run import validate
+from slurmft.ipc.messages import StartWorkers
+from slurmft.worker.session import Batches
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.worker.metrics import MetricsLog
+from slurmft.worker.saves import MetricsLog
 
 
 def curve(folder: Path) -> list[tuple[int, float | None]]:
@@ -67,7 +67,7 @@ def test_an_attempt_that_was_replaced_writes_no_more(tmp_path: Path, monkeypatch
 
 
 def test_lines_wait_for_a_disk_that_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slurmft.worker import metrics as module
+    from slurmft.worker import saves as module
 
     real, refused = module.append_lines, list[int]()
 
@@ -88,7 +88,7 @@ def test_lines_wait_for_a_disk_that_refuses_them(tmp_path: Path, monkeypatch: py
 def test_a_step_costs_little_and_a_filesystem_that_hangs_costs_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurmft.worker import metrics as module
+    from slurmft.worker import saves as module
 
     monkeypatch.setattr(module, "append_lines", lambda *_: time.sleep(30))
     metrics = MetricsLog(tmp_path)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
-from slurmft.policy.timing.checkpoint_interval import FailureHistory, mtbf_s, plan
-from slurmft.worker.pacing import SavePace
+from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.policy.interval import FailureHistory, mtbf_s, plan
+from slurmft.worker.saves import SavePace
 
 S = 1_000_000_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.worker.schedule import SaveSchedule
+from slurmft.worker.saves import SaveSchedule
 
 
 def saves(interval: int, start: int, until: int, fails: set[int] | None = None) -> list[int]:

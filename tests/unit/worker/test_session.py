@@ -20,10 +20,9 @@ from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
 from slurmft.errors import UsageError
-from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State, StopAction
-from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, base_of, tick_of
-from slurmft.trainer.gradients import OpenGradients
-from slurmft.trainer.savers import SAVERS
+from slurmft.ipc.pages import NOTHING, Page, Slot, State, StopAction
+from slurmft.policy.stop import END, NEVER, NOT_STARTED, base_of, tick_of
+from slurmft.trainer.savers import SAVERS, OpenGradients
 from slurmft.worker.session import PlannedStop, Session, checkpoint_dir_of, start_session
 
 WAIT_S = 10.0
@@ -423,7 +422,7 @@ def test_a_handler_that_calls_the_one_before_it_is_called_once():
 ENDS = """
 import os, signal, sys
 from slurmft.worker.session import start_session
-from slurmft.ipc.pages.heartbeat import Page, Slot, State
+from slurmft.ipc.pages import Page, Slot, State
 from pathlib import Path
 
 def loop(session, inside=lambda: None):

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.ipc.pages.heartbeat import Page, Slot, State
-from slurmft.ipc.pages.section_stack import open_sections
-from slurmft.policy.timing.stop import END
+from slurmft.ipc.pages import Page, Slot, State, open_sections
+from slurmft.policy.stop import END
 from slurmft.worker.session import Session, start_session
 
 INTERVAL_STEPS = 2

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from slurmft.ipc.pages.heartbeat import Page, Slot
+from slurmft.ipc.pages import Page, Slot
 from slurmft.worker.session import Session, start_session
 
 LONG_S, SHORT_S = 0.2, 0.06

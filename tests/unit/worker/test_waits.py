@@ -60,17 +60,17 @@ WAITS = {
         CUDA, "test_a_capture_is_looked_for_on_its_own_device"),
     # saves, loads, digests
     "values are put in order on the stream of the copies": (
-        "checkpoint/staging/copying.py", "device, _pieces_of(device, pairs, base), within_s",
+        "checkpoint/snapshots.py", "device, _pieces_of(device, pairs, base), within_s",
         "device, list(_pieces_of(device, pairs, base)), within_s",
         DEVICE, "test_values_are_put_in_order_before_they_are_copied"),
     "copies from every device are waited for": (
-        "checkpoint/staging/copying.py", "        for device in devices:\n", "        for device in devices[:1]:\n",
+        "checkpoint/snapshots.py", "        for device in devices:\n", "        for device in devices[:1]:\n",
         DEVICE, "test_a_model_on_two_devices_is_waited_for_and_copied_on_both"),
     "a save waits for the device": (
-        "checkpoint/format/flat_state.py", "    if settles:\n        settle(trainee.model.parameters())\n", "",
+        "checkpoint/flat_state.py", "    if settles:\n        settle(trainee.model.parameters())\n", "",
         DEVICE, "test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it"),
     "a save asks for that wait": (
-        "checkpoint/format/flat_state.py", "rank=rank, settles=True)", "rank=rank)",
+        "checkpoint/flat_state.py", "rank=rank, settles=True)", "rank=rank)",
         DEVICE, "test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it"),
     "a save waits for the device before it takes the lock": (
         "checkpoint/manager.py", "            prepared = self._snapshots.prepare(captured(),",
@@ -81,44 +81,44 @@ WAITS = {
         "checkpoint/loading.py", "        settle(self.trainee.model.parameters())", "        ",
         DEVICE, "test_an_update_that_was_asked_for_before_a_load_does_not_change_what_is_loaded"),
     "a digest waits for the device": (
-        "worker/checks/digest.py", "    settle(model.parameters())", "    ",
+        "worker/digests.py", "    settle(model.parameters())", "    ",
         DEVICE, "test_a_digest_is_of_what_the_host_has_asked_for"),
     # pinned memory
     "the pinning thread sets its device": (
-        "checkpoint/staging/pinning.py", "        self._device.use()\n", "",
+        "checkpoint/snapshots.py", "        self._device.use()\n", "",
         DEVICE, "test_memory_is_pinned_piece_by_piece_and_let_go"),
     "pinning lets the training's copies go first": (
-        "checkpoint/staging/pinning.py", "            self._may_go_on.wait()\n", "",
+        "checkpoint/snapshots.py", "            self._may_go_on.wait()\n", "",
         DEVICE, "test_nothing_is_pinned_while_the_training_waits_for_a_copy"),
     "a save's copy asks for that": (
-        "checkpoint/staging/arena.py", "        self._may_warm.clear()\n", "",
+        "checkpoint/snapshots.py", "        self._may_warm.clear()\n", "",
         DEVICE, "test_the_copy_of_a_save_keeps_the_pinning_waiting"),
     "memory that is let go is not pinned first": (
-        "checkpoint/staging/pinning.py", "            if not self._is_wanted:\n                return None\n", "",
+        "checkpoint/snapshots.py", "            if not self._is_wanted:\n                return None\n", "",
         DEVICE, "test_a_place_that_is_wanted_anew_is_not_pinned_first"),
     "memory is let go before it is mapped anew": (
-        "checkpoint/staging/arena.py", "            self._pinned.release()\n", "",
+        "checkpoint/snapshots.py", "            self._pinned.release()\n", "",
         DEVICE, "test_the_places_of_a_run_are_pinned_beside_the_training_and_let_go_with_it"),
     "letting go waits for the pinning thread": (
-        "checkpoint/staging/pinning.py", "        self._may_go_on.set()\n        self._thread.join()\n",
+        "checkpoint/snapshots.py", "        self._may_go_on.set()\n        self._thread.join()\n",
         "        self._may_go_on.set()\n",
         DEVICE, "test_nothing_is_pinned_after_it_was_let_go"),
     # stragglers
     "a span is read when its end has come": (
-        "worker/stragglers/device_time.py", "while self._under_way and self._events[self._under_way[0][0]][3].query():",
+        "worker/stragglers.py", "while self._under_way and self._events[self._under_way[0][0]][3].query():",
         "while self._under_way:", TIMER, "test_spans_on_a_device_are_read_when_it_is_done"),
     "a span's events are used again when it was read": (
-        "worker/stragglers/device_time.py", "self._free.pop() if self._free else None",
+        "worker/stragglers.py", "self._free.pop() if self._free else None",
         "self._free.pop() if self._free else 0", TIMER, "test_spans_on_a_device_are_read_when_it_is_done"),
     "no event of a wait becomes part of a graph": (
-        "worker/stragglers/device_time.py", "if self._waits == 0 and not self._device.is_capturing():",
+        "worker/stragglers.py", "if self._waits == 0 and not self._device.is_capturing():",
         "if self._waits == 0:", TIMER, "test_no_event_of_a_span_becomes_part_of_a_graph"),
     # the check of a GPU
     "its products are timed until they are done": (
-        "worker/checks/gpu_check.py", "        _wait(device)\n", "",
+        "worker/gpu_check.py", "        _wait(device)\n", "",
         "worker/checks/test_gpu_check.py", "test_products_are_timed_until_the_device_is_done"),
     "the GPU that is checked is waited for": (
-        "worker/checks/gpu_check.py", "        torch.cuda.synchronize(device)\n", "        pass\n",
+        "worker/gpu_check.py", "        torch.cuda.synchronize(device)\n", "        pass\n",
         "worker/checks/test_gpu_check.py", "test_it_waits_for_the_gpu_that_is_checked"),
     # just in time
     "the thread that keeps a step sets its device": (
@@ -128,7 +128,7 @@ WAITS = {
         "checkpoint/just_in_time.py", "stack.enter_context(self._on_device.device.beside())", "pass",
         RESCUE, "test_what_reads_a_number_from_the_device_does_not_wait_for_the_collective"),
     "a copy that does not end is given up": (
-        "checkpoint/staging/snapshots.py", "identity, within_s=DEVICE_S)", "identity, within_s=None)",
+        "checkpoint/snapshots.py", "identity, within_s=DEVICE_S)", "identity, within_s=None)",
         RESCUE, "test_a_copy_that_does_not_end_is_given_up"),
     "the beginning of an update is marked": (
         "checkpoint/just_in_time.py", "                self._on_device.state_changes()\n            self._tell()\n",
@@ -148,26 +148,26 @@ WAITS = {
         "                self._on_device.boundary(step, self._trainee)\n                self._copy_buffers()\n",
         RESCUE, "test_buffers_are_of_the_step_wherever_the_device_stands"),
     "the end of a step is marked": (
-        "checkpoint/staging/device_steps.py", "[*self._updates, self._recorded()], []", "[*self._updates], []",
+        "checkpoint/just_in_time.py", "[*self._updates, self._recorded()], []", "[*self._updates], []",
         RESCUE, "test_buffers_are_of_the_step_wherever_the_device_stands"),
     "a step is kept when its events have come": (
-        "checkpoint/staging/device_steps.py", "        return all(event.query() for event in self.events)\n",
+        "checkpoint/just_in_time.py", "        return all(event.query() for event in self.events)\n",
         "        return True\n",
         RESCUE, "test_where_the_host_waits_in_the_step_that_hangs_the_one_before_is_kept or however_far"),
     "an update behind the step is looked at": (
-        "checkpoint/staging/device_steps.py", "if any(event.query() for event in one.left) or any(", "if any(",
+        "checkpoint/just_in_time.py", "if any(event.query() for event in one.left) or any(", "if any(",
         RESCUE, "test_an_update_that_is_half_done_is_not_kept"),
     "later steps are looked at": (
-        "checkpoint/staging/device_steps.py", " or any(each.has_begun() for each in later):", ":",
+        "checkpoint/just_in_time.py", " or any(each.has_begun() for each in later):", ":",
         RESCUE, "test_the_end_of_a_later_step_on_another_stream_leaves_nothing_to_trust"),
     "the device is looked at once more before the copy": (
         "checkpoint/just_in_time.py", "                check()\n", "",
         RESCUE, "test_nothing_is_copied_where_the_device_has_gone_on_before"),
     "the device is looked at after the copy": (
-        "checkpoint/staging/device_steps.py", "        if self.newest() is not step:\n", "        if False:\n",
+        "checkpoint/just_in_time.py", "        if self.newest() is not step:\n", "        if False:\n",
         RESCUE, "test_an_update_that_begins_during_the_copy_is_not_kept"),
     "that look is asked for": (
-        "checkpoint/staging/snapshots.py", "        check()\n", "",
+        "checkpoint/snapshots.py", "        check()\n", "",
         RESCUE, "test_an_update_that_begins_during_the_copy_is_not_kept"),
     "the steps before a load are forgotten": (
         "checkpoint/just_in_time.py",
@@ -186,7 +186,7 @@ WAITS = {
         "worker/groups.py", "    SAVERS.forget()\n", "",
         "worker/test_groups.py", "test_nothing_is_kept_of_what_a_device_computes_behind_an_abort"),
     "the next workers wait for the memory of those before": (
-        "agent/gpus.py", "max(1.0, deadline - time.monotonic())) & set(pids):",
+        "agent/workers.py", "max(1.0, deadline - time.monotonic())) & set(pids):",
         "max(1.0, deadline - time.monotonic())) & set():",
         "agent/test_gpus.py", "test_the_next_workers_wait_until_the_memory_of_those_before_is_free"),
     "they begin behind that wait": (

@@ -21,16 +21,14 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from slurmft.checkpoint.format import image
-from slurmft.checkpoint.format.damage import Damage, Damaged
-from slurmft.checkpoint.format.dcp_metadata import metadata_bytes
-from slurmft.checkpoint.format.flat_keys import flatten, key_of, unflatten
-from slurmft.checkpoint.format.flat_state import FlatState, capture
-from slurmft.checkpoint.format.image import Layout, NoRoom, spread
-from slurmft.checkpoint.format.objects import ObjectPacker, from_bytes
-from slurmft.checkpoint.format.reading import Box, Source, Stored, Target
-from slurmft.checkpoint.format.shard_index import image_file, index_file, read_index, verified_index
-from slurmft.checkpoint.restore import prepare
+from slurmft.checkpoint import image as checkpoint_image
+from slurmft.checkpoint.dcp_metadata import metadata_bytes
+from slurmft.checkpoint.flat_keys import flatten, key_of, unflatten
+from slurmft.checkpoint.flat_state import FlatState, capture
+from slurmft.checkpoint.image import Layout, NoRoom, ObjectPacker, from_bytes, spread
+from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, read_index, verified_index
+from slurmft.checkpoint.loading import prepare
+from slurmft.checkpoint.reading import Box, Source, Stored, Target
 from slurmft.checkpoint.state import Trainee
 from slurmft.errors import CheckpointError, StorageError, UsageError
 
@@ -175,10 +173,12 @@ def test_without_skip_data_the_archive_has_the_same_form(sizes, monkeypatch):
     def refused(*_arguments, **_more):
         raise RuntimeError("not in this version")
 
-    usual = image._archive(torch.float32, sizes)
-    monkeypatch.setattr(image, "_archive", image._archive.__wrapped__)  # what is known is not looked up
-    monkeypatch.setattr(image, "skip_data", refused)
-    other = image._archive(torch.float32, sizes)
+    usual = checkpoint_image._archive(torch.float32, sizes)
+    monkeypatch.setattr(
+        checkpoint_image, "_archive", checkpoint_image._archive.__wrapped__
+    )  # what is known is not looked up
+    monkeypatch.setattr(checkpoint_image, "skip_data", refused)
+    other = checkpoint_image._archive(torch.float32, sizes)
     assert (len(other.head), other.data_bytes, len(other.tail)) == (len(usual.head), usual.data_bytes, len(usual.tail))
     values = torch.arange(other.data_bytes, dtype=torch.uint8)
     for archive in (usual, other):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.checkpoint.format.plain_state import MAX_JSON_TENSOR_BYTES, TAG, as_json, as_plain, original
+from slurmft.checkpoint.state import MAX_JSON_TENSOR_BYTES, TAG, as_json, as_plain, original
 from slurmft.errors import CheckpointError
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

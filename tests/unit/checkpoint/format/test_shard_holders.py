@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.checkpoint.format.damage import Damaged
-from slurmft.checkpoint.format.flat_state import FlatState
-from slurmft.checkpoint.format.image import SMALL_BYTES, SPREAD_SHARDS, Layout
-from slurmft.checkpoint.format.reading import Target
-from slurmft.checkpoint.format.shard_index import (
+from slurmft.checkpoint.flat_state import FlatState
+from slurmft.checkpoint.image import SMALL_BYTES, SPREAD_SHARDS, Layout
+from slurmft.checkpoint.image_file import (
+    Damaged,
     Holders,
     Row,
     index_file,
@@ -24,6 +23,7 @@ from slurmft.checkpoint.format.shard_index import (
     stamp_of,
     write_index,
 )
+from slurmft.checkpoint.reading import Target
 from slurmft.storage.checkpoint_names import Identity
 
 SHARDS, SIZE = 8, 12

@@ -11,13 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slurmft.checkpoint.format.flat_state import FlatState
-from slurmft.checkpoint.format.image import Layout
-from slurmft.checkpoint.format.parts import WHOLE, part_of
-from slurmft.checkpoint.staging import snapshots
-from slurmft.checkpoint.staging.snapshots import Snapshots
+from slurmft.checkpoint import snapshots
+from slurmft.checkpoint.flat_state import WHOLE, FlatState, part_of
+from slurmft.checkpoint.image import Layout
+from slurmft.checkpoint.snapshots import Snapshots
 from slurmft.errors import UsageError
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 
 RANK, WORLD = 5, 8

@@ -21,11 +21,10 @@ import pytest
 from made_snapshots import KEY, stage
 from waiting import until
 
-from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.replicas.replication import Peer, send_copy
-from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
-from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.memory_folder import KEY_FILE, PEERS, announcement
+from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.replicas import PIECE_BYTES, BadCopy, Peer, Wire, send_copy
+from slurmft.policy.checkpoints import Tier
+from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, announcement
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES, PieceTags, derived_key
 from slurmft.system.files import write_json
 
@@ -33,7 +32,7 @@ SIZE = 3 * PIECE_BYTES + 12_345
 MAX_GROWTH_BYTES = 100 << 20
 KEEPER = """
 import sys
-from slurmft.checkpoint.replicas import keeper, wire
+from slurmft.checkpoint import keeper, replicas as wire
 nonce, wire.SILENCE_S, keeper.HANDSHAKE_S = sys.argv.pop(), 1.0, 1.0
 if nonce:
     wire.new_nonce = lambda: bytes.fromhex(nonce)
@@ -191,7 +190,7 @@ def between(node: Node, change: Callable[[bytes], bytes] = lambda chunk: chunk) 
 
 
 FORGED_DIGESTS = """
-from slurmft.checkpoint.replicas import slots
+from slurmft.checkpoint import replicas as slots
 slots.Verifier.feed = slots.Verifier.finish = lambda *_: None
 """
 

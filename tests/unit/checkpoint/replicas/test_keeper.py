@@ -19,14 +19,12 @@ from made_snapshots import KEY, flip_byte, stage
 from waiting import until
 from worker_variable import worker_variable
 
-from slurmft.checkpoint.replicas import keeper as keeper_module
-from slurmft.checkpoint.replicas.keeper import Keeper
-from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.replicas.replication import Peer, find_peers, key_file, send_copy
-from slurmft.checkpoint.replicas.wire import MAX_LINE_BYTES, BadCopy, Wire
-from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, PEERS, announcement
+from slurmft.checkpoint import keeper as keeper_module
+from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.keeper import Keeper
+from slurmft.checkpoint.replicas import MAX_LINE_BYTES, BadCopy, Peer, Wire, find_peers, key_file, send_copy
+from slurmft.policy.checkpoints import Tier
+from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
 
 
@@ -375,7 +373,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Node]]:
     node.peer = Peer(place=0, announcement=announcement(tmp_path, 0))
     node.announce(node.port)
     number = node.listener.fileno()
-    argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas.keeper", str(node.memory), str(number)]
+    argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(node.memory), str(number)]
     with subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL) as started:
         yield started, node
         started.kill()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from made_snapshots import flip_byte, stage
 
-from slurmft.checkpoint.replicas.local_tier import keep_local, lineage_of, local_folder
-from slurmft.checkpoint.replicas.offers import scan
+from slurmft.checkpoint.holding import scan
+from slurmft.checkpoint.replicas import keep_local, lineage_of, local_folder
 from slurmft.errors import StorageError
-from slurmft.policy.checkpoints.tiers import Tier
+from slurmft.policy.checkpoints import Tier
 
 
 def test_the_newest_two_stay_and_can_be_offered(tmp_path):

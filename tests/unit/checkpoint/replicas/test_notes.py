@@ -13,16 +13,11 @@ import torch
 from made_snapshots import KEY
 from waiting import until
 
-from slurmft.checkpoint.replicas.keeper import Keeper
-from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather
-from slurmft.checkpoint.replicas.note_sender import NoteSender
-from slurmft.checkpoint.replicas.replication import Peer, connected
-from slurmft.checkpoint.replicas.wire import BadCopy, Wire
-from slurmft.checkpoint.staging.lead_note import LeadRecord
-from slurmft.checkpoint.staging.note_file import NoteFile, read_note
-from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
-from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, PEERS, announcement
+from slurmft.checkpoint.keeper import Keeper
+from slurmft.checkpoint.note_file import NoteFile, read_note
+from slurmft.checkpoint.notes import LeadRecord, NoteSender, OwnNotes, RankRecord, gather, read_record
+from slurmft.checkpoint.replicas import BadCopy, Peer, Wire, connected
+from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
 from slurmft.trainer.savers import SAVERS
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_snapshots import stage
 
-from slurmft.checkpoint.format.shard_index import ShardIndex, read_index, write_index
-from slurmft.checkpoint.replicas.offers import (
+from slurmft.checkpoint.holding import (
     MAX_SHARDS,
     MAX_SNAPSHOTS,
     ROW_LENGTH,
@@ -26,8 +25,9 @@ from slurmft.checkpoint.replicas.offers import (
     to_row,
     tries_of,
 )
-from slurmft.checkpoint.staging.holding import holding as file_holding
-from slurmft.policy.checkpoints.tiers import Offer, Tier
+from slurmft.checkpoint.holding import holding as file_holding
+from slurmft.checkpoint.image_file import ShardIndex, read_index, write_index
+from slurmft.policy.checkpoints import Offer, Tier
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 
 

@@ -20,17 +20,14 @@ import torch
 from waiting import until
 from worker_variable import set_settings, worker_variable
 
-from slurmft.checkpoint import Catalog, CheckpointManager
-from slurmft.checkpoint.replicas import step_copies
-from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.staging import snapshots
-from slurmft.checkpoint.staging.step_places import StepPlaces
-from slurmft.checkpoint.writer.fault_points import VARIABLE
-from slurmft.ipc.pages.heartbeat import Page, Slot
-from slurmft.policy.checkpoints.step_copies import NEW_PLACES, SAMPLES
-from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import KEY_FILE, announcement
+from slurmft.checkpoint import Catalog, CheckpointManager, snapshots, step_copies
+from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.snapshots import StepPlaces
+from slurmft.checkpoint.write_requests import VARIABLE
+from slurmft.ipc.pages import Page, Slot
+from slurmft.policy.checkpoints import Tier
+from slurmft.policy.step_copies import NEW_PLACES, SAMPLES
+from slurmft.storage.checkpoint_names import KEY_FILE, Identity, announcement
 from slurmft.system.files import write_json
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.saves import PageListener
@@ -351,9 +348,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from waiting import until
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.staging import snapshots
-from slurmft.checkpoint.staging.step_places import StepPlaces
-from slurmft.ipc.pages.heartbeat import Page, Slot
+from slurmft.checkpoint import snapshots
+from slurmft.checkpoint.snapshots import StepPlaces
+from slurmft.ipc.pages import Page, Slot
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.saves import PageListener
 
@@ -416,7 +413,7 @@ class Nodes:
     def keep(self, rank: int) -> None:
         memory = self.root / f"memory of {rank}"
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas.keeper", str(memory)]
+            argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(memory)]
             number = listener.fileno()
             self.keepers.append(subprocess.Popen([*argv, str(number)], pass_fds=[number]))
             self.announce(rank, listener)

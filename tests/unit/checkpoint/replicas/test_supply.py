@@ -21,11 +21,11 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from made_snapshots import flip_byte, stage
-from slurmft.checkpoint.replicas import slots, supply
-from slurmft.checkpoint.replicas.offers import from_rows, scan, to_row
-from slurmft.checkpoint.team import Team
-from slurmft.policy.checkpoints.supply import without
-from slurmft.policy.checkpoints.tiers import Committed, choose
+from slurmft.checkpoint import replicas as slots, memory_sources as supply
+from slurmft.checkpoint.holding import from_rows, scan, to_row
+from slurmft.checkpoint.agreement import Team
+from slurmft.policy.checkpoints import without
+from slurmft.policy.checkpoints import Committed, choose
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=3,

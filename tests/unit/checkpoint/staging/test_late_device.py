@@ -15,11 +15,10 @@ import pytest
 import torch
 from late_device import Hangs, LateDevice, install
 
-from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.staging import pinning, snapshots
-from slurmft.checkpoint.staging.pinning import Budget, Pinned, in_pieces
+from slurmft.checkpoint import CheckpointManager, snapshots
+from slurmft.checkpoint.snapshots import Budget, Pinned, in_pieces
 from slurmft.trainer import streams
-from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.digests import weights_digest
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def going() -> threading.Event:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 4096)
 
 
 def written(device: LateDevice, value: float = 7.0, number: int = 5) -> torch.Tensor:

@@ -20,16 +20,14 @@ import pytest
 from staging import Memory, ended, quick_folder
 from waiting import until
 
+from slurmft.checkpoint import writer_client
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.format.shard_index import image_file, index_file, read_index
-from slurmft.checkpoint.staging.arena import Arena
-from slurmft.checkpoint.staging.holding import is_held, reading
-from slurmft.checkpoint.writer import writer_client
-from slurmft.checkpoint.writer.abandoned_saves import give_up, note_file
-from slurmft.checkpoint.writer.image_lane import POLITE_BYTES
-from slurmft.checkpoint.writer.priority import NICE
-from slurmft.checkpoint.writer.write_requests import Keep, Report, WriteRequest
-from slurmft.checkpoint.writer.writer_client import WriterClient
+from slurmft.checkpoint.holding import is_held, reading
+from slurmft.checkpoint.image_file import image_file, index_file, read_index
+from slurmft.checkpoint.snapshots import Arena
+from slurmft.checkpoint.write_requests import NICE, Keep, Report, WriteRequest
+from slurmft.checkpoint.writer import POLITE_BYTES, give_up, note_file
+from slurmft.checkpoint.writer_client import WriterClient
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
 
@@ -102,7 +100,7 @@ def test_a_client_that_is_closed_in_the_thread_of_its_own_reports_waits_for_noth
 
 def test_it_starts_quickly_and_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, slurmft.checkpoint.writer.entry, slurmft.checkpoint.writer.writer_client\n"
+        "import sys, slurmft.checkpoint.writer, slurmft.checkpoint.writer_client\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'click', 'yaml', 'filelock'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -242,7 +240,7 @@ def test_a_worker_may_end_and_take_its_memory_folder_away(memory, start):
 def test_the_writer_finishes_after_its_worker_was_killed(memory):
     code = (
         "import os, signal, sys, pickle\n"
-        "from slurmft.checkpoint.writer.writer_client import WriterClient\n"
+        "from slurmft.checkpoint.writer_client import WriterClient\n"
         "client = WriterClient()\n"
         "client.submit(pickle.loads(bytes.fromhex(sys.argv[1])))\n"
         "print(client.pid, flush=True)\n"

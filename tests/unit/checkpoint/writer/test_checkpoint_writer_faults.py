@@ -19,10 +19,9 @@ from staging import Memory, ended, quick_folder
 from waiting import until
 
 import slurmft.checkpoint
-from slurmft.checkpoint.writer import fault_points, writer_client, writer_task
-from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
-from slurmft.checkpoint.writer.write_requests import Report
-from slurmft.checkpoint.writer.writer_client import WriterClient
+from slurmft.checkpoint import write_requests, writer, writer_client
+from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, Report
+from slurmft.checkpoint.writer_client import WriterClient
 from slurmft.storage.checkpoint_names import MANIFEST
 
 ALL_POINTS = (*WRITER_POINTS, *COMMIT_POINTS)
@@ -96,9 +95,9 @@ def test_the_named_points_are_those_that_are_reached():
 
 def test_a_point_that_nobody_asked_for_does_nothing(monkeypatch):
     monkeypatch.setenv(VARIABLE, "image written=28")
-    fault_points.reached("image begun")
+    write_requests.reached("image begun")
     with pytest.raises(OSError, match="No space left"):
-        fault_points.reached("image written")
+        write_requests.reached("image written")
 
 
 @pytest.mark.parametrize(
@@ -340,5 +339,5 @@ def test_a_filesystem_that_hangs_fails_saves_and_blocks_nothing(memory, disk, cl
 
 
 def test_pauses_grow_and_stay_below_the_time_that_counts_as_a_stall():
-    assert list(writer_task.PAUSES_S) == sorted(writer_task.PAUSES_S)
-    assert writer_task.PAUSES_S[-1] < writer_client.STALL_TIMEOUT_S
+    assert list(writer.PAUSES_S) == sorted(writer.PAUSES_S)
+    assert writer.PAUSES_S[-1] < writer_client.STALL_TIMEOUT_S

@@ -13,16 +13,14 @@ import pytest
 import stored_state
 import torch
 
+from slurmft.checkpoint import writer
 from slurmft.checkpoint.catalog import read_entry
-from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE, metadata_bytes
-from slurmft.checkpoint.format.flat_state import FlatState
-from slurmft.checkpoint.format.shard_index import image_file, index_file, read_index
+from slurmft.checkpoint.dcp_metadata import METADATA_FILE, metadata_bytes
+from slurmft.checkpoint.flat_state import FlatState
+from slurmft.checkpoint.image_file import image_file, index_file, read_index
 from slurmft.checkpoint.verify import verify
-from slurmft.checkpoint.writer import committer
-from slurmft.checkpoint.writer.committer import CommitLane
-from slurmft.checkpoint.writer.progress_page import ProgressPage
-from slurmft.checkpoint.writer.write_requests import CommitOrder, WriteRequest
-from slurmft.checkpoint.writer.writer_task import Outbox, Task
+from slurmft.checkpoint.write_requests import CommitOrder, ProgressPage, WriteRequest
+from slurmft.checkpoint.writer import CommitLane, Outbox, Task
 from slurmft.system.files import write_json
 
 SHARDS = 20
@@ -69,8 +67,8 @@ def committed(folder, prepare=lambda lane: None) -> list[dict]:
     ],
 )
 def test_metadata(tmp_path, monkeypatch, before, later, is_named, is_there):
-    monkeypatch.setattr(committer, "METADATA_BYTES", before)
-    monkeypatch.setattr(committer, "LATER_METADATA_BYTES", later)
+    monkeypatch.setattr(writer, "METADATA_BYTES", before)
+    monkeypatch.setattr(writer, "LATER_METADATA_BYTES", later)
     folder = tmp_path / stored_state.IDENTITY.folder_name
     indexes = receipts(folder)
     assert [report["kind"] for report in committed(folder)] == ["committed", "pruned"]
@@ -89,8 +87,8 @@ def test_metadata(tmp_path, monkeypatch, before, later, is_named, is_there):
 def readers(request, monkeypatch) -> None:
     """Receipts of a filesystem that answers at once, and of one that lets readers wait."""
     waits = itertools.count(step=1000 if request.param == "many" else 0)
-    monkeypatch.setattr(committer, "_PROBED", 4)
-    monkeypatch.setattr(committer, "_waits", lambda: next(waits))
+    monkeypatch.setattr(writer, "_PROBED", 4)
+    monkeypatch.setattr(writer, "_waits", lambda: next(waits))
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
@@ -103,7 +101,7 @@ def readers(request, monkeypatch) -> None:
     ],
 )
 def test_a_receipt_that_is_none_is_never_committed(tmp_path, monkeypatch, limit, spoil, text):
-    monkeypatch.setattr(committer, "METADATA_BYTES", limit)
+    monkeypatch.setattr(writer, "METADATA_BYTES", limit)
     folder = tmp_path / stored_state.IDENTITY.folder_name
     receipts(folder)
     path = folder / index_file(17)
@@ -123,7 +121,7 @@ def incomplete(folder) -> None:
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_without_its_worker_a_save_is_left_when_nobody_writes_any_more(tmp_path, monkeypatch, where):
-    monkeypatch.setattr(committer, "STILL_S" if where == "here" else "STILL_ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(writer, "STILL_S" if where == "here" else "STILL_ELSEWHERE_S", 0.1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SHARDS if where == "here" else SHARDS - 1))
     folder = tmp_path / stored_state.IDENTITY.folder_name
     incomplete(folder)
@@ -136,7 +134,7 @@ def test_without_its_worker_a_save_is_left_when_nobody_writes_any_more(tmp_path,
 
 @pytest.mark.parametrize("writes", ["into the same save", "into an older one"])
 def test_without_its_worker_a_save_waits_for_whoever_writes(tmp_path, monkeypatch, writes):
-    monkeypatch.setattr(committer, "STILL_S", 2.0)
+    monkeypatch.setattr(writer, "STILL_S", 2.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SHARDS))
     folder = tmp_path / stored_state.IDENTITY.folder_name
     older = tmp_path / replace(stored_state.IDENTITY, step=1).folder_name

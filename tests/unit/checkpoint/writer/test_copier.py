@@ -11,14 +11,13 @@ import pytest
 from made_snapshots import stage
 from worker_variable import worker_variable
 
-from slurmft.checkpoint.replicas.keeper import Keeper
-from slurmft.checkpoint.replicas.local_tier import local_folder
-from slurmft.checkpoint.replicas.offers import holdings_in, scan
-from slurmft.checkpoint.replicas.replication import Sent
-from slurmft.checkpoint.writer import copier
-from slurmft.checkpoint.writer.copier import CopyLane, Staged
-from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.memory_folder import KEY_FILE, PEERS, announcement
+from slurmft.checkpoint import writer
+from slurmft.checkpoint.holding import holdings_in, scan
+from slurmft.checkpoint.keeper import Keeper
+from slurmft.checkpoint.replicas import Sent, local_folder
+from slurmft.checkpoint.writer import CopyLane, Staged
+from slurmft.policy.checkpoints import Tier
+from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, announcement
 from slurmft.system.files import write_json
 
 
@@ -73,7 +72,7 @@ def test_of_those_that_wait_the_newest_wins(tmp_path, monkeypatch):
             raise RuntimeError("a bug")
         return []
 
-    monkeypatch.setattr(copier, "send_copy", slow)
+    monkeypatch.setattr(writer, "send_copy", slow)
     lane = CopyLane(environment(tmp_path))
     lane.offer(offered(tmp_path, 1))
     deadline = time.monotonic() + 10
@@ -100,7 +99,7 @@ def test_a_run_without_copies_pays_nothing(tmp_path, changes):
 
 def test_what_does_not_work_is_logged(tmp_path, caplog, monkeypatch):
     (tmp_path / "mine").mkdir()
-    monkeypatch.setattr(copier, "find_peers", lambda _: [])
+    monkeypatch.setattr(writer, "find_peers", lambda _: [])
     (tmp_path / "a file").write_text("")
     lane = CopyLane(environment(tmp_path, local_directory=str(tmp_path / "a file")))
     lane.offer(offered(tmp_path, 1))

@@ -12,11 +12,9 @@ from made_snapshots import KEY, stage
 from waiting import until
 from worker_variable import worker_variable
 
-from slurmft.checkpoint.writer.step_copy_lane import StepCopyLane
-from slurmft.checkpoint.writer.write_requests import WriteRequest, request_from, request_line
-from slurmft.checkpoint.writer.writer_task import Outbox, Task
-from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import KEY_FILE
+from slurmft.checkpoint.write_requests import WriteRequest, request_from, request_line
+from slurmft.checkpoint.writer import Outbox, StepCopyLane, Task
+from slurmft.storage.checkpoint_names import KEY_FILE, Identity
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from slurmft.config.health import GpuLimits, HealthConfig
-from slurmft.health.leftovers import Process
-from slurmft.health.node_view import Scene
-from slurmft.health.probes import gpu, gpu_facts, gpu_work
-from slurmft.health.probes.gpu_facts import Gpu, Survey, parse_smi, survey
-from slurmft.health.probes.xid import CAUSES, judge_xids, parse_xids, xid
-from slurmft.policy.nodes.node_health import Problem, Status
+from slurmft.health import gpu
+from slurmft.health.gpu import CAUSES, Gpu, Survey, judge_xids, parse_smi, parse_xids, survey, xid
+from slurmft.health.node import Process, Scene
+from slurmft.policy.node_health import Problem, Status
 
 OK, WARNING, CRITICAL, UNKNOWN = Status
 GOOD = Gpu(index=0, uuid="GPU-a", uncorrected=0, corrected=0, pending=False, remap_failed=False, temperature_c=40.0,
@@ -64,8 +62,8 @@ def test_output_of_any_kind_is_read(text):
 
 def test_no_gpu_is_skipped_and_not_unknown(tmp_path, no_nvml):
     assert gpu.gpus(scene(tmp_path)) == []
-    assert gpu_work.gpu_compute(scene(tmp_path)) == []
-    assert gpu_work.diagnose(scene(tmp_path)) == []
+    assert gpu.gpu_compute(scene(tmp_path)) == []
+    assert gpu.diagnose(scene(tmp_path)) == []
 
 
 def test_a_gpu_that_is_expected_is_missed(tmp_path, no_nvml):
@@ -282,7 +280,7 @@ def test_the_kernel_log_is_read_from_its_device(tmp_path):
     ids=["error", "none", "well", "wrong product", "bad memory", "slow", "failed", "odd"],
 )
 def test_what_the_long_probe_found(answer, product, memory):
-    found = gpu_work.judge_work(answer, GpuLimits(matmul_min_tflops=500))
+    found = gpu.judge_work(answer, GpuLimits(matmul_min_tflops=500))
     assert [result.status for result in found] == [product, memory]
 
 
@@ -293,12 +291,12 @@ DIAG = {"DCGM Diagnostic": {"test_categories": [{"category": "Deployment", "test
 
 
 def test_what_the_diagnosis_found():
-    found = gpu_work.judge_diagnosis(DIAG)
+    found = gpu.judge_diagnosis(DIAG)
     assert (found.status, found.detail) == (CRITICAL, "Page Retirement/Row Remap: rows pending")
     good = json.loads(json.dumps(DIAG).replace("FAIL", "PASS"))
-    assert gpu_work.judge_diagnosis(good).status is OK
-    assert gpu_work.judge_diagnosis({}).status is UNKNOWN
-    assert gpu_work.judge_diagnosis({"error": "no hostengine"}).status is UNKNOWN
+    assert gpu.judge_diagnosis(good).status is OK
+    assert gpu.judge_diagnosis({}).status is UNKNOWN
+    assert gpu.judge_diagnosis({"error": "no hostengine"}).status is UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -308,14 +306,14 @@ def test_what_the_diagnosis_found():
     ids=["first", "second", "second pair", "odd one out", "alone", "two on a node"],
 )  # fmt: skip
 def test_who_is_paired_with_whom(rank, tasks, nodes, pair):
-    found = gpu_work.pair_of({"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(tasks), "SLURM_JOB_NODELIST": nodes,
+    found = gpu.pair_of({"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(tasks), "SLURM_JOB_NODELIST": nodes,
                               "SLURM_JOB_ID": "7"})  # fmt: skip
     assert (found and (found[0], found[2])) == pair
 
 
 def test_outside_of_a_step_there_is_no_pair():
-    assert gpu_work.pair_of({}) is None
-    assert gpu_work.pair_of({"SLURM_PROCID": "x", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}) is None
+    assert gpu.pair_of({}) is None
+    assert gpu.pair_of({"SLURM_PROCID": "x", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}) is None
 
 
 @pytest.mark.parametrize(
@@ -325,21 +323,21 @@ def test_outside_of_a_step_there_is_no_pair():
     ids=["well", "slow", "no partner", "wrong", "nothing"],
 )  # fmt: skip
 def test_what_a_pair_found(answer, status):
-    assert gpu_work.judge_pair(answer, 100).status is status
+    assert gpu.judge_pair(answer, 100).status is status
 
 
 @pytest.mark.soak
 def test_the_long_probes_programs_on_this_machine():
     module = [sys.executable, "-P", "-m"]
-    check = subprocess.run([*module, "slurmft.worker.checks.gpu_check", "--cpu", "--size", "128"], capture_output=True,
+    check = subprocess.run([*module, "slurmft.worker.gpu_check", "--cpu", "--size", "128"], capture_output=True,
                            text=True, timeout=120, check=True)  # fmt: skip
-    found = gpu_work.judge_work(json.loads(check.stdout), GpuLimits())
+    found = gpu.judge_work(json.loads(check.stdout), GpuLimits())
     assert [result.status for result in found] == [OK, OK]
-    pair = [subprocess.Popen([*module, "slurmft.worker.checks.pair_check", "127.0.0.1", "29877", rank],
+    pair = [subprocess.Popen([*module, "slurmft.worker.pair_check", "127.0.0.1", "29877", rank],
                              stdout=subprocess.PIPE, text=True) for rank in "01"]  # fmt: skip
     answers = [json.loads(process.communicate(timeout=120)[0]) for process in pair]
-    assert [gpu_work.judge_pair(answer, 1).status for answer in answers] == [OK, OK], answers
+    assert [gpu.judge_pair(answer, 1).status for answer in answers] == [OK, OK], answers
 
 
 def test_brief():
-    assert (gpu_facts.brief([3]), gpu_facts.brief([0, 7])) == ("GPU 3", "GPUs 0, 7")
+    assert (gpu.brief([3]), gpu.brief([0, 7])) == ("GPU 3", "GPUs 0, 7")

@@ -19,14 +19,11 @@ from slurmft.config.health import (
     MemoryLimits,
     NetworkLimits,
 )
-from slurmft.health import leftovers
+from slurmft.health import node, probes
 from slurmft.health.checker import look
-from slurmft.health.node_view import Mount, Scene, mounts
-from slurmft.health.probes import disk, filesystems, host, memory, network
-from slurmft.health.probes.disk import judge_mounts, judge_space, written_and_read
-from slurmft.health.probes.network import Link, Port
-from slurmft.health.probes.probes import PROBES
-from slurmft.policy.nodes.node_health import Status
+from slurmft.health.node import Mount, Scene, mounts
+from slurmft.health.probes import PROBES, Link, Port, judge_mounts, judge_space, written_and_read
+from slurmft.policy.node_health import Status
 from slurmft.system.isolation import Answer
 
 OK, WARNING, CRITICAL, UNKNOWN = Status
@@ -70,7 +67,7 @@ STAT = "cpu  1 2 3\ncpu0 1 2\ncpu1 1 2\nintr 5\n"
     ids=["idle", "busy", "nearly", "missing", "no numbers", "half", "nan", "inf"],
 )
 def test_load(tree, text, status):
-    assert host.load(tree({"proc/loadavg": text, "proc/stat": STAT})).status is status
+    assert probes.load(tree({"proc/loadavg": text, "proc/stat": STAT})).status is status
 
 
 def process_tree(*states: str) -> dict[str, str]:
@@ -83,15 +80,15 @@ def process_tree(*states: str) -> dict[str, str]:
     ids=["well", "stuck", "nearly stuck", "zombies", "nearly zombies"],
 )
 def test_processes(tree, states, status):
-    assert host.processes(tree(process_tree(*states))).status is status
+    assert probes.processes(tree(process_tree(*states))).status is status
 
 
 def test_no_proc_is_no_word_about_the_processes(tree):
-    assert host.processes(tree({})).status is UNKNOWN
+    assert probes.processes(tree({})).status is UNKNOWN
 
 
 def test_the_stuck_ones_are_named_with_what_they_wait_for(tree):
-    found = host.processes(tree(process_tree(*"D" * 8) | {"proc/10/wchan": "nfs_wait_bit_killable"}))
+    found = probes.processes(tree(process_tree(*"D" * 8) | {"proc/10/wchan": "nfs_wait_bit_killable"}))
     assert "10 a (b) c nfs_wait_bit_killable" in found.evidence
     assert found.remedy
 
@@ -107,7 +104,7 @@ def test_the_stuck_ones_are_named_with_what_they_wait_for(tree):
     ids=["no limit", "just booted", "old", "nearly old"],
 )
 def test_uptime(up_s, limits, status):
-    assert host.judge_uptime(up_s, limits).status is status
+    assert probes.judge_uptime(up_s, limits).status is status
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ def test_uptime(up_s, limits, status):
     ids=["right", "off", "far off", "not known", "must be known", "nan"],
 )
 def test_clock(offset, limits, status):
-    assert host.judge_clock(offset, limits).status is status
+    assert probes.judge_clock(offset, limits).status is status
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,7 @@ def test_clock(offset, limits, status):
     ids=["synchronised", "not synchronised", "no daemon", "no numbers", "nothing"],
 )  # fmt: skip
 def test_chrony(text, offset):
-    assert host.parse_chrony(text) == offset
+    assert probes.parse_chrony(text) == offset
 
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    {} kB\n"
@@ -152,17 +149,17 @@ PRESSURE = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 avg6
 )
 def test_memory(tree, available, pressure, status):
     files = {"proc/meminfo": MEMINFO.format(available), "proc/pressure/memory": PRESSURE.format(pressure)}
-    assert memory.memory(tree(files)).status is status
+    assert probes.memory(tree(files)).status is status
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 0 kB\nMemAvailable: 0 kB", "MemTotal: 5 kB"],
                          ids=["missing", "none", "half"])  # fmt: skip
 def test_memory_that_cannot_be_read(tree, text):
-    assert memory.memory(tree({"proc/meminfo": text})).status is UNKNOWN
+    assert probes.memory(tree({"proc/meminfo": text})).status is UNKNOWN
 
 
 def test_memory_below_the_critical_limit():
-    assert memory.judge_memory(0.001, None, MemoryLimits(available_critical=0.01)).status is CRITICAL
+    assert probes.judge_memory(0.001, None, MemoryLimits(available_critical=0.01)).status is CRITICAL
 
 
 def controller(number: int, ce: str, ue: str) -> dict[str, str]:
@@ -183,11 +180,11 @@ def controller(number: int, ce: str, ue: str) -> dict[str, str]:
     ids=["none", "uncorrected", "few corrected", "many corrected", "no number", "half"],
 )
 def test_ecc_errors(tree, files, status):
-    assert memory.edac(tree(files)).status is status
+    assert probes.edac(tree(files)).status is status
 
 
 def test_a_machine_without_edac_is_not_asked(tree):
-    assert memory.edac(tree({})) is None
+    assert probes.edac(tree({})) is None
 
 
 @pytest.mark.parametrize(
@@ -213,10 +210,10 @@ damaged
 
 
 def test_a_filesystem_that_the_kernel_made_read_only(tree):
-    assert disk.read_only(tree({"proc/self/mountinfo": MOUNTINFO.format("rw")})).status is OK
-    found = disk.read_only(tree({"proc/self/mountinfo": MOUNTINFO.format("ro")}))
+    assert probes.read_only(tree({"proc/self/mountinfo": MOUNTINFO.format("rw")})).status is OK
+    found = probes.read_only(tree({"proc/self/mountinfo": MOUNTINFO.format("ro")}))
     assert (found.status, found.evidence) == (CRITICAL, ("/dev/sdb1 on /data disk",))
-    assert disk.read_only(tree({"proc/self/mountinfo": ""})).status is UNKNOWN
+    assert probes.read_only(tree({"proc/self/mountinfo": ""})).status is UNKNOWN
 
 
 def test_a_folder_that_must_be_writable_and_is_not():
@@ -308,7 +305,7 @@ def test_a_filesystem_that_hangs_is_critical_and_holds_nobody_up(tmp_path):
 
 def test_each_source_of_a_shared_filesystem_is_asked_once(tree):
     found = list(mounts(tree({"proc/self/mountinfo": MOUNTINFO.format("rw")})))
-    assert [str(path) for path in filesystems.found_points(found)] == ["/home", "/scratch"]
+    assert [str(path) for path in probes.found_points(found)] == ["/home", "/scratch"]
 
 
 @pytest.mark.parametrize(
@@ -325,18 +322,18 @@ def test_each_source_of_a_shared_filesystem_is_asked_once(tree):
     ids=["well", "slow", "hangs", "died", "stale", "may not", "missing"],
 )
 def test_answers_of_filesystems(answer, status):
-    assert filesystems.judge_answers([answer], frozenset({"/must"}), FilesystemLimits()).status is status
+    assert probes.judge_answers([answer], frozenset({"/must"}), FilesystemLimits()).status is status
 
 
 def test_one_that_hangs_does_not_hide_that_others_answer():
     answers = [Answer(name="/a", value={}), Answer(name="/b", error="no answer", timed_out=True)]
-    found = filesystems.judge_answers(answers, frozenset(), FilesystemLimits())
+    found = probes.judge_answers(answers, frozenset(), FilesystemLimits())
     assert (found.status, found.detail) == (CRITICAL, "/b hangs (no answer)")
 
 
 def test_default_routes():
-    assert network.default_routes(ROUTES) == ["eth0"]
-    assert network.default_routes("") == network.default_routes("Iface\nx y\n") == []
+    assert probes.default_routes(ROUTES) == ["eth0"]
+    assert probes.default_routes("") == probes.default_routes("Iface\nx y\n") == []
 
 
 def interface(state: str = "up", flags: str = "0x1003", speed: str = "25000", errors: str = "0") -> dict[str, str]:
@@ -365,11 +362,11 @@ def interface(state: str = "up", flags: str = "0x1003", speed: str = "25000", er
          "no name", "none"],
 )  # fmt: skip
 def test_links(tree, files, limits, status):
-    assert network.links(tree(files, network=limits)).status is status
+    assert probes.links(tree(files, network=limits)).status is status
 
 
 def test_errors_are_shared_by_the_interfaces_that_have_them():
-    found = network.judge_links([Link(name="a", state="up"), Link(name="b", state="down")], NetworkLimits())
+    found = probes.judge_links([Link(name="a", state="up"), Link(name="b", state="down")], NetworkLimits())
     assert (found.status, found.detail) == (CRITICAL, "b is down")
 
 
@@ -394,26 +391,26 @@ def port(name: str = "mlx5_0/1", state: str = "ACTIVE", physical: str = "LinkUp"
     ids=["well", "no cable", "expected", "no subnet manager", "one too many", "slow", "no rate", "flaps", "gone"],
 )
 def test_infiniband(ports, limits, status):
-    assert network.judge_ports(ports, limits).status is status
+    assert probes.judge_ports(ports, limits).status is status
 
 
 def test_ports_are_read_from_sys(tree):
     folder = "sys/class/infiniband/mlx5_0/ports/1"
     files = {f"{folder}/state": "4: ACTIVE\n", f"{folder}/phys_state": "5: LinkUp\n",
              f"{folder}/rate": "400 Gb/sec (4X NDR)\n", f"{folder}/counters/link_downed": "12\n"}  # fmt: skip
-    found = network.infiniband(tree(files))
+    found = probes.infiniband(tree(files))
     assert (found.status, found.detail) == (WARNING, "mlx5_0/1 went down 12 times")
     assert found.evidence == ("mlx5_0/1: ACTIVE LinkUp 400 Gb/s",)
 
 
 def test_no_infiniband_is_not_asked_unless_it_is_expected(tree):
-    assert network.infiniband(tree({})) is None
-    assert network.infiniband(tree({}, network=NetworkLimits(infiniband_ports=1))).status is CRITICAL
+    assert probes.infiniband(tree({})) is None
+    assert probes.infiniband(tree({}, network=NetworkLimits(infiniband_ports=1))).status is CRITICAL
 
 
 def test_names(tree):
-    good = network.names(tree({}, network=NetworkLimits(resolve=("localhost",))))
-    bad = network.names(tree({}, network=NetworkLimits(resolve=("localhost", "no-such-name.invalid", "\udcff x"))))
+    good = probes.names(tree({}, network=NetworkLimits(resolve=("localhost",))))
+    bad = probes.names(tree({}, network=NetworkLimits(resolve=("localhost", "no-such-name.invalid", "\udcff x"))))
     assert (good.status, bad.status) == (OK, CRITICAL)
     assert "no-such-name.invalid" in bad.detail
     assert "localhost" not in bad.detail
@@ -438,10 +435,10 @@ def test_left_over_memory_is_proven_by_a_lock_that_nobody_holds(tree, tmp_path):
     held = os.open(shm / "slurmft-4321-live/lock", os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        found = {path.name for path, _ in leftovers.orphaned_memory(scene, uid=4321)}
+        found = {path.name for path, _ in node.orphaned_memory(scene, uid=4321)}
         assert found == {"slurmft-4321-dead", "torch_77_x_1"}
-        assert leftovers.orphaned_memory(scene, uid=1) == []
-        assert leftovers.orphaned_memory(scene) == []  # for the probe they are too young: their inode changed just now
+        assert node.orphaned_memory(scene, uid=1) == []
+        assert node.orphaned_memory(scene) == []  # for the probe they are too young: their inode changed just now
     finally:
         os.close(held)
 

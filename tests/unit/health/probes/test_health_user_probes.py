@@ -11,13 +11,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slurmft.config import config as configuration
+from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig, UserProbe
 from slurmft.errors import ConfigError
 from slurmft.health.checker import look
-from slurmft.health.node_view import Scene
-from slurmft.health.probes.user_probes import first_number, result_of_output, user_probe
-from slurmft.policy.nodes.node_health import Status, drain_reason
+from slurmft.health.node import Scene
+from slurmft.health.probes import first_number, result_of_output, user_probe
+from slurmft.policy.node_health import Status, drain_reason
 
 PROBE = UserProbe(command=("probe",))
 OK, WARNING, CRITICAL, UNKNOWN = Status

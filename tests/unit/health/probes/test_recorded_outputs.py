@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.agent.gpus import gpu_uuids, own_device, pids_on_gpus
+from slurmft.agent.workers import gpu_uuids, own_device, pids_on_gpus
 from slurmft.config.health import HealthConfig
-from slurmft.health.node_view import Scene
-from slurmft.health.probes import gpu, gpu_facts
-from slurmft.health.probes.gpu_facts import parse_remapped_rows, parse_smi
-from slurmft.health.probes.xid import judge_xids, parse_xids
-from slurmft.policy.nodes.node_health import Status
-from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.health import gpu
+from slurmft.health.gpu import judge_xids, parse_remapped_rows, parse_smi, parse_xids
+from slurmft.health.node import Scene
+from slurmft.policy.node_health import Status
+from slurmft.policy.symptoms import cause_of_log, cause_of_text
+from slurmft.policy.verdict import Cause
 
 OK, WARNING, CRITICAL, UNKNOWN = Status
 COMMUNICATION, DEVICE_MEMORY = Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_MEMORY
@@ -30,7 +29,7 @@ COMMUNICATION, DEVICE_MEMORY = Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_ME
 
 def row(index: int = 0, **fields: str) -> str:
     """A row of an A100; ``[N/A]`` for what it has not."""
-    known = {name: "0" for name in gpu_facts._SMI_FIELDS} | {
+    known = {name: "0" for name in gpu._SMI_FIELDS} | {
         "index": str(index), "uuid": f"GPU-{index}", "name": "NVIDIA A100-SXM4-80GB", "pci.bus_id": "00000000:07:00.0",
         "retired_pages.pending": "[N/A]", "temperature.gpu": "31",
         "clocks_throttle_reasons.active": "0x0000000000000001", "pcie.link.width.current": "16",

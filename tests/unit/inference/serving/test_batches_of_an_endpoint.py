@@ -14,8 +14,8 @@ from aiohttp import web
 from serving_world import TOKEN, World, run, serving
 from waiting import until_async
 
-from slurmft.inference.serving import batches
-from slurmft.inference.serving.batches import Batches, form_in
+from slurmft.inference import batches
+from slurmft.inference.batches import Batches, form_in
 
 CHAT = "/v1/chat/completions"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import UsageError
-from slurmft.inference.serving.endpoint import headers_file, prepare, token_of
+from slurmft.inference.endpoint import headers_file, prepare, token_of
 from slurmft.system.token_file import token_in
 
 

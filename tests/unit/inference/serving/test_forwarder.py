@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress
-from slurmft.inference.serving.forwarder import Forwarder
+from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
+from slurmft.inference.forwarder import Forwarder
 
 
 async def router(name: str) -> asyncio.Server:

@@ -12,9 +12,8 @@ import pytest
 from serving_world import KEY, answers, run, serving
 from waiting import until_async
 
-from slurmft.inference.serving.driver import unix_connection
-from slurmft.inference.serving.gate import STRANGERS_PER_ADDRESS, Gate
-from slurmft.inference.serving.handshake import CONTROL, REQUESTS, NotTheGate, knock
+from slurmft.inference.gate import CONTROL, REQUESTS, STRANGERS_PER_ADDRESS, Gate, NotTheGate, knock
+from slurmft.inference.serving_driver import unix_connection
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES
 
 
@@ -125,7 +124,7 @@ def test_requests_are_counted_once_also_those_of_a_router_that_is_gone() -> None
 
 def test_a_router_that_falls_silent_has_nothing_in_flight_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the replica would be taken for one that hangs: the connection of a dead node does not end by itself."""
-    monkeypatch.setattr("slurmft.inference.serving.gate.SILENT_S", 1.0)
+    monkeypatch.setattr("slurmft.inference.gate.SILENT_S", 1.0)
 
     async def work() -> None:
         gate = Gate(KEY, refuse)
@@ -145,7 +144,7 @@ def test_a_router_that_falls_silent_has_nothing_in_flight_any_more(monkeypatch: 
 
 
 def test_a_router_that_waits_for_a_long_answer_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmft.inference.serving.gate.SILENT_S", 1.0)
+    monkeypatch.setattr("slurmft.inference.gate.SILENT_S", 1.0)
 
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=2.5)}) as world:

@@ -14,8 +14,8 @@ import pytest
 from serving_world import KEY, TOKEN, Engine, Handle, World, answers, run, serving, streams
 from waiting import until_async
 
-from slurmft.inference.serving.gate import Gate
-from slurmft.policy.strangers import Strangers
+from slurmft.inference.gate import Gate
+from slurmft.policy.values import Strangers
 
 SHOWN = f"Host: h\r\nAuthorization: Bearer {TOKEN}\r\n"
 GET, POST = f"GET /v1/x HTTP/1.1\r\n{SHOWN}", f"POST /v1/x HTTP/1.1\r\n{SHOWN}"

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, run, serving
 
-from slurmft.inference.serving.batches import Batches
+from slurmft.inference.batches import Batches
 
 TABLE = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
 A, H = f"Authorization: Bearer {TOKEN}\r\n", "Host: h.example:1\r\n"

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from serving_world import Handle, World, run, serving
 
-from slurmft.policy.inference.poison import has_crashed, poisonous
+from slurmft.policy.inference import has_crashed, poisonous
 
 POISON = b'{"prompt": "POISON"}'
 

@@ -14,8 +14,8 @@ from serving_world import TOKEN, World, answers, never, run, serving, streams
 from waiting import until_async
 from yarl import URL
 
-from slurmft.inference.serving import access_log
-from slurmft.inference.serving.access_log import AccessLog
+from slurmft.inference import router
+from slurmft.inference.router import AccessLog
 
 PARTS = [f"data: {number}\n\n".encode() for number in range(5)]
 
@@ -245,7 +245,7 @@ def test_the_access_log_has_a_line_for_each_request(tmp_path: Path) -> None:
 def test_an_access_log_that_cannot_be_written_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(access_log, "MOST_BYTES", 300)
+    monkeypatch.setattr(router, "MOST_BYTES", 300)
 
     async def work() -> None:
         async with serving({"a": answers("a")}) as world:

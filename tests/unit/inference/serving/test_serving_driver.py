@@ -10,10 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from slurmft.inference.driver import EXIT_SICK, SETTINGS_VARIABLE
-from slurmft.inference.replica import ReplicaSettings
-from slurmft.inference.serving.endpoint import key_of, prepare
-from slurmft.inference.serving.handshake import REQUESTS, knock
+from slurmft.inference.driver import EXIT_SICK, SETTINGS_VARIABLE, ReplicaSettings
+from slurmft.inference.endpoint import key_of, prepare
+from slurmft.inference.gate import REQUESTS, knock
 
 LINGERS = """
 import sys, time
@@ -51,7 +50,7 @@ def test_an_engine_that_lives_behind_a_closed_port_is_ended(tmp_path: Path) -> N
 
     async def main() -> int:
         environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
-        argv = [sys.executable, "-m", "slurmft.inference.serving.driver"]
+        argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
         async with asyncio.timeout(60), await asyncio.start_unix_server(hear, tmp_path / "s"):
             driver = await asyncio.create_subprocess_exec(*argv, env=environment)
             port = await ports.get()

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.inference.replica_health import AutoRestartManager
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster
-from slurmft.inference.serving.roster import Roster
-from slurmft.ipc.calls import Call, Members, ReplicaPlace
-from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RouterPhase
+from slurmft.inference.roster import Roster
+from slurmft.ipc.messages import Call, Members, ReplicaDied, ReplicaPhase, ReplicaPlace, RouterPhase
 
 
 class Cluster:

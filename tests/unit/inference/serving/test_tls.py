@@ -17,14 +17,12 @@ import openai
 import pytest
 from serving_world import KEY, TOKEN, run
 
-from slurmft.config.inference import InferenceConfig
-from slurmft.config.serving import ServingConfig
+from slurmft.config.inference import InferenceConfig, ServingConfig
 from slurmft.errors import UsageError
-from slurmft.inference.serving.certificates import context_for, prepare_authority
-from slurmft.inference.serving.endpoint import ca_file, prepare, token_of
-from slurmft.inference.serving.listener import RouterServer
-from slurmft.inference.serving.router import Router
-from slurmft.policy.strangers import Strangers
+from slurmft.inference.certificates import context_for, prepare_authority
+from slurmft.inference.endpoint import ca_file, prepare, token_of
+from slurmft.inference.router import Router, RouterServer
+from slurmft.policy.values import Strangers
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(co
 def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
     config: InferenceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurmft.inference.serving.listener.HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("slurmft.inference.router.HANDSHAKE_S", 0.2)
 
     async def work() -> None:
         async with listening(config) as (_, port):

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from slurmft.ipc.pages.heartbeat import MAGIC_V2, NOTHING, SIZE_BYTES, Page, Slot, State
-from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED
+from slurmft.ipc.pages import HEARTBEAT_SIZE_BYTES, MAGIC_V2, NOTHING, Page, Slot, State
+from slurmft.policy.stop import END, NEVER, NOT_STARTED
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def test_a_new_page_says_that_nothing_happened_yet(page):
 
 def test_every_field_has_a_place_of_its_own_on_the_page():
     assert len({int(slot) for slot in Slot}) == len(Slot.__members__), "two names of one slot would be one field"
-    assert max(Slot) < SIZE_BYTES // 8
+    assert max(Slot) < HEARTBEAT_SIZE_BYTES // 8
 
 
 def test_a_page_is_for_the_user_alone(page, tmp_path):
     path = tmp_path / "rank-3"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.stat().st_size == SIZE_BYTES
+    assert path.stat().st_size == HEARTBEAT_SIZE_BYTES
 
 
 def test_both_sides_see_each_others_stores(page, tmp_path):
@@ -55,7 +55,7 @@ def test_both_sides_see_each_others_stores(page, tmp_path):
 
 def test_another_process_sees_them_too(page, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from slurmft.ipc.pages.heartbeat import Page, Slot\n"
+        "import sys; from pathlib import Path; from slurmft.ipc.pages import Page, Slot\n"
         "page = Page.attach(Path(sys.argv[1])); page[Slot.STEP] = page[Slot.RANK] * 10; print(page[Slot.PID])\n"
     )
     result = subprocess.run(
@@ -98,7 +98,9 @@ def test_a_time_is_in_nanoseconds(page):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\0" * 8, b"\0" * SIZE_BYTES, b"x" * SIZE_BYTES], ids=["empty", "short", "zeros", "other"]
+    "content",
+    [b"", b"\0" * 8, b"\0" * HEARTBEAT_SIZE_BYTES, b"x" * HEARTBEAT_SIZE_BYTES],
+    ids=["empty", "short", "zeros", "other"],
 )
 def test_what_is_no_page_is_refused(tmp_path, content):
     (tmp_path / "page").write_bytes(content)
@@ -107,10 +109,10 @@ def test_what_is_no_page_is_refused(tmp_path, content):
 
 
 def test_what_is_no_page_is_not_written_to(tmp_path):
-    (tmp_path / "page").write_bytes(b"x" * SIZE_BYTES)
+    (tmp_path / "page").write_bytes(b"x" * HEARTBEAT_SIZE_BYTES)
     with pytest.raises(ValueError, match="heartbeat page"):
         Page.attach(tmp_path / "page")
-    assert (tmp_path / "page").read_bytes() == b"x" * SIZE_BYTES
+    assert (tmp_path / "page").read_bytes() == b"x" * HEARTBEAT_SIZE_BYTES
 
 
 def test_no_page_is_an_oserror(tmp_path):

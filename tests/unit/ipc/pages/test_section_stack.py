@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.ipc.pages.heartbeat import Page, Slot
-from slurmft.ipc.pages.section_stack import (
+from slurmft.ipc.pages import (
     DEPTH,
     ELSEWHERE,
     MAX_NAME_BYTES,
     MAX_NAMES,
     OTHERS,
+    Page,
     Phase,
     SectionStack,
+    Slot,
     open_sections,
-    plain_name,
+    plain_stack_name,
 )
 
 
@@ -153,13 +154,13 @@ def test_names_that_are_made_up_anew_each_time_do_not_fill_the_memory(page, stac
 def test_any_name_has_a_printable_form_that_fits(page, stack, name, shown):
     with stack.section(name):
         assert names(page) == [shown]
-    assert plain_name(plain_name(name)) == plain_name(name)
+    assert plain_stack_name(plain_stack_name(name)) == plain_stack_name(name)
 
 
 @given(name=st.text(max_size=100))
 @settings(deadline=None)
 def test_a_plain_name_fits_and_is_printable(name):
-    plain = plain_name(name)
+    plain = plain_stack_name(name)
     assert plain.isprintable()
     assert 0 < len(plain.encode()) <= MAX_NAME_BYTES
 
@@ -246,8 +247,8 @@ def test_the_page_shows_what_a_list_would(operations):
 WRITER = """
 import sys
 from pathlib import Path
-from slurmft.ipc.pages.heartbeat import Page
-from slurmft.ipc.pages.section_stack import SectionStack
+from slurmft.ipc.pages import Page
+from slurmft.ipc.pages import SectionStack
 stack = SectionStack(Page.attach(Path(sys.argv[1])))
 sections = [stack.section(f"{letter}{level}") for letter in "ab" for level in range(4)]
 print("ready", flush=True)

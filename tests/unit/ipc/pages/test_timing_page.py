@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent.stragglers import MIN_SAMPLES, TimingReports
+from slurmft.agent.agent import MIN_SAMPLES, TimingReports
 from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, encoded
-from slurmft.ipc.pages.timing_page import (
+from slurmft.ipc.messages import RankTimings, TimingsReport, parse_report
+from slurmft.ipc.pages import (
     CPU,
     MAX_NAME,
     MAX_SECTIONS,
     RING,
-    SIZE_BYTES,
+    TIMING_PAGE_SIZE_BYTES,
     TIMING_PAGE_VARIABLE,
     TimingPage,
-    plain_name,
+    plain_timing_name,
 )
-from slurmft.ipc.reports import RankTimings, TimingsReport, parse_report
 
 
 @pytest.fixture
@@ -84,12 +84,14 @@ def test_there_is_room_for_so_many_sections(page):
     ],
 )
 def test_names_are_made_plain(page, name, plain):
-    assert plain_name(name) == plain
+    assert plain_timing_name(name) == plain
     put(page, name, 1)
     assert page.newest({}, 1) == {plain: [1]}
 
 
-@pytest.mark.parametrize("content", [b"", b"x", bytes(SIZE_BYTES), b"\xff" * SIZE_BYTES], ids=len)
+@pytest.mark.parametrize(
+    "content", [b"", b"x", bytes(TIMING_PAGE_SIZE_BYTES), b"\xff" * TIMING_PAGE_SIZE_BYTES], ids=len
+)
 def test_a_file_that_is_no_page_is_refused(tmp_path, content):
     (tmp_path / "page").write_bytes(content)
     with pytest.raises((ValueError, OSError)):
@@ -99,11 +101,11 @@ def test_a_file_that_is_no_page_is_refused(tmp_path, content):
 def test_a_page_full_of_nonsense_harms_no_reader(page, tmp_path):
     raw = bytearray((tmp_path / "page").read_bytes())
     raw[24:] = b"\xff\xfe\x7f\x00\x80" * (len(raw) // 5)
-    (tmp_path / "page").write_bytes(raw[:SIZE_BYTES])
+    (tmp_path / "page").write_bytes(raw[:TIMING_PAGE_SIZE_BYTES])
     other = TimingPage.attach(tmp_path / "page")
     other.counts()
     assert all(duration > 0 for durations in other.newest({}, 3).values() for duration in durations)
-    assert plain_name(other.role) == other.role or other.role == ""
+    assert plain_timing_name(other.role) == other.role or other.role == ""
     other.close()
 
 
@@ -171,7 +173,7 @@ def test_a_report_of_another_shape_closes_its_connection(ranks):
 
 WORKER = """
 import os, sys, time
-from slurmft.worker.stragglers.stragglers import StragglerDetector
+from slurmft.worker.stragglers import StragglerDetector
 detector = StragglerDetector.from_environment()
 detector.set_role("stage 0")
 data = detector.section("data")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import slurmft
-from slurmft.config.config import RunConfig, validate
-from slurmft.operations.site.container_trial import look_at_container
-from slurmft.policy.site.doctor import ContainerFacts, Finding, Level, judge_container
-from slurmft.scheduler.containers import names_option
+from slurmft.config.run import RunConfig, validate
+from slurmft.operations.site import look_at_container
+from slurmft.policy.site import ContainerFacts, Finding, Level, judge_container
+from slurmft.scheduler.slurm import names_option
 
 # parts of the output of srun --help, of 22.05 and of one with pyxis
 SRUN = """Parallel run options:

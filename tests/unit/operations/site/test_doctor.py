@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.operations.site import doctor as diagnosing
-from slurmft.operations.site.doctor import try_folder
-from slurmft.policy.site.doctor import (
+from slurmft.operations import site as diagnosing
+from slurmft.operations.site import try_folder
+from slurmft.policy.site import (
     AdminFacts,
     FolderFacts,
     Level,
@@ -31,7 +31,7 @@ from slurmft.policy.site.doctor import (
     requeue_delay_s,
     seconds_of,
 )
-from slurmft.scheduler.site import parse_configuration
+from slurmft.scheduler.slurm import parse_configuration
 from slurmft.system.processes import user_name
 
 OK, NOTE, WARNING, PROBLEM = Level

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.errors import UsageError
-from slurmft.policy.checkpoints.batches import split_batch
+from slurmft.policy.worker_settings import split_batch
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from rank_facts import training
 
 from slurmft.cli.main import cli
-from slurmft.ipc.worker_facts import WorkerFacts
+from slurmft.ipc.messages import WorkerFacts
 from slurmft.operations.status import overview
-from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
+from slurmft.policy.checkpoints import FailingSaves, News
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.watch.observations import Observations
-from slurmft.supervisor.watch.saves import saves_told
+from slurmft.supervisor.observations import Observations, saves_told
 
 N, F, K, W = News.NOTHING, News.FAILED, News.KEEP_FAILING, News.WORK_AGAIN
 ATTEMPT = Attempt(job="7", restart=0)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from worker_variable import worker_variable
 
 from slurmft.errors import UsageError
-from slurmft.policy.checkpoints.oom import MAX_DIVISOR, Irreducible, Smaller, divisor_in, pieces, smaller
+from slurmft.policy.worker_settings import MAX_DIVISOR, Irreducible, Smaller, divisor_in, pieces, smaller
 from slurmft.storage.attempt_facts import BATCH_FILE, AskedBatches, noted_batches
-from slurmft.worker.batches import Batches
+from slurmft.worker.session import Batches
 
 
 def steps(micro_batch: int, min_batch: int = 1) -> list[int]:

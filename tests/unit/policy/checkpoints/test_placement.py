@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.checkpoints.placement import copy_holders
+from slurmft.policy.checkpoints import copy_holders
 
 FEW = st.integers(1, 40)
 COPIES = st.integers(0, 5)

@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.retention import KEPT_QUARANTINED
+from slurmft.checkpoint.catalog import KEPT_QUARANTINED, Catalog
 from slurmft.errors import CheckpointError
-from slurmft.policy.checkpoints.poison import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
-from slurmft.policy.verdicts.verdict import PLANNED, Cause
+from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
+from slurmft.policy.verdict import PLANNED, Cause
 from slurmft.storage.attempt_facts import noted_resuming
 from slurmft.storage.checkpoint_names import QUARANTINE, Quarantine, read_quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event
-from slurmft.supervisor.recovery.poison import quarantined_in, trials_of
+from slurmft.supervisor.act import quarantined_in, trials_of
 
 
 def died(*nodes: str, of: str = "x", cause: Cause = Cause.WORKER_ERROR, step: int = 40) -> Trial:

@@ -10,8 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_each import of_each
 
-from slurmft.policy.checkpoints.supply import Transfer, plan, rounds_of, without
-from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Offer, Tier, choose
+from slurmft.policy.checkpoints import (
+    DISK,
+    Committed,
+    Decision,
+    Offer,
+    Tier,
+    Transfer,
+    choose,
+    plan,
+    rounds_of,
+    without,
+)
 
 M, P, L = Tier.MEMORY, Tier.PEER, Tier.LOCAL_DISK
 OLD, NEW, NEWER = (100, 7, 11), (125, 7, 12), (150, 7, 13)

@@ -6,17 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurmft.policy.inference.handover import (
-    MAX_TRIES,
-    Readiness,
-    Situation,
-    Step,
-    Successor,
-    due_s,
-    lead_s,
-    next_step,
-    waits_for,
-)
+from slurmft.policy.serving import MAX_TRIES, Readiness, Situation, Step, Successor, due_s, lead_s, next_step, waits_for
 
 CALM = Situation(
     now_s=1000, due_s=2000, successor=Successor.NONE, alive_since_s=None, start_limit_s=300, tries=0, again_s=0

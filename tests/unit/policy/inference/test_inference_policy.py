@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
-from slurmft.policy.inference.devices import devices_of
-from slurmft.policy.inference.engines import (
+from slurmft.policy.engines import (
     MOST_PATIENCE,
     ORDINARY_BYTES,
     counter_in,
@@ -18,9 +16,18 @@ from slurmft.policy.inference.engines import (
     smallest,
     with_another_path,
 )
-from slurmft.policy.inference.poison import Death, evidence_of, is_poison
-from slurmft.policy.inference.restarts import Restarts
-from slurmft.policy.inference.slots import RAISE_AFTER, Slots
+from slurmft.policy.inference import (
+    RAISE_AFTER,
+    Death,
+    Outcome,
+    Restarts,
+    Slots,
+    devices_of,
+    evidence_of,
+    is_poison,
+    outcome_of_status,
+    retry_after_s,
+)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmft.policy.inference.node_deaths import WINDOW_S, NodeDeaths
+from slurmft.policy.inference import WINDOW_S, NodeDeaths
 
 NODES = ("a", "b", "c")
 SHORT = WINDOW_S / 10

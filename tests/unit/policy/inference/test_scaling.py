@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.inference.scaling import Bounds, Scale
+from slurmft.policy.serving import Bounds, Scale
 
 BOUNDS = Bounds(least=0, most=4, concurrency=10, idle_s=60.0)
 LOADS = st.lists(st.tuples(st.none() | st.integers(0, 100), st.floats(0.1, 100.0)), max_size=60)

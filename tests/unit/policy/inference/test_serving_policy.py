@@ -10,11 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.config.inference import EngineConfig, InferenceConfig
-from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
-from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
-from slurmft.policy.inference.paths import is_open, normal
-from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Priority, Queue, choose, entry_of
-from slurmft.policy.inference.second_tries import MOST_SAVED, SHARE, Failure, RetryBudget, SecondTry, after_failure
+from slurmft.policy.engines import is_open, normal
+from slurmft.policy.serving import (
+    AVOIDED_S,
+    MOST_SAVED,
+    SHARE,
+    Breaker,
+    Entry,
+    Failure,
+    GracefulDegradation,
+    Load,
+    Priority,
+    Queue,
+    RetryBudget,
+    SecondTry,
+    after_failure,
+    cheaper,
+    choose,
+    end_to_end,
+    entry_of,
+    seconds_asked,
+)
 
 LOADS = st.lists(
     st.builds(Load, st.text("abcdefgh", min_size=1, max_size=3), st.integers(0, 9), avoided=st.booleans()),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.policy.inference.update import changed_keys, refused_keys
+from slurmft.policy.serving import changed_keys, refused_keys
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.capacity import Candidate, Place, Strength, choose
+from slurmft.policy.suspicion import Candidate, Place, Strength, choose
 
 NAMES = [f"n{number}" for number in range(1, 9)]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.node_health import (
+from slurmft.policy.node_health import (
     MAX_REASON,
     Checkup,
     Condition,

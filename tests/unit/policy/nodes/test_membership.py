@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.membership import (
+from slurmft.policy.membership import (
     Agent,
     Members,
     Node,

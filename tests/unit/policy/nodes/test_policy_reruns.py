@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.evidence import Suspect
-from slurmft.policy.nodes.reruns import (
+from slurmft.policy.evidence import Suspect
+from slurmft.policy.reruns import (
     LossWindow,
     Outcome,
     Phase,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.policy.nodes.suspicion import (
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.suspicion import (
     FADED,
     HALF_LIFE_HOURS,
     WEIGHTS,

@@ -5,10 +5,18 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.nodes.node_health import Checkup, HealthRules, ProbeResult, Status
-from slurmft.policy.nodes.suspicion import ManualEntry, Observation, Rules, State, standing
-from slurmft.policy.nodes.sweep import NodeFact, SweepPlan, Visits, sweep_plan
+from slurmft.policy.evidence import Kind
+from slurmft.policy.node_health import (
+    Checkup,
+    HealthRules,
+    NodeFact,
+    ProbeResult,
+    Status,
+    SweepPlan,
+    Visits,
+    sweep_plan,
+)
+from slurmft.policy.suspicion import ManualEntry, Observation, Rules, State, standing
 
 NOW = 1_000_000.0
 HEALTH, RULES = HealthRules(), Rules()

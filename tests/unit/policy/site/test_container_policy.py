@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import slurmft
-from slurmft.policy.site.container import (
+from slurmft.policy.container import (
     LOOK,
     Container,
     Mount,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.operations.site.doctor import diagnose, newest_size, place
-from slurmft.policy.site.doctor import HOOKS, Level, Place, RoomFacts, SiteFacts, judge_room, judge_site
+from slurmft.config.run import validate
+from slurmft.operations.site import diagnose, newest_size, place
+from slurmft.policy.site import HOOKS, Level, Place, RoomFacts, SiteFacts, judge_room, judge_site
 
 OURS = Place(path="/opt/slurmft/venv")
 CONF = {key: f"/opt/slurmft/bin/{name}" for key, (name, _) in HOOKS.items()}

@@ -8,9 +8,10 @@ import os
 import pytest
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.site.job_identity import JobIdentity, OwnJob, identity_from, is_same_job, merged
-from slurmft.scheduler import command, own_jobs, queueing, successor
-from slurmft.scheduler.parsing.parsing import JOB_FORMAT, parse_identity, parse_jobs
+from slurmft.policy.job_identity import JobIdentity, OwnJob, identity_from, is_same_job, merged
+from slurmft.scheduler import jobs, own_jobs, successor
+from slurmft.scheduler import slurm as scheduler_slurm
+from slurmft.scheduler.parsing import JOB_FORMAT, parse_identity, parse_jobs
 from slurmft.storage.run_folder import RunFolder
 
 KNOWN = JobIdentity(
@@ -120,7 +121,7 @@ class Slurm:
         self.squeue, self.shown = squeue, shown
         self.acts: list[str] = []
         self.clusters: set[str] = set()
-        monkeypatch.setattr(command, "run", self.run)
+        monkeypatch.setattr(scheduler_slurm, "run", self.run)
 
     def run(self, argv, *, cluster: str = "", **_) -> str:
         self.clusters.add(cluster)
@@ -141,9 +142,9 @@ FOREIGN = SHOWN.replace("a b.sh one two", "other.sh")
 @pytest.mark.parametrize(
     "act",
     [
-        lambda job: queueing.requeue(job, restart=2, delay_s=2, patience_s=0),
-        lambda job: queueing.requeue_ended(job, 2, avoid=None),
-        lambda job: queueing.shrink(job, ["n1"]),
+        lambda job: jobs.requeue(job, restart=2, delay_s=2, patience_s=0),
+        lambda job: jobs.requeue_ended(job, 2, avoid=None),
+        lambda job: jobs.shrink(job, ["n1"]),
         own_jobs.release,
         own_jobs.cancel,
         lambda job: own_jobs.ending(job, 2),
@@ -201,10 +202,10 @@ def test_the_environment_of_a_shell_changes_no_answer(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("SLURM_CONF", "/etc/x")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    names = {each.partition("=")[0] for each in command.run(["squeue"]).splitlines()}
+    names = {each.partition("=")[0] for each in scheduler_slurm.run(["squeue"]).splitlines()}
     assert not names & set(noise)
     assert {"SLURM_CONF", "SLURM_TIME_FORMAT"} <= names
-    assert "SLURM_CLUSTERS=there" in command.run(["squeue"], cluster="there").splitlines()
+    assert "SLURM_CLUSTERS=there" in scheduler_slurm.run(["squeue"], cluster="there").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_an_answer_that_asks_to_come_again_is_no_refusal(monkeypatch, tmp_path, 
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SlurmUnavailable):
-        command.run(["squeue"])
+        scheduler_slurm.run(["squeue"])
 
 
 # the run folder

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.agent.environment import worker_environment
-from slurmft.config import config as configuration
-from slurmft.ipc.calls import StartWorkers
-from slurmft.policy.site.nccl import (
+from slurmft.config import run as configuration
+from slurmft.ipc.messages import StartWorkers
+from slurmft.policy.site import (
     HANDLING_VARIABLE,
     HEARTBEAT_VARIABLE,
     MIN_HEARTBEAT_S,

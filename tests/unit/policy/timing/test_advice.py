@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.cli.main import cli
-from slurmft.config.config import load
+from slurmft.config.run import load
 from slurmft.operations import advise as operation
-from slurmft.policy.timing.advice import Measured, Setting, advise, in_words
-from slurmft.policy.timing.checkpoint_interval import DAY_S, FailureHistory, plan
-from slurmft.policy.timing.grace import GraceNeed
-from slurmft.scheduler.site import Site
-from slurmft.storage.history import timings
-from slurmft.storage.history.timings import Timings
+from slurmft.policy.advice import Measured, Setting, advise, in_words
+from slurmft.policy.grace import GraceNeed
+from slurmft.policy.interval import DAY_S, FailureHistory, plan
+from slurmft.scheduler.slurm import Site
+from slurmft.storage import timings
 from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.storage.timings import Timings
 from slurmft.supervisor.grace import workload_of
 
 BY_STEPS = Setting(interval="steps", steps=100, seconds=0.0)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.timing.begin_delay import LONGEST_S, delay_that_holds
+from slurmft.policy.stop import LONGEST_S, delay_that_holds
 from slurmft.storage.journal import Event
-from slurmft.supervisor.recovery.requeue import past_requeues
+from slurmft.supervisor.act import past_requeues
 
 BEGAN = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slurmft.policy.timing.checkpoint_interval import (
+from slurmft.policy.interval import (
     DAY_S,
     LONGEST_S,
     FailureHistory,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slurmft.policy.timing.failure_rate import mtbf_of
+from slurmft.policy.interval import mtbf_of
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s, report_interval_s
+from slurmft.policy.stop import longest_silence_s, ping_interval_s, report_interval_s
 
 
 @pytest.mark.parametrize(

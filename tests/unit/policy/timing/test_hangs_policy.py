@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.timing.hangs import (
+from slurmft.policy.hangs import (
     HEARTBEAT,
     OUT_OF_SECTION,
     START_UP,
@@ -21,9 +21,8 @@ from slurmft.policy.timing.hangs import (
     narrowed,
     next_due_s,
 )
-from slurmft.policy.verdicts.findings import WorkerEnd
-from slurmft.policy.verdicts.judge import Circumstances, judge
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.judge import Circumstances, WorkerEnd, judge
+from slurmft.policy.verdict import Cause
 
 LIMITS = Limits(
     sections={"setup": 600, "step": 10, "checkpointing": 60, "load": 1000}, out_of_section_s=30, start_up_s=120,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.errors import NewerFormat
-from slurmft.policy.timing.learned_timeouts import CEILING_S, FLOOR_S, MAX_SAMPLES, MIN_SAMPLES, learned_s, merged
-from slurmft.storage.history import ft_state
+from slurmft.policy.hangs import CEILING_S, FLOOR_S, MAX_SAMPLES, MIN_SAMPLES, learned_s, merged
+from slurmft.storage import history
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,24 @@ def test_a_configured_value_is_the_least_and_a_default_is_not():
 
 
 def test_what_is_written_is_read_by_the_same_workload_only(tmp_path):
-    ft_state.write(tmp_path, "a", {"step": [1.0, 2.0], "odd 'name\"\u00fc": [3.0]})
-    ft_state.write(tmp_path, "b", {"step": [9.0]})
-    assert ft_state.read(tmp_path, "a") == {"step": [1.0, 2.0], "odd 'name\"\u00fc": [3.0]}
-    assert ft_state.read(tmp_path, "b") == {"step": [9.0]}
-    assert ft_state.read(tmp_path, "c") == {}
+    history.write_ft_state(tmp_path, "a", {"step": [1.0, 2.0], "odd 'name\"\u00fc": [3.0]})
+    history.write_ft_state(tmp_path, "b", {"step": [9.0]})
+    assert history.read_ft_state(tmp_path, "a") == {"step": [1.0, 2.0], "odd 'name\"\u00fc": [3.0]}
+    assert history.read_ft_state(tmp_path, "b") == {"step": [9.0]}
+    assert history.read_ft_state(tmp_path, "c") == {}
     assert json.loads((tmp_path / "ft_state.json").read_text())["format"] == 1
 
 
 def test_the_file_stays_small(tmp_path):
-    last = ft_state.MAX_WORKLOADS
+    last = history.MAX_WORKLOADS
     for number in range(last + 1):
-        names = range(ft_state.MAX_SECTIONS + 3 if number == last else 3)
+        names = range(history.MAX_SECTIONS + 3 if number == last else 3)
         samples = {f"section {each}": [1.0] * 1000 for each in names}
-        ft_state.write(tmp_path, f"workload {number}", samples)
-    assert (tmp_path / "ft_state.json").stat().st_size < ft_state.MAX_BYTES
-    assert ft_state.read(tmp_path, "workload 0") == {}
-    newest = ft_state.read(tmp_path, f"workload {last}")
-    assert (len(newest), len(newest["section 0"])) == (ft_state.MAX_SECTIONS, ft_state.MAX_SAMPLES)
+        history.write_ft_state(tmp_path, f"workload {number}", samples)
+    assert (tmp_path / "ft_state.json").stat().st_size < history.FT_STATE_MAX_BYTES
+    assert history.read_ft_state(tmp_path, "workload 0") == {}
+    newest = history.read_ft_state(tmp_path, f"workload {last}")
+    assert (len(newest), len(newest["section 0"])) == (history.MAX_SECTIONS, history.MAX_SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -115,28 +115,28 @@ def test_the_file_stays_small(tmp_path):
 )  # fmt: skip
 def test_a_damaged_file_is_nothing_and_is_replaced(tmp_path, content: bytes):
     (tmp_path / "ft_state.json").write_bytes(content)
-    assert ft_state.read(tmp_path, "a") == {}
-    ft_state.write(tmp_path, "a", {"step": [1.0]})
-    assert ft_state.read(tmp_path, "a") == {"step": [1.0]}
+    assert history.read_ft_state(tmp_path, "a") == {}
+    history.write_ft_state(tmp_path, "a", {"step": [1.0]})
+    assert history.read_ft_state(tmp_path, "a") == {"step": [1.0]}
 
 
 def test_a_file_of_a_newer_version_is_not_read_and_not_written_over(tmp_path):
     text = '{"format": 2, "workloads": "of another kind"}'
     (tmp_path / "ft_state.json").write_text(text)
-    assert ft_state.read(tmp_path, "a") == {}
+    assert history.read_ft_state(tmp_path, "a") == {}
     with pytest.raises(NewerFormat):
-        ft_state.write(tmp_path, "a", {"step": [1.0]})
+        history.write_ft_state(tmp_path, "a", {"step": [1.0]})
     assert (tmp_path / "ft_state.json").read_text() == text
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    (tmp_path / "ft_state.json").write_text(" " * (ft_state.MAX_BYTES + 1))
-    assert ft_state.read(tmp_path, "a") == {}
+    (tmp_path / "ft_state.json").write_text(" " * (history.FT_STATE_MAX_BYTES + 1))
+    assert history.read_ft_state(tmp_path, "a") == {}
 
 
 def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from slurmft.storage.history import ft_state\n"
+        "import sys; from pathlib import Path; from slurmft.storage import history as ft_state\n"
         "number = 0\n"
         "while True:\n"
         "    number += 1\n"
@@ -148,10 +148,10 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
         for _ in range(20):
             writer.stdout.readline()
         writer.kill()
-    found = ft_state.read(tmp_path, "a")["step"]
+    found = history.read_ft_state(tmp_path, "a")["step"]
     assert (len(found), len(set(found))) == (200, 1)
 
 
 def test_a_folder_that_cannot_be_written_is_an_oserror(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
-        ft_state.write(tmp_path / "nowhere", "a", {})
+        history.write_ft_state(tmp_path / "nowhere", "a", {})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.timing.grace import (
+from slurmft.policy.grace import (
     NOTICE_S,
     REQUEUE_COST_S,
     SLURM_JITTER_S,
@@ -25,7 +25,7 @@ from slurmft.policy.timing.grace import (
     seconds_for_stop,
     seconds_in_kill_wait,
 )
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.verdict import Cause
 
 START, LIMIT_S, LEAD_S, TIMEOUT_S, HOUR_S = 10_000.0, 7200.0, 120.0, 600.0, 3600.0
 AT_LIMIT = JobTimes(start=START, end=START + LIMIT_S, limit_s=LIMIT_S)

@@ -1,7 +1,7 @@
 """The stop agreement: its arithmetic, and the whole protocol as interleaved atomic steps.
 
-The supervisor in the model is the real ``supervisor.stop_agreement.agree``; agents and workers do what
-``agent.agent`` and ``worker.agreement`` do, cut at every access to a page. That the worker's model is the worker's
+The supervisor in the model is the real ``supervisor.stops.agree``; agents and workers do what
+``agent.agent`` and ``worker.signals`` do, cut at every access to a page. That the worker's model is the worker's
 code is a test too.
 """
 
@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slurmft.ipc import calls
-from slurmft.ipc.pages.heartbeat import NOTHING, Slot, StopAction
-from slurmft.ipc.replies import Looks
-from slurmft.policy.timing.stop import (
+from slurmft.ipc import messages
+from slurmft.ipc.messages import Looks
+from slurmft.ipc.pages import NOTHING, Slot, StopAction
+from slurmft.policy.stop import (
     END,
     LAST_BATCH,
     NEVER,
@@ -37,7 +37,7 @@ from slurmft.policy.timing.stop import (
     step_of,
     tick_of,
 )
-from slurmft.supervisor.stop_agreement import agree
+from slurmft.supervisor.stops import agree
 
 # The arithmetic
 
@@ -246,14 +246,14 @@ class Rank:
 class Call:
     """One message to all agents, as the supervisor awaits it."""
 
-    asked: calls.Call[Any]
+    asked: messages.Call[Any]
 
     def __await__(self) -> Generator[Call, list[Any], list[Any]]:
         return (yield self)
 
 
 class ModelPool:
-    def call_all(self, call: calls.Call[Any]) -> Call:
+    def call_all(self, call: messages.Call[Any]) -> Call:
         return Call(call)
 
 
@@ -265,13 +265,13 @@ def agent_handles(call: Call, ranks: list[Rank], reply: dict[str, Any]) -> Step:
             yield
             rank.worker.page[slot] = value
 
-    if isinstance(call.asked, calls.Propose):
+    if isinstance(call.asked, messages.Propose):
         yield from write(Slot.ACTION, call.asked.action)
         yield from write(Slot.COMMITTED, NOTHING)
         yield from write(Slot.PROPOSED, call.asked.tick)
-    elif isinstance(call.asked, calls.Commit):
+    elif isinstance(call.asked, messages.Commit):
         yield from write(Slot.COMMITTED, call.asked.tick)
-    elif isinstance(call.asked, calls.Withdraw):
+    elif isinstance(call.asked, messages.Withdraw):
         yield from write(Slot.PROPOSED, NEVER)
     found = []
     for rank in ranks:
@@ -472,7 +472,7 @@ class ScriptedPage:
 @settings(MODEL, max_examples=200)
 @given(st.lists(st.sampled_from([3, 5, 6, 7, NEVER, NOTHING]), max_size=12), st.lists(st.integers(3, 7), max_size=3))
 def test_the_models_worker_is_the_real_worker(script, ticks):
-    from slurmft.worker import agreement
+    from slurmft.worker import signals
 
     def outcome(act: Callable[[int], StopAction], page: ScriptedPage) -> list[Any]:
         results: list[Any] = []
@@ -492,9 +492,9 @@ def test_the_models_worker_is_the_real_worker(script, ticks):
                 return end.value
 
     real_page, model_page = ScriptedPage(script), ScriptedPage(script)
-    real, model = agreement.AgreementByAgent(real_page), ModelWorker(model_page)  # type: ignore[arg-type]
+    real, model = signals.AgreementByAgent(real_page), ModelWorker(model_page)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "HOLD_PAUSE_S", 0.0)
+        patch.setattr(signals, "HOLD_PAUSE_S", 0.0)
         assert outcome(real.at, real_page) == outcome(lambda tick: run_model(model, tick), model_page)
 
 
@@ -505,7 +505,7 @@ class PoolThatSays:
         self._answers = list(answers)
         self.asked: list[tuple[str, int | None]] = []
 
-    async def call_all(self, call: calls.Call[Any]) -> list[Looks]:
+    async def call_all(self, call: messages.Call[Any]) -> list[Looks]:
         self.asked.append((call.kind, getattr(call, "tick", None)))
         ticks = self._answers.pop(0) if self._answers else []
         return [

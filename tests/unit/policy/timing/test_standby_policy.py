@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmft.policy.timing.standby import LEASE_S, Silence, choose, is_valid, may_claim
+from slurmft.policy.stop import LEASE_S, Silence, choose, is_valid, may_claim
 
 
 @pytest.mark.parametrize(("unheard_s", "age_s", "may"), [

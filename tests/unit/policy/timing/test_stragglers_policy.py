@@ -9,16 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.timing.straggler_verdict import ReportShape, StragglerVerdict, report
-from slurmft.policy.timing.stragglers import (
+from slurmft.policy.evidence import Kind
+from slurmft.policy.stragglers import (
     Limits,
+    ReportShape,
     Scores,
+    StragglerVerdict,
     Window,
     accused,
     better,
     convicted,
     pays,
+    report,
     robust_best,
     score,
     step_slowdown,

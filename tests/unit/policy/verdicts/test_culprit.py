@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.timing.stop import tick_of
-from slurmft.policy.verdicts.culprit import MAX_NAMED, Blame, Summary, blame
-from slurmft.policy.verdicts.whereabouts import Where, whereabouts
+from slurmft.policy.judge import MAX_NAMED_RANKS, Blame, Summary, Where, blame, whereabouts
+from slurmft.policy.stop import tick_of
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 
@@ -94,7 +93,7 @@ def test_an_overdue_section_decides_between_ranks_that_nothing_else_tells_apart(
 
 
 def test_a_whole_cluster_that_is_alike_is_no_culprit() -> None:
-    lost = dict.fromkeys(range(MAX_NAMED + 1), "n1")
+    lost = dict.fromkeys(range(MAX_NAMED_RANKS + 1), "n1")
     found = blame([], lost=lost)
     assert found.culprits == ()
     assert "alike" in found.undecided

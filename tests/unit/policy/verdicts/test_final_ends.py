@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from of_each import of_each
 
-from slurmft.policy.verdicts.decide import Budget, decide
-from slurmft.policy.verdicts.final_ends import UNDONE_WITHIN_S, End, end_of, why_no_requeue, why_superfluous
-from slurmft.policy.verdicts.verdict import Action, Cause, Verdict
-from slurmft.scheduler.parsing.parsing import parse_requeueing
+from slurmft.policy.decide import Budget, decide
+from slurmft.policy.final_ends import UNDONE_WITHIN_S, End, end_of, why_no_requeue, why_superfluous
+from slurmft.policy.verdict import Action, Cause, Verdict
+from slurmft.scheduler.parsing import parse_requeueing
 
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"
 VERSIONS = ("22.05", "23.11", "24.11", "25.11", "26.05")

@@ -10,12 +10,12 @@ import pytest
 from log_endings import LABELS, log_endings
 from of_each import of_each
 
-from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, judge
-from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text, last_words
-from slurmft.policy.verdicts.testimony import Testimony as Heard
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.judge import Circumstances, WorkerEnd, judge
+from slurmft.policy.judge import Testimony as Heard
+from slurmft.policy.symptoms import cause_of_log, cause_of_text, last_words
+from slurmft.policy.verdict import Cause
 from slurmft.supervisor.evidence import report_of_text
-from slurmft.worker.rank_log import log_with_rank
+from slurmft.worker.session import log_with_rank
 
 ENDINGS = log_endings()
 NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited"

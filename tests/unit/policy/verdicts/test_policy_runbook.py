@@ -7,15 +7,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
-from slurmft.policy.timing.grace import JobTimes, cause_of_signal
-from slurmft.policy.verdicts.decide import Budget, decide
-from slurmft.policy.verdicts.exit_actions import ExitAction, explicit_action, parse_codes
-from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, judge
-from slurmft.policy.verdicts.verdict import PLANNED, Action, Cause, Verdict
+from slurmft.config.run import validate
+from slurmft.policy.decide import Budget, decide
+from slurmft.policy.final_ends import ExitAction, explicit_action, parse_codes
+from slurmft.policy.grace import JobTimes, cause_of_signal
+from slurmft.policy.judge import Circumstances, WorkerEnd, judge
+from slurmft.policy.sbatch import OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.policy.verdict import PLANNED, Action, Cause, Verdict
 from slurmft.storage.journal import Event
-from slurmft.supervisor.budget import budget_of
+from slurmft.supervisor.evidence import budget_of
 
 # decide
 

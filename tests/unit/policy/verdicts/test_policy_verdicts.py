@@ -8,13 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.policy.verdicts.findings import DECIDING, LEVEL_OF, Level
-from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, ends_attempt, held_against, judge
-from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text, codes_of_children, exceptions_in, last_words
-from slurmft.policy.verdicts.testimony import CLAIMABLE, Report, StepWords, TaskEnd, claimed
-from slurmft.policy.verdicts.testimony import Testimony as Heard  # pytest takes a name that begins with Test for tests
-from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.judge import (
+    CLAIMABLE,
+    DECIDING,
+    LEVEL_OF,
+    Circumstances,
+    Level,
+    Report,
+    StepWords,
+    TaskEnd,
+    WorkerEnd,
+    claimed,
+    ends_attempt,
+    held_against,
+    judge,
+)
+from slurmft.policy.judge import Testimony as Heard  # pytest takes a name that begins with Test for tests
+from slurmft.policy.symptoms import cause_of_log, cause_of_text, codes_of_children, exceptions_in, last_words
+from slurmft.policy.verdict import Cause, Verdict
 
 # symptoms
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmft.scheduler.environment import current_job, scrubbed
-from slurmft.scheduler.parsing.parsing import (
+from slurmft.scheduler.parsing import (
     ALIVE,
     JOB_FORMAT,
     WAITING,

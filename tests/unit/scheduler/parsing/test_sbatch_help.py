@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
-from slurmft.policy.site.sbatch_section import FLAGS
-from slurmft.scheduler.parsing.sbatch_help import NOT_FOR_A_RUN, HelpedOptions, parse_sbatch_help
+from slurmft.policy.sbatch import FLAGS, OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.scheduler.parsing import NOT_FOR_A_RUN, HelpedOptions, parse_sbatch_help
 
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.storage.history.metrics_file import append_lines, cut_back
-from slurmft.system.opening import UnsafeFile
+from slurmft.storage.history import append_lines, cut_back
+from slurmft.system.files import UnsafeFile
 
 
 def lines_of(*steps: int, width: int = 0) -> list[str]:

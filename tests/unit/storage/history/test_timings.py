@@ -10,21 +10,12 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.ipc.worker_facts import WorkerFacts
-from slurmft.storage.history import timings
-from slurmft.storage.history.timings import (
-    MAX_ATTEMPTS,
-    MAX_SAVES,
-    TIMINGS_FILE,
-    Timings,
-    earlier,
-    p99_save_s,
-    read,
-    write,
-)
+from slurmft.config.run import validate
+from slurmft.ipc.messages import WorkerFacts
+from slurmft.storage import timings
+from slurmft.storage.timings import MAX_ATTEMPTS, MAX_SAVES, TIMINGS_FILE, Timings, earlier, p99_save_s, read, write
 from slurmft.supervisor.grace import need_of, workload_of
-from slurmft.supervisor.watch.measurements import SUSPENDED_S, Measurements
+from slurmft.supervisor.observations import SUSPENDED_S, Measurements
 
 WORK = "w0rk"
 SOME = Timings(longest_step_s=0.8, first_step_s=9.0, start_s=14.0, step_s=0.5, saves_s=(0.2, 0.3), costs_s=(0.01,))

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from slurmft.ipc.calls import Kill, Port
 from slurmft.ipc.channel import encoded
-from slurmft.ipc.replies import ReservedPort
-from slurmft.ipc.reports import Hello, parse_report
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, ask_each, ask_unread, call_each
+from slurmft.ipc.messages import Hello, Kill, Port, ReservedPort, parse_report
+from slurmft.supervisor.agents import AgentLink, AgentLost, ask_each, ask_unread, call_each
 
 
 class Agent:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.errors import LaunchError, UsageError
 from slurmft.storage.run_folder import Attempt
-from slurmft.supervisor.cluster import agents_argv
-from slurmft.supervisor.fleet.launch import environment_for, launch_of
+from slurmft.supervisor.cluster import agents_argv, environment_for, launch_of
 
 ATTEMPT = Attempt(job="7", restart=1)
 AGENT = ["agent", "RUN/config.yaml", "7.1.0"]
@@ -42,7 +41,7 @@ def test_a_command_starts_behind_a_process_outside(tmp_path: Path):
     )
     words = argv(config)
     outside, inner = words[: words.index("box")], words[words.index("box") :]
-    assert outside == ["|", sys.executable, "-P", "-u", "-m", "slurmft.agent.container.outside", "box img", "", "--"]
+    assert outside == ["|", sys.executable, "-P", "-u", "-m", "slurmft.agent.container_outside", "box img", "", "--"]
     assert inner[inner.index("--") + 1 : inner.index("--") + 3] == ["/p", "-c"] and inner[-3:] == AGENT
     assert words == argv(config, with_srun=False)
     assert (tmp_path / "run/checkpoints").is_dir(), "a mount needs its source"

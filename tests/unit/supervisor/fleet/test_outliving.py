@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmft.config.config import RunConfig
+from slurmft.config.run import RunConfig
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.fleet import outliving
-from slurmft.supervisor.fleet.outliving import Orphan, find_outlived, outlives_its_supervisor
+from slurmft.supervisor import agents
+from slurmft.supervisor.agents import Orphan, find_outlived, outlives_its_supervisor
 from slurmft.system.processes import words_of
 
 HERE = SimpleNamespace(listen_host="127.0.0.1")
@@ -48,7 +48,7 @@ def test_an_orphan_ends(agent):
     orphan = Orphan(agent.pid)
     assert orphan.returncode is None
     orphan.terminate()
-    assert asyncio.run(asyncio.wait_for(orphan.wait(), 10)) == outliving.EXIT_UNKNOWN
+    assert asyncio.run(asyncio.wait_for(orphan.wait(), 10)) == agents.EXIT_UNKNOWN
     agent.wait()
     orphan.kill()  # by now another process may have the number: nothing is sent
 
@@ -61,7 +61,7 @@ def run(tmp_path, monkeypatch) -> RunFolder:
     attempt = Attempt(job="7", restart=0, cycle=1)
     monkeypatch.setattr(RunFolder, "owner", lambda self: SimpleNamespace(job="7", restart=0, cycle=2))
     monkeypatch.setattr(os, "getppid", os.getpid)
-    monkeypatch.setattr(outliving, "END_S", 1.0)
+    monkeypatch.setattr(agents, "END_S", 1.0)
     run.attempt_folder(attempt)
     run.new_secret(attempt)
     return run

@@ -11,9 +11,9 @@ import pytest
 from waiting import until_async
 
 from slurmft.ipc.channel import Channel, connect
-from slurmft.policy.nodes.membership import Members, Size, TooFew, Wait
-from slurmft.supervisor.fleet.agents import AgentPool
-from slurmft.supervisor.fleet.roster import Roster, named
+from slurmft.policy.membership import Members, Size, TooFew, Wait
+from slurmft.supervisor.agents import AgentPool
+from slurmft.supervisor.crew import Roster, named
 
 SECRET = b"s" * 64
 HERE = "127.0.0.1"

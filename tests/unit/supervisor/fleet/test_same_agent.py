@@ -7,11 +7,9 @@ import socket
 
 import pytest
 
-from slurmft.ipc.calls import Port
 from slurmft.ipc.channel import connect, keep_alive_options
-from slurmft.ipc.replies import Failed, ReservedPort, as_reply
-from slurmft.ipc.reports import SignalReport
-from slurmft.supervisor.fleet.agents import AgentPool, CallFailed
+from slurmft.ipc.messages import Failed, Port, ReservedPort, SignalReport, as_reply
+from slurmft.supervisor.agents import AgentPool, CallFailed
 
 SECRET = b"s" * 32
 

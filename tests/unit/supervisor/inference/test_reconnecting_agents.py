@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from waiting import until_async
 
-from slurmft.config.fault_tolerance import FaultToleranceConfig
+from slurmft.config.sections import FaultToleranceConfig
 from slurmft.ipc.channel import UNANSWERED, Channel, connect
-from slurmft.ipc.replies import Done, Failed, as_reply
-from slurmft.storage.events import EventName
-from slurmft.supervisor.fleet.agents import AgentPool
-from slurmft.supervisor.fleet.crew import BROKEN_S, Crew
-from slurmft.supervisor.inference.attempt import InferenceAttempt
+from slurmft.ipc.messages import Done, Failed, as_reply
+from slurmft.storage.journal import EventName
+from slurmft.supervisor.agents import AgentPool
+from slurmft.supervisor.crew import BROKEN_S, Crew
+from slurmft.supervisor.inference import InferenceAttempt
 
 SECRET = b"s" * 32
 

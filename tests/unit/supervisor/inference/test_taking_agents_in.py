@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from slurmft.ipc.channel import encoded
-from slurmft.ipc.reports import Hello, Reply
-from slurmft.storage.events import EventName
-from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
-from slurmft.supervisor.inference.attempt import InferenceAttempt
+from slurmft.ipc.messages import Hello, Reply
+from slurmft.storage.journal import EventName
+from slurmft.supervisor.agents import AgentLink, AgentPool
+from slurmft.supervisor.inference import InferenceAttempt
 from slurmft.system.background import Background
 
 
@@ -95,7 +95,7 @@ def test_an_agent_that_does_not_answer_keeps_no_other_one_waiting_and_costs_no_l
 def test_an_agent_that_ends_meanwhile_is_started_again_and_one_that_is_silent_may_have_lost_its_node(
     is_closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurmft.supervisor.inference.attempt.BEGIN_S", 0.2)
+    monkeypatch.setattr("slurmft.supervisor.inference.BEGIN_S", 0.2)
 
     async def work() -> None:
         links = agents(False)

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.config.config import RunConfig, validate
+from slurmft.config.run import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
-from slurmft.policy.nodes.evidence import Kind
-from slurmft.policy.nodes.suspicion import WEIGHTS, ManualEntry, Observation
-from slurmft.policy.site.job_identity import OwnJob
+from slurmft.policy.evidence import Kind
+from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.recovery import avoided_nodes
-from slurmft.supervisor.recovery.avoided_nodes import (
+from slurmft.supervisor import avoided_nodes
+from slurmft.supervisor.avoided_nodes import (
     Avoidance,
     cluster_name,
     exclusion_list,
@@ -32,7 +32,7 @@ from slurmft.supervisor.recovery.avoided_nodes import (
     submitted,
     to_avoid,
 )
-from slurmft.supervisor.recovery.place_elsewhere import next_placement, read_exclusions, to_keep_off
+from slurmft.supervisor.placement import next_placement, read_exclusions, to_keep_off
 
 NOW = 1_800_000_000.0
 NODES = "".join(f"n{n}|low*|idle\nn{n}|high|idle\n" for n in range(1, 5)) + "big1|big|idle\n"

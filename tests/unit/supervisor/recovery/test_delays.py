@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.supervisor.recovery.act import LONGEST_RESTART_S, retry_delay_s, wait_before_restart
+from slurmft.config.run import validate
+from slurmft.supervisor.act import LONGEST_RESTART_S, retry_delay_s, wait_before_restart
 
 
 def config(**section):
@@ -41,9 +41,9 @@ def test_a_first_restart_is_immediate():
 def test_a_signal_ends_the_wait():
     body = """
     import os, signal, threading
-    from slurmft.config.config import validate
-    from slurmft.supervisor.recovery.act import wait_before_restart
-    from slurmft.supervisor.signals import any_kept, keep_signals
+    from slurmft.config.run import validate
+    from slurmft.supervisor.act import wait_before_restart
+    from slurmft.supervisor.guardian import any_kept, keep_signals
     keep_signals()
     given = {"command": ["true"], "run_folder": "/tmp/x", "fault_tolerance": {"retry_delay_s": 9}}
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

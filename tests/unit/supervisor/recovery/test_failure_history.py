@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from slurmft.agent.environment import worker_environment
-from slurmft.config.config import validate
-from slurmft.ipc.calls import StartWorkers
-from slurmft.policy.timing.checkpoint_interval import FailureHistory, mtbf_s
+from slurmft.config.run import validate
+from slurmft.ipc.messages import StartWorkers
+from slurmft.policy.interval import FailureHistory, mtbf_s
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.journal import Event
-from slurmft.supervisor.recovery.failure_history import facts_for_workers, history_of
+from slurmft.supervisor.act import facts_for_workers, history_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1)

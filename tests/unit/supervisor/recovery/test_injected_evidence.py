@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.policy.faults import Fault, Order
-from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.policy.verdicts.verdict import Cause, Verdict
-from slurmft.storage.events import EventName
+from slurmft.config.run import validate
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.values import Fault, Order
+from slurmft.policy.verdict import Cause, Verdict
 from slurmft.storage.exclusions import ExclusionList
-from slurmft.storage.order_file import give_order
+from slurmft.storage.journal import EventName
 from slurmft.storage.patience import FolderThread, PatientJournal
-from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.faults import Injections
-from slurmft.supervisor.recovery.exclusions import ON_PURPOSE, Accuser
+from slurmft.storage.run_folder import Attempt, RunFolder, give_order
+from slurmft.supervisor.attempt import Injections
+from slurmft.supervisor.placement import ON_PURPOSE, Accuser
 from slurmft.system.background import Background
 
 INJECTED = (EventName.FAULT_INJECTED, {"fault": "kill", "who": "me", "ranks": [0]})

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.policy.verdicts.final_ends import End
+from slurmft.policy.final_ends import End
 from slurmft.scheduler.environment import SlurmJob
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal
+from slurmft.supervisor import act
 from slurmft.supervisor.cluster import LocalCluster, SlurmCluster
-from slurmft.supervisor.recovery import final_ends
 
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"
 
@@ -25,8 +25,8 @@ def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     script, calls = tmp_path / "bin" / "scontrol", tmp_path / "calls"
     calls.touch()
     monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(final_ends, "ASK_S", 0.2)
-    monkeypatch.setattr(final_ends, "TELL_S", 0.2)
+    monkeypatch.setattr(act, "ASK_S", 0.2)
+    monkeypatch.setattr(act, "TELL_S", 0.2)
 
     def call(recording: str, *, end: End = End.STOPPED, update: str = "exit 0") -> tuple[list[Event], list[str]]:
         shown = RECORDED / f"{recording}.txt"
@@ -37,7 +37,7 @@ def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         script.chmod(0o755)
         cluster = SlurmCluster(SlurmJob(job_id="8", restart=0, nodes="n1", node_count=1, partition="low"))
         journal = PatientJournal(tmp_path, FolderThread(), attempt=str(cluster.attempt))
-        final_ends.keep_ended(end, cluster, journal, [])
+        act.keep_ended(end, cluster, journal, [])
         journal.flush(5.0)
         return (journal.read() if (tmp_path / "journal.jsonl").exists() else []), calls.read_text().splitlines()
 
@@ -80,6 +80,6 @@ def test_a_slurm_that_does_not_take_it_delays_the_end_for_a_limited_time_and_is_
 
 def test_a_machine_without_slurm_is_left_alone(tmp_path: Path) -> None:
     journal = PatientJournal(tmp_path, FolderThread())
-    final_ends.keep_ended(End.STOPPED, LocalCluster({}), journal, [])
+    act.keep_ended(End.STOPPED, LocalCluster({}), journal, [])
     assert journal.unwritten() == []
     assert not (tmp_path / "journal.jsonl").exists()

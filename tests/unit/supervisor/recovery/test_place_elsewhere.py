@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import validate
+from slurmft.config.run import validate
 from slurmft.scheduler.environment import SlurmJob
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.cluster import SlurmCluster
-from slurmft.supervisor.recovery import node_choice
-from slurmft.supervisor.recovery.node_choice import next_cycle, settle
-from slurmft.supervisor.recovery.place_elsewhere import Duty, all_busy, choose, duty_of, left, ours
-from slurmft.supervisor.start import Start
+from slurmft.supervisor import placement
+from slurmft.supervisor.cluster import SlurmCluster, Start
+from slurmft.supervisor.placement import Duty, all_busy, choose, duty_of, left, next_cycle, ours, settle
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -156,7 +154,7 @@ def test_every_start_in_a_job_is_a_cycle_of_its_own():
 
 
 def test_a_node_that_was_acquitted_is_used_again_by_the_next_attempt(monkeypatch, tmp_path):
-    monkeypatch.setattr(node_choice, "to_keep_off", lambda *_args, **_more: frozenset())
+    monkeypatch.setattr(placement, "to_keep_off", lambda *_args, **_more: frozenset())
     config = validate(
         {"command": ["true"], "run_folder": str(tmp_path / "run"), "nodes": 1, "spare_nodes": 1}, source="test"
     )

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmft.config.config import validate
-from slurmft.policy.nodes.evidence import Evidence, Kind
-from slurmft.policy.verdicts.verdict import Action, Cause, Decision, Verdict
+from slurmft.config.run import validate
+from slurmft.policy.evidence import Evidence, Kind
+from slurmft.policy.verdict import Action, Cause, Decision, Verdict
 from slurmft.storage.attempt_facts import note_batches, note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, read_quarantine, usable
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.recovery.remedies import Remedies, batch_divisor_of
-from slurmft.supervisor.start import Start
+from slurmft.supervisor.act import Remedies, batch_divisor_of
+from slurmft.supervisor.cluster import Start
 
 OLD, NEW = "step-00000020.g1.c1", "step-00000040.g1.c2"
 RESTART = Decision(action=Action.RESTART, reason="as decided", exit_code=1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slurmft.policy.verdicts.final_ends import End
+from slurmft.policy.final_ends import End
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
-from slurmft.supervisor.recovery.final_ends import superfluous, was_preempted
+from slurmft.supervisor.act import superfluous, was_preempted
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 SECOND = Attempt(job="7", restart=1, cycle=0)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from slurmft.ipc.reports import DigestsReport, RankDigests
-from slurmft.policy.verdicts.verdict import Cause
-from slurmft.storage.digest_record import read_digests
+from slurmft.ipc.messages import DigestsReport, RankDigests
+from slurmft.policy.verdict import Cause
+from slurmft.storage.checkpoint_names import read_digests
 from slurmft.storage.journal import Event
-from slurmft.supervisor.watch.digests import Digests
+from slurmft.supervisor.digests import Digests
 
 
 class World:

@@ -11,22 +11,14 @@ from typing import Any
 
 import pytest
 
-from slurmft.ipc.calls import TakeEvidence
 from slurmft.ipc.channel import encoded
-from slurmft.policy.timing.stop import tick_of
-from slurmft.policy.verdicts.culprit import Blame, Named, Summary, blame
-from slurmft.policy.verdicts.findings import WorkerEnd
-from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.ipc.messages import TakeEvidence
+from slurmft.policy.judge import Blame, Named, Summary, Where, WorkerEnd, blame
+from slurmft.policy.stop import tick_of
 from slurmft.storage.journal import Event, Journal
-from slurmft.supervisor.fleet.agents import AgentLost
-from slurmft.supervisor.watch.evidence_summary import look_told
-from slurmft.supervisor.watch.forensics import (
-    MAX_LINES,
-    as_event,
-    ended_by_watchdog,
-    look_at_all,
-    with_ends,
-)
+from slurmft.supervisor.agents import AgentLost
+from slurmft.supervisor.hangs import MAX_LINES, as_event, ended_by_watchdog, look_at_all, with_ends
+from slurmft.supervisor.live import look_told
 
 
 def facts(rank: int, kind: Where = Where.COLLECTIVE, **changes: Any) -> dict[str, Any]:
@@ -109,7 +101,7 @@ def test_one_in_user_code_is_told_from_three_that_wait(tmp_path):
 
 
 def test_an_agent_that_does_not_answer_is_a_finding_and_costs_no_more_than_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("slurmft.supervisor.watch.forensics.ROUND_TRIP_S", 0.1)
+    monkeypatch.setattr("slurmft.supervisor.hangs.ROUND_TRIP_S", 0.1)
     began = time.monotonic()
     found, _ = look(tmp_path, Link(0, [facts(0), facts(1)]), Link(1, None), Link(2, [], takes_s=60.0), within_s=0.1)
     assert time.monotonic() - began < 5.0

@@ -11,18 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from slurmft.agent.hangs import facts_of
-from slurmft.config.config import RunConfig
-from slurmft.ipc.calls import AskSections
-from slurmft.ipc.replies import SectionsReply
-from slurmft.ipc.reports import DurationsReport, HangReport
-from slurmft.policy.timing.hangs import START_UP, WorkerLook
-from slurmft.policy.verdicts.culprit import Blame, Named
-from slurmft.storage.history import ft_state
+from slurmft.config.run import RunConfig
+from slurmft.ipc.messages import AskSections, DurationsReport, HangReport, SectionsReply
+from slurmft.policy.hangs import START_UP, WorkerLook
+from slurmft.policy.judge import Blame, Named
+from slurmft.storage import history
 from slurmft.storage.journal import Journal
 from slurmft.storage.patience import FolderThread
-from slurmft.supervisor.fleet.agents import AgentLost
-from slurmft.supervisor.watch import hangs
-from slurmft.supervisor.watch.hangs import Hangs
+from slurmft.supervisor import hangs
+from slurmft.supervisor.agents import AgentLost
+from slurmft.supervisor.hangs import Hangs
 
 REPORT = HangReport(rank=0, section="step", held_s=10.1, limit_s=10.0, why="rank 0 ...")
 
@@ -171,7 +169,7 @@ def test_one_sample_is_the_longest_of_all_ranks_in_a_window(tmp_path):
     for seconds in (1.0, 3.0, 2.0):
         found.note(told(step=seconds))
     found.leave()
-    (samples,) = ft_state._read_all(tmp_path).values()
+    (samples,) = history._read_all(tmp_path).values()
     assert samples == {"step": [3.0]}
 
 
@@ -190,7 +188,7 @@ def test_another_workload_learns_anew(tmp_path, change: dict[str, Any]):
     assert other._samples == {}
     other.note(told(step=5.0))
     other.leave()
-    assert len(ft_state._read_all(tmp_path)) == 2
+    assert len(history._read_all(tmp_path)) == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.worker_facts import WorkerFacts
-from slurmft.storage.history import timings
-from slurmft.storage.history.timings import Timings
+from slurmft.ipc.messages import WorkerFacts
+from slurmft.ipc.pages import State
+from slurmft.storage import timings
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.watch import observations
-from slurmft.supervisor.watch.observations import Observations
+from slurmft.storage.timings import Timings
+from slurmft.supervisor import observations
+from slurmft.supervisor.observations import Observations
 
 WORK = "w0rk"
 ATTEMPT = Attempt(job="7", restart=0)

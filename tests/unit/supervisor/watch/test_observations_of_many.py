@@ -6,9 +6,9 @@ import random
 
 from msgspec.structs import replace
 
-from slurmft.ipc.worker_facts import WorkerFacts
+from slurmft.ipc.messages import WorkerFacts
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.watch.observations import Observations
+from slurmft.supervisor.observations import Observations
 
 RANK = WorkerFacts(
     rank=0, state=2, attached=True, step=0, until=100, saved=-1, durable=-1, resumed=0, first_step_at=0.0, answered=-1,

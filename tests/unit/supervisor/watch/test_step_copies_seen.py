@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rank_facts import training
 
-from slurmft.ipc.worker_facts import WorkerFacts
+from slurmft.ipc.messages import WorkerFacts
 from slurmft.operations.status import overview
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.watch.observations import Observations
+from slurmft.supervisor.observations import Observations
 
 ATTEMPT = Attempt(job="7", restart=0)
 

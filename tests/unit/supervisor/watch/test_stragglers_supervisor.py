@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from slurmft.config.config import RunConfig, validate
-from slurmft.ipc.reports import RankTimings, TimingsReport
-from slurmft.policy.timing.straggler_verdict import StragglerVerdict
-from slurmft.storage.history import straggler_history
+from slurmft.config.run import RunConfig, validate
+from slurmft.ipc.messages import RankTimings, TimingsReport
+from slurmft.policy.stragglers import StragglerVerdict
+from slurmft.storage import history
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.watch.stragglers import StragglerWatch
+from slurmft.supervisor.stragglers import StragglerWatch
 
 NODES = 4
 FAST, SLOW = 0.1, 0.3
@@ -274,10 +274,10 @@ def test_a_past_that_is_read_late_is_added_to_what_happened_meanwhile(tmp_path):
     second.watch = StragglerWatch(second.config, tmp_path, second.journal, workload="w", clock=second.clock)
     assert second.window(FAST, FAST, FAST, FAST) is None
     second.watch.exchange()  # reads; writes nothing, since what it has read is not taken in yet
-    assert len(straggler_history.read(tmp_path, "w").nodes["n3"].outcomes) == 2
+    assert len(history.read_stragglers(tmp_path, "w").nodes["n3"].outcomes) == 2
     assert second.window(FAST, FAST, SLOW, FAST) is not None
     second.watch.exchange()
-    found = straggler_history.read(tmp_path, "w")
+    found = history.read_stragglers(tmp_path, "w")
     assert len(found.nodes["n1"].outcomes) == 4
     assert found.nodes["n1"].best[0].seconds == (FAST,) * 3
 
@@ -297,7 +297,7 @@ def test_a_second_thread_writes_while_windows_come(tmp_path):
     stop.set()
     thread.join()
     bench.watch.exchange()
-    found = straggler_history.read(tmp_path, "w")
+    found = history.read_stragglers(tmp_path, "w")
     assert found.nodes["n1"].best[0].seconds == (FAST,) * 3
     assert len(found.nodes["n1"].outcomes) == 5
 
@@ -307,8 +307,8 @@ def test_another_workload_keeps_only_who_was_convicted(tmp_path):
     for _ in range(4):
         bench.window(FAST, SLOW, FAST, FAST)
     bench.watch.exchange()
-    assert straggler_history.read(tmp_path, "w").nodes != {}
-    other = straggler_history.read(tmp_path, "another")
+    assert history.read_stragglers(tmp_path, "w").nodes != {}
+    other = history.read_stragglers(tmp_path, "another")
     assert other.nodes == {}
     assert [each.nodes for each in other.convictions] == [("n2",)]
 
@@ -331,7 +331,7 @@ PAST = '{"format": 1, "workload": "w", "convictions": [], "nodes": %s}'
     ],
 )
 def test_a_damaged_past_is_ignored_and_replaced(tmp_path, content, caplog):
-    path = tmp_path / straggler_history.HISTORY_FILE
+    path = tmp_path / history.HISTORY_FILE
     path.write_text(content)
     bench = Bench(tmp_path)
     assert "is ignored" in caplog.text
@@ -345,24 +345,24 @@ def test_odd_names_come_back_as_they_were(tmp_path):
     bench = Bench(tmp_path, hosts=hosts)
     bench.window(FAST, FAST, FAST, FAST)
     bench.watch.exchange()
-    assert list(straggler_history.read(tmp_path, "w").nodes) == list(hosts)
+    assert list(history.read_stragglers(tmp_path, "w").nodes) == list(hosts)
 
 
 def test_a_full_disk_keeps_the_old_file_and_the_next_write_works(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
     bench.window(FAST, FAST, FAST, FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(straggler_history, "write_json", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr(history, "write_json", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
         with pytest.raises(OSError, match="full"):
             bench.watch.exchange()
     bench.watch.exchange()
-    assert straggler_history.read(tmp_path, "w").nodes != {}
+    assert history.read_stragglers(tmp_path, "w").nodes != {}
 
 
 def test_the_file_stays_bounded(tmp_path):
-    node = straggler_history.NodeHistory(outcomes=[(1.0, True)])
-    nodes = {f"n{number}": node for number in range(straggler_history.MAX_NODES + 7)}
-    straggler_history.write(tmp_path, "w", straggler_history.History(nodes=nodes))
-    found = straggler_history.read(tmp_path, "w")
-    assert len(found.nodes) == straggler_history.MAX_NODES
+    node = history.NodeHistory(outcomes=[(1.0, True)])
+    nodes = {f"n{number}": node for number in range(history.MAX_NODES + 7)}
+    history.write_stragglers(tmp_path, "w", history.History(nodes=nodes))
+    found = history.read_stragglers(tmp_path, "w")
+    assert len(found.nodes) == history.MAX_NODES
     assert "n0" not in found.nodes

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from slurmft.worker.checks import gpu_check
+from slurmft.worker import gpu_check
 
 
 def test_products_are_timed_until_the_device_is_done(monkeypatch):

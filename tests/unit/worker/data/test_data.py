@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurmft.errors import DataError, UsageError
-from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+from slurmft.worker.data import ByteCorpus, WindowLoader
 
 
 def corpus(size: int = 1000) -> ByteCorpus:
@@ -60,18 +60,18 @@ def test_a_folder_is_its_text_files_in_the_order_of_their_names(tmp_path):
 
 
 def test_an_unreadable_file_of_a_folder_is_left_out_by_name(tmp_path, monkeypatch, caplog):
-    from slurmft.worker.data import loader
+    from slurmft.worker import data
 
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"2")
-    head = loader._head
+    head = data._head
 
     def refusing(path, limit_bytes):
         if path.name == "a":
             raise PermissionError(13, "Permission denied")
         return head(path, limit_bytes)
 
-    monkeypatch.setattr(loader, "_head", refusing)
+    monkeypatch.setattr(data, "_head", refusing)
     assert content(ByteCorpus.load(tmp_path)) == b"2"
     assert str(tmp_path / "a") in caplog.text
 
@@ -94,13 +94,13 @@ def test_input_that_cannot_be_used_is_named(tmp_path, kind):
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    from slurmft.worker.data import loader
+    from slurmft.worker import data
 
     def refusing(path, limit_bytes):
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "a").write_bytes(b"1")
-    monkeypatch.setattr(loader, "_head", refusing)
+    monkeypatch.setattr(data, "_head", refusing)
     with pytest.raises(DataError, match="Permission denied"):
         ByteCorpus.load(tmp_path / "a")
 

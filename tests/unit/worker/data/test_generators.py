@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from slurmft.trainer import rng
-from slurmft.worker.data.generators import IterationStart
+from slurmft.trainer import savers
+from slurmft.worker.generators import IterationStart
 
 
 def remembers(start: IterationStart) -> bool:
@@ -18,7 +18,7 @@ def remembers(start: IterationStart) -> bool:
     for draw in (random.random, np.random.rand, lambda: None, random.random):
         draw()
         start.mark()
-        now, known = rng.capture(), start.state()
+        now, known = savers.capture(), start.state()
         if (now["python"], now["numpy"]) != (known["python"], known["numpy"]):
             return False
     random.random()

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.format.plain_state import as_json, original
-from slurmft.worker.data.loader import ElasticLoader, ElasticSampler
+from slurmft.checkpoint.state import as_json, original
+from slurmft.worker.data import ElasticLoader, ElasticSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 

@@ -25,11 +25,11 @@ from slurmft import CheckpointManager, start_session
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.state import Trainee
 from slurmft.errors import UsageError
-from slurmft.integrations.lightning_data import EpochData
-from slurmft.ipc.pages.heartbeat import StopAction
-from slurmft.trainer import rng
+from slurmft.integrations.lightning import EpochData
+from slurmft.ipc.pages import StopAction
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.data.loader import ElasticLoader, ElasticSampler
+from slurmft.worker.data import ElasticLoader, ElasticSampler
 from slurmft.worker.session import PlannedStop
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
@@ -320,7 +320,7 @@ def test_lightning_reads_on_in_the_order_of_the_epoch(workers, tmp_path):
     data, batches = in_lightning(first := Script(tmp_path, workers=workers, own=False), {}, 2)
     read = [next(batches)[0][0][:, 0].tolist() for _ in range(3)]
     assert len(first.loader) == PER_EPOCH
-    saved = {**data.state(between_epochs=False), "batches": 3, "rng": rng.capture()}
+    saved = {**data.state(between_epochs=False), "batches": 3, "rng": savers.capture()}
     read += [next(batches)[0][0].tolist() for _ in range(2)]
     _, again = in_lightning(Script(tmp_path, workers=workers, own=False), saved, 2)
     assert [next(again)[0][0].tolist() for _ in range(2)] == read[3:]

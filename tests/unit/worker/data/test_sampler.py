@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import slurmft
 from slurmft.checkpoint import CheckpointManager
 from slurmft.errors import DataError, UsageError
-from slurmft.worker.data.sampler import ElasticLoader, ElasticSampler
+from slurmft.worker.data import ElasticLoader, ElasticSampler
 
 
 def sampler(samples: int = 20, global_batch: int = 8, **options) -> ElasticSampler:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slurmft.worker.digests.state import DeviceDigester, Digester, HostDigester, digester_of, group_of, tensors_of
+from slurmft.worker.digests import DeviceDigester, Digester, HostDigester, digester_of, group_of, tensors_of
 
 CPU = torch.device("cpu")
 WORDS = 1 << 12

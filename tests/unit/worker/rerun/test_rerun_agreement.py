@@ -18,9 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from slurmft.worker.rerun.state_machine import RerunStateMachine
-from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.policy.nodes.rerun_settings import RerunSettings
+from slurmft.worker.rerun import RerunStateMachine
+from slurmft.worker.rerun_data import RerunDataIterator
+from slurmft.policy.reruns import RerunSettings
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)

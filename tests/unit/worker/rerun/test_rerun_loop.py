@@ -14,19 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from slurmft.config.reruns import RerunConfig
+from slurmft.config.sections import RerunConfig
 from slurmft.errors import ConfigError, UsageError
-from slurmft.policy.nodes.evidence import Kind, Suspect
-from slurmft.policy.nodes.rerun_settings import RerunSettings
-from slurmft.policy.nodes.reruns import Injection, Mode, Phase, Seen
+from slurmft.policy.evidence import Kind, Suspect
+from slurmft.policy.reruns import Injection, Mode, Phase, RerunSettings, Seen
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
-from slurmft.trainer import rng
-from slurmft.worker.data.generators import IterationStart
-from slurmft.worker.rerun.data import RerunDataIterator, batch_hash
-from slurmft.worker.rerun.proceedings import Proceedings, Row
-from slurmft.worker.rerun.record import Rejection
-from slurmft.worker.rerun.state_machine import RerunStateMachine
+from slurmft.trainer import savers
+from slurmft.worker.generators import IterationStart
+from slurmft.worker.rerun import Proceedings, Rejection, RerunStateMachine, Row
+from slurmft.worker.rerun_data import RerunDataIterator, batch_hash
 
 Spoil = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(step, run of this step, loss) -> loss"""
@@ -87,7 +84,7 @@ class Loop:
         file = io.BytesIO()
         torch.save(
             {"model": self.model.state_dict(), "machine": self.machine.state_dict(), "data": self.data.state_dict(),
-             "rng": rng.capture()}, file,
+             "rng": savers.capture()}, file,
         )  # fmt: skip
         file.seek(0)
         return torch.load(file, weights_only=True)
@@ -97,7 +94,7 @@ class Loop:
         self.model.load_state_dict(saved["model"])
         self.data.load_state_dict(saved["data"])
         self.machine.load_state_dict(saved["machine"])
-        rng.restore(saved["rng"])
+        savers.restore(saved["rng"])
         return self
 
 
@@ -635,7 +632,7 @@ def test_the_start_of_each_iteration_is_remembered_whatever_was_drawn(seed):
         for draw in choose.choices(DRAWS, k=2):
             draw()
         start.mark()
-        now, remembered = rng.capture(), start.state()
+        now, remembered = savers.capture(), start.state()
         assert now["python"] == remembered["python"] and now["numpy"] == remembered["numpy"]
         assert torch.equal(now["torch"], remembered["torch"])
     drawn = [draw() for draw in DRAWS[:5]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.policy.nodes.evidence import Kind
+from slurmft.policy.evidence import Kind
 from slurmft.storage.verdicts import read_evidence, read_verdict
 
 TRAINER = Path(__file__).parents[3] / "slurm/trainers/rerun.py"
@@ -25,7 +25,7 @@ DRIVER = '''
 import json, os, runpy, signal, sys, tempfile
 import torch
 import slurmft.worker.session, slurmft.checkpoint
-from slurmft.worker.rerun import reports
+from slurmft.worker import rerun as reports
 
 torch.set_num_threads(1)
 torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())  # imports for a second, which the forks would do each

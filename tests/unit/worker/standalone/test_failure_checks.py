@@ -13,7 +13,7 @@ import torch
 
 import slurmft
 from slurmft.errors import UsageError
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
+from slurmft.ipc.pages import PAGE_VARIABLE
 
 RANK = """
 import sys, time

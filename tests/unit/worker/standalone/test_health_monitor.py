@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import slurmft
 from slurmft.errors import UsageError
-from slurmft.policy.verdicts.verdict import Cause
-from slurmft.worker.standalone import health_monitor
-from slurmft.worker.standalone.failures import FailureCategory, categorize_failure
-from slurmft.worker.standalone.health_monitor import HealthMonitor
+from slurmft.policy.verdict import Cause
+from slurmft.worker import standalone
+from slurmft.worker.failures import FailureCategory, categorize_failure
+from slurmft.worker.standalone import HealthMonitor
 
 
 class Clock:
@@ -136,11 +136,11 @@ def test_memory_that_has_run_out(monkeypatch):
     assert monitor.detect_oom(MemoryError())
     assert monitor.detect_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert not monitor.detect_oom(ValueError("full"))
-    monkeypatch.setattr(health_monitor, "host_fraction_used", lambda: 0.96)
+    monkeypatch.setattr(standalone, "host_fraction_used", lambda: 0.96)
     assert monitor.detect_oom() and not monitor.detect_oom(threshold=0.97)
-    monkeypatch.setattr(health_monitor, "host_fraction_used", lambda: 0.1)
+    monkeypatch.setattr(standalone, "host_fraction_used", lambda: 0.1)
     assert not monitor.detect_oom()
-    monkeypatch.setattr(health_monitor, "device_allocation_failures", lambda: 1)
+    monkeypatch.setattr(standalone, "device_allocation_failures", lambda: 1)
     assert monitor.detect_oom(), "one has failed since it was made"
     assert not HealthMonitor().detect_oom(), "and before this one was"
 
@@ -152,10 +152,10 @@ def test_the_limit_of_the_job_counts_and_page_cache_does_not(tmp_path):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 5\nfile 700\nactive_file 300\ninactive_file 100\n")
-    assert health_monitor._cgroup_fractions(job, root=tmp_path) == [0.5]
+    assert standalone._cgroup_fractions(job, root=tmp_path) == [0.5]
     (job / "memory.stat").unlink()
-    assert health_monitor._cgroup_fractions(job, root=tmp_path) == []
-    assert health_monitor._cgroup_fractions(None) == [] and 0 < health_monitor.host_fraction_used() <= 1
+    assert standalone._cgroup_fractions(job, root=tmp_path) == []
+    assert standalone._cgroup_fractions(None) == [] and 0 < standalone.host_fraction_used() <= 1
 
 
 def raised_from(cause: Exception) -> Exception:

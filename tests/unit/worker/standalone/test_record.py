@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import slurmft
-from slurmft.policy.verdicts.findings import WorkerEnd
-from slurmft.policy.verdicts.judge import Circumstances, judge
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.judge import Circumstances, WorkerEnd, judge
+from slurmft.policy.verdict import Cause
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.evidence import collect
 

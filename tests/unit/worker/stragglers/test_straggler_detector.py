@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurmft.ipc.pages.timing_page import RING, STEP, WORK, TimingPage
-from slurmft.worker.stragglers.device_time import AHEAD, DeviceSpans
-from slurmft.worker.stragglers.first_collective import filling
-from slurmft.worker.stragglers.stragglers import WARM_UP_STEPS, StragglerDetector
+from slurmft.ipc.pages import RING, STEP, WORK, TimingPage
+from slurmft.worker.stragglers import AHEAD, WARM_UP_STEPS, DeviceSpans, StragglerDetector, filling
 
 
 def detector_on(page: TimingPage, **options: Any) -> StragglerDetector:

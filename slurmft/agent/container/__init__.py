@@ -1,1 +1,0 @@
-"""The two sides of a container that an agent runs in: outside, and inside."""

@@ -1,0 +1,385 @@
+"""The agent's side of inference: replicas of the pool as its workers, and the router of an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from msgspec.structs import replace
+
+from slurmft.agent.environment import common_environment
+from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, gpu_uuids
+from slurmft.config.inference import ServingConfig
+from slurmft.config.run import RunConfig
+from slurmft.inference.driver import EXIT_CODE, SETTINGS_VARIABLE, ReplicaSettings, how_it_ended
+from slurmft.inference.endpoint import MAX_ADDRESSES, is_local
+from slurmft.inference.handover import OWN_CONFIG, is_config_name
+from slurmft.inference.pool import ReplicaPool
+from slurmft.inference.replica_health import AutoRestartManager
+from slurmft.inference.router_settings import SETTINGS_VARIABLE as ROUTER_VARIABLE
+from slurmft.inference.router_settings import RouterSettings
+from slurmft.ipc.messages import (
+    BeginReplicas,
+    Call,
+    Drain,
+    Lease,
+    Members,
+    RenewReplica,
+    ReplicaPhase,
+    RouterPhase,
+    Sent,
+)
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.policy.inference import devices_of
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.background import Background, overslept_s
+from slurmft.system.files import read_part, read_text
+from slurmft.system.foreign_text import one_line
+
+# --- router ---
+# The agent's side of an endpoint's router: it is started and restarted here, and told which replicas there are.
+
+ROUTER_COMMAND = (sys.executable, "-m", "slurmft.inference.router")
+SILENT_S = 10.0
+"""A router that does not say for so long that it lives is killed: it says so every second."""
+
+LOOK_S = 0.5
+LEAVE_S = 600.0
+"""How long a router that is not wanted any more has for what it has in flight, while its agent lives."""
+
+MAX_LINE_BYTES = 4096
+
+log = logging.getLogger(__name__)
+
+
+class NodeRouter:
+    """The router of this node, where it is to have one.
+
+    Args:
+        start: starts its process, with the path of our socket and a port, which is 0 for a free one.
+        kill: kills its process.
+        last_words: the last line of its log.
+        report: sends a report to the supervisor.
+    """
+
+    def __init__(
+        self, config: ServingConfig, *, max_restarts: int, folder: Path, hosts: tuple[str, ...],
+        start: Callable[[str, int], None], kill: Callable[[], None], last_words: Callable[[], str],
+        report: Callable[[Sent], None],
+    ) -> None:  # fmt: skip
+        self._config, self._max_restarts, self._socket, self._hosts = (
+            config,
+            max_restarts,
+            folder / "router.sock",
+            hosts,
+        )
+        self._start, self._kill, self._last_words, self._report = start, kill, last_words, report
+        self._epoch = 0
+        self._manager = self._new_manager()
+        self._members = b""
+        self._wanted = self._runs = self._leaves = False
+        self._port, self._answered, self._load = config.port, 0, 0
+        """The port stays the same over restarts: clients know it."""
+
+        self._heard_s: float | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._server: asyncio.Server | None = None
+        self._background = Background()
+
+    def begin(self, epoch: int) -> None:
+        """Another attempt or connection begins; a router that lives goes on."""
+        self._epoch, self._manager = epoch, self._new_manager()
+        if self._heard_s is not None:
+            self._tell("ready")
+
+    async def take(self, call: Members) -> None:
+        """The replicas as of now."""
+        if call.epoch != self._epoch:
+            return
+        told = {"expected": call.expected, "replicas": [each.as_mapping() for each in call.replicas],
+                "leave": not call.router, "closing": bool(call.closing)}  # fmt: skip
+        self._members, self._wanted = json.dumps(told).encode() + b"\n", call.router
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._serve, self._socket, limit=MAX_LINE_BYTES)
+            self._background.start(self._watch())
+        self._pass_on()
+        if self._wanted and not self._runs:
+            self._start_now()
+        elif not self._wanted and self._runs and not self._leaves:
+            self._leaves = True
+            self._background.start(self._kill_in(LEAVE_S))
+
+    def on_exit(self, code: int) -> None:
+        """Its process has ended."""
+        self._runs, self._heard_s, self._writer = False, None, None
+        self._background.start(self._bury(code))
+
+    async def close(self) -> None:
+        """Stop looking after it; the agent kills it."""
+        await self._background.cancel_all()
+        if self._server is not None:
+            self._server.close()
+
+    def _start_now(self) -> None:
+        self._runs, self._leaves, self._heard_s = True, False, None
+        try:
+            self._start(str(self._socket), self._port)
+        except (OSError, ValueError) as error:
+            self._runs = False
+            self._tell("down", str(error))
+
+    async def _kill_in(self, seconds: float) -> None:
+        """A router that is not wanted any more leaves by itself; one that does not is killed."""
+        until_s = time.monotonic() + seconds
+        while self._runs and not self._wanted:
+            if time.monotonic() > until_s:
+                self._kill()
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _bury(self, code: int) -> None:
+        how = how_it_ended(code)
+        if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words)):
+            how += f"; its last words: {words}"
+        if self._leaves and self._wanted:  # it is wanted again
+            self._start_now()
+            return
+        if not self._wanted:
+            self._tell("ended")
+            return
+        delay_s = self._manager.failed(0)
+        self._tell("died" if delay_s is not None else "down", how)
+        if delay_s is None:
+            self._wanted = False
+            return
+        await asyncio.sleep(delay_s)
+        if self._wanted and not self._runs:
+            self._start_now()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError, asyncio.CancelledError):
+            self._writer = writer
+            self._pass_on()
+            while line := await reader.readline():
+                self._hear(json.loads(line))
+        writer.close()
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        is_first, self._heard_s = self._heard_s is None, time.monotonic()
+        if message["kind"] == "ready":
+            self._port = int(message["port"])
+        now = answered, load = int(message.get("answered", 0)), int(message.get("load", 0))
+        if is_first or now != (self._answered, self._load):
+            self._answered, self._load = answered, load
+            self._tell("ready")
+
+    async def _watch(self) -> None:
+        while True:
+            asleep_s = await overslept_s(LOOK_S)
+            if self._heard_s is not None:
+                self._heard_s += asleep_s
+                if time.monotonic() - self._heard_s > SILENT_S:
+                    log.error("the router was silent for %.0f s; it is started again", SILENT_S)
+                    self._heard_s = None
+                    self._kill()
+
+    def _pass_on(self) -> None:
+        if self._writer is not None and not self._writer.is_closing() and self._members:
+            self._writer.write(self._members)
+
+    def _tell(self, phase: str, why: str = "") -> None:
+        self._report(RouterPhase(epoch=self._epoch, phase=phase, hosts=self._hosts, port=self._port,
+                                 answered=self._answered, why=why[:2000], load=self._load))  # fmt: skip
+
+    def _new_manager(self) -> AutoRestartManager:
+        return AutoRestartManager(self._max_restarts, window_s=self._config.restart_window_s)
+
+
+def hosts_here(host: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Names and addresses by which others find this node, best first; without Slurm only this machine itself does."""
+    if is_local(environment):
+        return ("127.0.0.1",)
+    addresses = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    ]
+    return tuple(dict.fromkeys([host, *addresses]))[:MAX_ADDRESSES]
+
+
+# --- The agent's side of inference: the pool's replicas are its workers, forked, logged and killed like any other ---
+
+LOG_BYTES, MAX_WORDS = 4096, 300
+COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
+SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.serving_driver")
+
+
+class Replicas:
+    """Connects the pool with the agent's workers.
+
+    Replica ``n`` of node ``i`` is rank ``i * replicas_per_node + n``. On an endpoint each node has one rank more, for
+    its router.
+    """
+
+    def __init__(
+        self, config: RunConfig, environment: Mapping[str, str], workers: Workers, *, node: int, host: str,
+        report: Callable[[Sent], None],
+    ) -> None:  # fmt: skip
+        assert config.inference is not None
+        self._config, self._section, self._environment = config, config.inference, environment
+        self._workers, self._node, self._host = workers, node, host
+        self._run, self._attempt = RunFolder(config.run_folder), ""
+        self._first = self._first_of(node)
+        self._logs: dict[int, Path] = {}
+        self._hosts = hosts_here(host, environment)
+        self._gpus: list[str] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._background = Background()
+        self._configs: dict[int, str] = {}
+        """Of replicas that an update has changed: the configuration, as a path in the run folder."""
+
+        self._pool = ReplicaPool(
+            config.inference, run_folder=config.run_folder, folder=workers.folder, node=node, host=host,
+            start=self._start, kill=lambda number: workers.kill_one(self._first + number),
+            last_words=self._last_words, report=self._with_hosts(report),
+        )  # fmt: skip
+        self._router: NodeRouter | None = None
+        if config.inference.serving is not None:
+            self._router = NodeRouter(
+                config.inference.serving, max_restarts=config.inference.max_restarts, folder=workers.folder,
+                hosts=self._hosts, start=lambda socket, port: self._start_router(self._router_rank, socket, port),
+                kill=lambda: workers.kill_one(self._router_rank),
+                last_words=lambda: self._last_words(self._router_rank - self._first),
+                report=report,
+            )  # fmt: skip
+
+    async def handle(self, call: Call[Any] | None) -> bool:
+        """A call of the supervisor's; whether it was one for the replicas."""
+        match call:
+            case BeginReplicas():
+                self._attempt = call.attempt
+                if not self._logs:  # later the replicas have their names
+                    self._first = self._first_of(call.node)
+                if self._gpus is None:
+                    self._gpus = await asyncio.to_thread(self._find_gpus)
+                await self._pool.begin(epoch=call.epoch, generation=call.generation)
+                if self._router is not None:
+                    self._router.begin(call.epoch)
+            case Members() if self._router is not None:
+                await self._router.take(call)
+                self._pool.want(call.on, call.epoch)
+            case Lease():
+                self._pool.lease(call.runs, call.alone, call.epoch, call.partials or ())
+            case Drain():
+                if self._draining is None or self._draining.done():
+                    self._draining = asyncio.create_task(self._pool.drain(call.within_s))
+            case RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
+                self._background.start(self._renew(call))
+            case _:
+                return False
+        return True
+
+    async def _renew(self, call: RenewReplica) -> None:
+        before = self._configs.get(call.replica, OWN_CONFIG)
+        # the run's own is that of the last update that was done
+        is_same = before == call.config or await asyncio.to_thread(self._are_same, before, call.config)
+        self._configs[call.replica] = call.config
+        if is_same:
+            self._pool.tell_state(self._pool.replicas[call.replica])
+        else:
+            await self._pool.renew(call.replica, call.within_s)
+
+    def _are_same(self, *names: str) -> bool:
+        try:
+            return len({read_text(self._run.path / name) for name in names}) == 1
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    @property
+    def _router_rank(self) -> int:
+        return self._first + self._section.replicas_per_node
+
+    def _first_of(self, node: int) -> int:
+        """The rank of a node's first replica; a node of an endpoint has one rank more, for its router."""
+        return node * (self._section.replicas_per_node + (self._section.serving is not None))
+
+    def on_exit(self, worker: Worker) -> None:
+        """The driver of a replica has ended."""
+        number = worker.rank - self._first
+        if self._router is not None and worker.rank == self._router_rank:
+            self._router.on_exit(worker.exit_code or 0)
+        else:
+            self._pool.on_exit(number, worker.exit_code or 0)
+
+    def note_signal(self) -> None:
+        """This node got a signal that asks for a stop."""
+        self._pool.note_signal()
+
+    async def close(self) -> None:
+        """Stop looking after the replicas; the agent kills them."""
+        if self._draining is not None:
+            self._draining.cancel()
+        await self._background.cancel_all()
+        if self._router is not None:
+            await self._router.close()
+        await self._pool.close()
+
+    def _with_hosts(self, report: Callable[[Sent], None]) -> Callable[[Sent], None]:
+        """A replica of an endpoint is reported with the addresses at which routers find it."""
+
+        def told(sent: Sent) -> None:
+            is_found = isinstance(sent, ReplicaPhase) and sent.port is not None
+            report(replace(sent, hosts=self._hosts) if is_found else sent)
+
+        return told
+
+    def _last_words(self, number: int) -> str:
+        path = self._logs[number] / f"rank-{self._first + number}.log"
+        with contextlib.suppress(OSError):
+            lines = read_part(path, -LOG_BYTES, LOG_BYTES).decode(errors="replace").strip().splitlines()
+            return one_line(lines[-1])[:MAX_WORDS] if lines else ""
+        return ""
+
+    def _find_gpus(self) -> list[str]:
+        words = [word.strip() for word in self._environment.get(VISIBLE_VARIABLE, "").split(",") if word.strip()]
+        return words or gpu_uuids(self._environment)
+
+    def _start(self, number: int, socket: str, life: int) -> None:
+        rank = self._first + number
+        environment = common_environment(self._config, self._environment)
+        if devices := devices_of(self._gpus or [], number, self._section.gpus_per_replica):
+            environment[VISIBLE_VARIABLE] = ",".join(devices)
+        command = COMMAND if self._section.serving is None else SERVING_COMMAND
+        settings = ReplicaSettings(
+            socket=socket, config=str(self._run.path / self._configs.get(number, OWN_CONFIG)),
+            generation=self._pool.generation, node=self._node, replica=number, life=life,
+            device="cuda" if devices else "",
+        )  # fmt: skip
+        environment[SETTINGS_VARIABLE] = settings.as_text()
+        environment[STOP_SIGNAL_VARIABLE] = self._config.preemption.signal
+        self._start_one(rank, environment, command)
+
+    def _start_router(self, rank: int, socket: str, port: int) -> None:
+        settings = RouterSettings(socket=socket, config=str(self._run.config), node=self._host, hosts=self._hosts,
+                                  port=port)  # fmt: skip
+        environment = common_environment(self._config, self._environment) | {ROUTER_VARIABLE: settings.as_text()}
+        self._start_one(rank, environment, ROUTER_COMMAND)
+
+    def _start_one(self, rank: int, environment: dict[str, str], command: Sequence[str]) -> None:
+        self._logs[rank - self._first] = self._run.attempts / self._attempt
+        self._workers.start_one(
+            rank, environment, command=command, folder=self._config.trainer_directory,
+            logs=self._logs[rank - self._first],
+            verdict=self._run.verdicts / f"{self._attempt}.rank-{rank}.json",
+            generation=self._pool.generation,
+        )  # fmt: skip

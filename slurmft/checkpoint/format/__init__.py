@@ -1,1 +1,0 @@
-"""The layout of a checkpoint, and how it is read and checked."""

@@ -1,0 +1,691 @@
+"""Copies of shards: on the node's own disk, and in the memory of other nodes. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import random
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from slurmft.checkpoint.holding import Holding, holdings_in, image_of
+from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Item, ShardIndex, read_index, write_index
+from slurmft.errors import StorageError
+from slurmft.policy.checkpoints import Name, Tier, copy_holders
+from slurmft.policy.worker_settings import WorkerSettings
+from slurmft.storage.checkpoint_names import KEY_FILE, MEMORY_VARIABLE, Identity, announcement
+from slurmft.storage.fence import RUN_FOLDER_VARIABLE
+from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES, PieceTags, derived_key, new_nonce
+from slurmft.system.files import UnsafeFile, open_regular, opened, read_bytes, read_json, write_bytes
+from slurmft.system.private_folder import check_private, own_folders, prefix
+
+# --- slots ---
+# Two places for each shard in a folder of copies: a newer image replaces the older one of two, once it is verified.
+#
+# An index (``shard-3.a.json``) lies there only while its image (``shard-3.a.image``) is whole. The files are written
+# over in place: pages that are there already cost a quarter of new ones.
+
+
+class Mismatch(Exception):
+    """The bytes are not those that the index describes."""
+
+
+class Verifier:
+    """Compares the items of an image that pass by, piece by piece, with their digests."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
+        self._item = next(self._items, None)
+        self._hash, self._done = xxhash.xxh3_128(), 0
+
+    def feed(self, chunk: memoryview) -> None:
+        """The next bytes.
+
+        Raises:
+            Mismatch: an item that ends in them is damaged, or there are more bytes than items.
+        """
+        while self._item is not None:
+            piece = chunk[: self._item.length - self._done]
+            self._hash.update(piece)
+            self._done += len(piece)
+            chunk = chunk[len(piece) :]
+            if self._done < self._item.length:
+                break
+            if self._hash.hexdigest() != self._item.digest:
+                raise Mismatch(f"{self._item.key} differs from its digest")
+            self._item = next(self._items, None)
+            self._hash, self._done = xxhash.xxh3_128(), 0
+        if len(chunk):
+            raise Mismatch("there are more bytes than the index lists")
+
+    def finish(self) -> None:
+        """Return when nothing is missing.
+
+        Raises:
+            Mismatch: bytes are.
+        """
+        self.feed(memoryview(b""))  # items without bytes end here
+        if self._item is not None:
+            raise Mismatch("bytes are missing")
+
+
+class Incoming:
+    """One image on its way into a folder: in the place of the older of two, and trusted only when all of it is there.
+
+    As a context manager it leaves nothing of an image that was not finished.
+
+    Args:
+        items: those that come, in order; all of them unless given. The others are holes in the file.
+        keep: a snapshot that is not written over, even where it is the older one.
+
+    Raises:
+        OSError: there is no room, or the folder is gone.
+    """
+
+    def __init__(
+        self, folder: Path, index: ShardIndex, items: Sequence[Item] | None = None, *, keep: Name | None = None
+    ) -> None:
+        self._index = index
+        self._path = place_for(folder, index, keep)
+        self._path.unlink(missing_ok=True)
+        self._verifier = Verifier(index.items if items is None else items)
+        self._ranges = ranges_of(index.items if items is None else items)
+        self._file = open_regular(image_of(self._path), os.O_RDWR | os.O_CREAT, follow=False)
+        self._finished = False
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the image unless it was finished; nothing more can be written. Idempotent."""
+        if self._file < 0:
+            return
+        os.close(self._file)
+        self._file = -1
+        if not self._finished:
+            with contextlib.suppress(OSError):
+                image_of(self._path).unlink(missing_ok=True)
+
+    def write(self, chunk: memoryview) -> None:
+        """The next bytes of the image.
+
+        Raises:
+            Mismatch: they are not the right ones.
+            OSError: they cannot be written.
+        """
+        self._verifier.feed(chunk)
+        while chunk:
+            offset, length = self._ranges[0]
+            count = os.pwrite(self._file, chunk[:length], offset)
+            chunk = chunk[count:]
+            self._ranges[:1] = [(offset + count, length - count)] if count < length else []
+
+    def finish(self, *, durable: bool = False) -> Holding:
+        """The image is whole: from now on it is offered.
+
+        Raises:
+            Mismatch: bytes are missing.
+            OSError: it cannot be written.
+        """
+        self._verifier.finish()
+        os.ftruncate(self._file, self._index.size_bytes)
+        if durable:
+            os.fsync(self._file)
+        if not os.path.samestat(os.fstat(self._file), image_of(self._path).stat()):
+            raise FileNotFoundError(f"{image_of(self._path)} was replaced by another process")
+        write_index(self._path, self._index, durable=durable)
+        self._finished = True
+        return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
+
+
+def ranges_of(items: Iterable[Item]) -> list[tuple[int, int]]:
+    """Where bytes of these items lie, as (offset, length), neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for item in items:
+        if ranges and sum(ranges[-1]) == item.offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + item.length)
+        elif item.length:
+            ranges.append((item.offset, item.length))
+    return ranges
+
+
+def place_for(folder: Path, index: ShardIndex, keep: Name | None = None) -> Path:
+    """The index path of the place that an image goes to: a free one, else that of the older, but not of ``keep``."""
+    places = [folder / f"shard-{index.shard}.{letter}.json" for letter in "ab"]
+    held = {one.index_path: one for one in holdings_in(folder, Tier.PEER) if one.index_path in places}
+    free = [place for place in places if place not in held]
+    return (
+        free[0] if free else min(places, key=lambda place: (held[place].name == keep, held[place].index.identity.age))
+    )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove incomplete files of dead processes; call while no process writes here."""
+    for path in (*folder.glob("shard-*.image"), *folder.glob(".*")):
+        if path.name.startswith(".") or not path.with_suffix(".json").exists():
+            path.unlink(missing_ok=True)
+
+
+def remove_stale(folder: Path, keep: Name | None = None) -> None:
+    """Remove images that no restart can need any more: older than the two newest snapshots in ``folder``.
+
+    They belong to shards that the run has no more, since it goes on with fewer ranks. What is to be kept stays.
+    """
+    held = holdings_in(folder, Tier.PEER)
+    newest = sorted({one.index.identity for one in held}, key=lambda one: one.age, reverse=True)[:2]
+    for one in held:
+        if one.index.identity not in newest and one.name != keep:
+            one.index_path.unlink(missing_ok=True)
+            one.image.unlink(missing_ok=True)
+
+
+# --- How a copy of a shard travels between nodes: authenticated lines, and the image in authenticated pieces ---
+#     keeper  -> sender   nonce
+#     sender  -> keeper   nonce, then {index_bytes} and the index
+#     keeper  -> sender   {"answer": "send"} or why not
+#     sender  -> keeper   the image: pieces of PIECE_BYTES, the last one shorter, each followed by its tag
+#     keeper  -> sender   {"answer": "kept"} or why not
+#
+# Notes on each step (``note_sender``) travel in the same way, on a connection that stays:
+#
+#     sender  -> keeper   {note, name, generation, capacity, bytes} and the note, again and again, ahead of the answers
+#     keeper  -> sender   {"answer": "kept"} or why not, for each
+#
+# Each line and the index carry a HMAC under a key that is derived from the run's key and both nonces, bound to the
+# direction and the place in the sequence. The image's key is derived from that one and the index, which names run
+# generation, step, shard and length; its tags are those of ``system.authentication``. So only holders of the run's key
+# are accepted, recorded messages cannot be replayed, and a piece is checked before it is used. Nothing that is sent is
+# ever run: lines and indexes are JSON, the image is bytes. All of it is authentic, not confidential.
+#
+# Version 1 sent the image without tags. There is no negotiation: the version is part of the key, and a side of another
+# version is a stranger.
+
+MAX_LINE_BYTES = 16 * 1024
+CHUNK_BYTES = 1 << 20
+PIECE_BYTES = CHUNK_BYTES
+"""Of an image between two tags; part of the protocol."""
+
+SILENCE_S = 20.0
+"""How long either side may be silent before the other one gives it up."""
+
+_LENGTH = struct.Struct("!I")
+
+
+class BadCopy(Exception):
+    """The other side is a stranger, has another version, or violates the protocol; the connection is closed."""
+
+
+class Wire:
+    """One authenticated connection, blocking, with a limit on every wait. Close it after use, as a context manager.
+
+    Raises, from every method: BadCopy; OSError (TimeoutError too) where the connection breaks or stalls.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_keeper: bool, deadline: float) -> None:
+        self._socket = connection
+        self.deadline = deadline
+        """By the monotonic clock; nothing waits beyond it."""
+
+        self.silence_s = SILENCE_S
+
+        with contextlib.suppress(OSError):  # lines are short, and each one is waited for
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mine = new_nonce()
+        if is_keeper:
+            self._send_all(mine)
+            nonces = mine, self._receive_exactly(NONCE_BYTES)
+        else:
+            nonces = self._receive_exactly(NONCE_BYTES), mine
+            self._send_all(mine)
+        self._key = derived_key(secret, "copies", *nonces)
+        self._mine, self._theirs = (b"k", b"s") if is_keeper else (b"s", b"k")
+        self._sent = self._received = 0
+        self._tags = PieceTags(b"", 0)
+        self._buffer = memoryview(b"")
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._socket.close()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one line."""
+        line = json.dumps(message, separators=(",", ":")).encode()
+        self._send_all(_LENGTH.pack(len(line)))
+        self.send_blob(line)
+
+    def receive(self) -> dict[str, Any]:
+        """The next line; it is authentic."""
+        (length,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
+        if length > MAX_LINE_BYTES:
+            raise BadCopy("a line is too long")
+        line = self.receive_blob(length)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadCopy("a line is not JSON") from error
+        if not isinstance(message, dict):
+            raise BadCopy("a line is not an object")
+        return message
+
+    def has_more(self) -> bool:
+        """Whether ``receive`` would find something at once: a line, or that the connection has ended."""
+        self._socket.settimeout(0.0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return True
+
+    def send_blob(self, blob: bytes) -> None:
+        """Send bytes of which the other side knows how many there are."""
+        text = self._mine + str(self._sent).encode() + b" "
+        self._sent += 1
+        self._send_all(hmac.new(self._key, text + blob, hashlib.sha256).digest() + blob)
+
+    def receive_blob(self, length: int) -> bytes:
+        """``length`` bytes; they are authentic."""
+        mac = self._receive_exactly(TAG_BYTES)
+        blob = self._receive_exactly(length)
+        self._check(mac, blob)
+        return blob
+
+    def begin_image(self, index: bytes, size_bytes: int) -> None:
+        """From now on the pieces of the image go, ``size_bytes`` in all, that this index describes."""
+        self._tags = PieceTags(derived_key(self._key, "image", hashlib.sha256(index).digest()), size_bytes)
+        self._buffer = memoryview(bytearray(PIECE_BYTES + TAG_BYTES))
+
+    def room(self, length: int) -> memoryview:
+        """Room for a piece of the image that is to be sent; ``length`` is at most PIECE_BYTES."""
+        return self._buffer[:length]
+
+    def send_piece(self, length: int) -> None:
+        """Send what lies in ``room``."""
+        self._buffer[length : length + TAG_BYTES] = self._tags.next_tag(self._buffer[:length])
+        self._send_all(self._buffer[: length + TAG_BYTES])
+
+    def receive_piece(self, length: int) -> memoryview:
+        """The image's next piece, ``length`` bytes; it is authentic, and valid until the next one."""
+        whole = self._buffer[: length + TAG_BYTES]
+        self._fill(whole)
+        if not self._tags.is_next(whole[:length], whole[length:]):
+            raise BadCopy("a piece of the image is not authentic")
+        return whole[:length]
+
+    def _fill(self, buffer: memoryview) -> None:
+        while len(buffer):
+            self._limit()
+            count = self._socket.recv_into(buffer)
+            if not count:
+                raise BadCopy("the connection ended in the middle")
+            buffer = buffer[count:]
+
+    def _check(self, mac: bytes, blob: bytes) -> None:
+        text = self._theirs + str(self._received).encode() + b" "
+        self._received += 1
+        if not hmac.compare_digest(mac, hmac.new(self._key, text + blob, hashlib.sha256).digest()):
+            raise BadCopy("what was received is not authentic")
+
+    def _send_all(self, blob: bytes | memoryview) -> None:
+        view = memoryview(blob)
+        while view:
+            self._limit()
+            view = view[self._socket.send(view) :]
+
+    def _receive_exactly(self, length: int) -> bytes:
+        parts: list[bytes] = []
+        while length:
+            self._limit()
+            part = self._socket.recv(min(length, CHUNK_BYTES))
+            if not part:
+                raise BadCopy("the connection ended in the middle")
+            parts.append(part)
+            length -= len(part)
+        return b"".join(parts)
+
+    def _limit(self) -> None:
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it took too long")
+        self._socket.settimeout(min(left_s, self.silence_s))
+
+
+# --- local tier ---
+# Copies of a node's own shards on its local disk, for a restart on the same node. No torch.
+#
+#     <local_directory>/slurmft-<user id>/<lineage>/shard-<shard>.<a|b>.image and .json     the newest two
+#
+# A lineage is one checkpoint directory's history, by a number that is drawn once and lies in it: a run that was begun
+# anew under an old name does not find copies of the old one on some node. Nothing here is durable, or has to be.
+
+LINEAGE_FILE = "lineage.json"
+_LINEAGE = re.compile(r"[0-9a-f]{32}")
+
+log = logging.getLogger(__name__)
+
+
+def local_folder(local_directory: Path, checkpoint_dir: Path) -> Path:
+    """This lineage's folder on the local disk, private; made where it does not exist.
+
+    Raises:
+        OSError: it cannot be made.
+        StorageError: the lineage cannot be read.
+    """
+    folder = _own_folder(local_directory) / lineage_of(checkpoint_dir)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    check_private(folder)
+    return folder
+
+
+def _own_folder(local_directory: Path) -> Path:
+    """This user's folder; under a random name where another user has taken the usual one."""
+    mine, other_name = local_directory / f"slurmft-{os.geteuid()}", prefix("slurmft-local")
+    try:
+        mine.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(mine)
+    except (FileExistsError, UnsafeFile) as error:
+        log.warning("%s is not a folder of yours alone: %s", mine, error.strerror)
+        if not own_folders(local_directory, other_name):
+            mkdtemp(dir=local_directory, prefix=other_name)
+        return own_folders(local_directory, other_name)[0]
+    return mine
+
+
+def lineage_of(checkpoint_dir: Path) -> str:
+    """The number of this directory's history; drawn by the first rank that asks, of all that may ask at once.
+
+    Raises:
+        OSError, StorageError: it can be neither read nor written.
+    """
+    path = checkpoint_dir / LINEAGE_FILE
+    if (value := read_json(path)) is None:
+        checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        draft = checkpoint_dir / f".{LINEAGE_FILE}.{secrets.token_hex(8)}.tmp"
+        try:
+            write_bytes(draft, f'{{"format": 1, "lineage": "{secrets.token_hex(16)}"}}\n'.encode())
+            os.link(draft, path)  # unlike a rename it never replaces what another rank drew
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink(missing_ok=True)
+        value = read_json(path)
+    lineage = (value or {}).get("lineage")
+    if not isinstance(lineage, str) or not _LINEAGE.fullmatch(lineage):
+        raise StorageError(f"{path} is damaged", hint="remove it; copies on local disks are forgotten then")
+    return lineage
+
+
+def keep_local(index_path: Path, image_path: Path, folder: Path, *, stop: threading.Event | None = None) -> str:
+    """Copy a staged shard, hashed already, to the local disk; why it is not there, else empty. Never raises."""
+    try:
+        with opened(image_path) as image:
+            index = read_index(index_path)
+            if index is None or not index.is_hashed:
+                return "a newer snapshot is being staged"
+            buffer = memoryview(bytearray(CHUNK_BYTES))
+            with Incoming(folder, index) as incoming:
+                left = index.size_bytes
+                while left:
+                    if stop is not None and stop.is_set():
+                        return "given up"
+                    if not (count := os.readv(image, [buffer[: min(left, CHUNK_BYTES)]])):
+                        return "a newer snapshot is being staged"
+                    incoming.write(buffer[:count])
+                    left -= count
+                incoming.finish()
+        remove_stale(folder)
+    except Mismatch:
+        return "a newer snapshot is being staged"  # its bytes are in the image already
+    except (OSError, StorageError) as error:
+        return str(error)
+    return ""
+
+
+# --- replication ---
+# Sending copies of a shard to the keepers of other nodes, from the process that writes it to disk. No torch.
+
+COPY_LIMIT_S = 300.0
+CONNECT_S = 5.0
+TRIES = 5
+"""Connections that a keeper may close before it answers: strangers may have taken our place."""
+
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """A node whose keeper takes copies; ``place`` is the node's in the run (GROUP_RANK)."""
+
+    place: int
+    announcement: Path
+    """Where its agent writes host names and port of the keeper."""
+
+    addresses: tuple[tuple[str, int], ...] = ()
+    """What it said, where that is known: the announcement lies in a shared place, which is not asked at every step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """The result of one copy."""
+
+    peer: Peer
+    problem: str
+    """Empty when the peer has the whole snapshot, verified."""
+
+    seconds: float
+
+
+def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:
+    """The nodes that hold copies of this node's shards, in this attempt; none outside of a run."""
+    try:
+        copies = WorkerSettings.from_environment(environment).checkpoint.peer_copies
+        nodes = int(environment["GROUP_WORLD_SIZE"])
+        folder = Path(environment[RUN_FOLDER_VARIABLE]) / "attempts" / environment["SLURMFT_ATTEMPT"]
+        holders = copy_holders(nodes, copies)[int(environment["GROUP_RANK"])]
+    except (KeyError, ValueError, IndexError):
+        return []
+    return [Peer(place=place, announcement=announcement(folder, place)) for place in holders]
+
+
+def key_file(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where this node's agent has left the key for copies; None outside of a run."""
+    return Path(environment[MEMORY_VARIABLE]) / KEY_FILE if environment.get(MEMORY_VARIABLE) else None
+
+
+def send_copy(
+    index_path: Path, image_path: Path, peers: Sequence[Peer], key_file: Path, *,
+    limit_s: float = COPY_LIMIT_S, bytes_per_s: float | None = None, stop: threading.Event | None = None,
+    keep: Identity | None = None,
+) -> list[Sent]:  # fmt: skip
+    """Send a staged shard, hashed already, to each peer in turn; returns each result, and never raises.
+
+    Args:
+        limit_s: for each peer; one that cannot be reached, does not answer or is too slow costs no more.
+        bytes_per_s: no faster than this, so that training keeps the network; None for no limit.
+        stop: give up as soon as it is set; also done where the image is written over by a newer one.
+        keep: a snapshot that the peer must still have when this one has not arrived whole.
+    """
+    stop = stop or threading.Event()
+    results: list[Sent] = []
+    for peer in peers:
+        started_s = time.monotonic()
+        try:
+            pace = _Pace(started_s, limit_s, bytes_per_s, stop)
+            problem = _send(index_path, image_path, peer, read_bytes(key_file), pace, keep=keep)
+        except (BadCopy, OSError, StorageError) as error:
+            problem = str(error) or type(error).__name__
+        results.append(Sent(peer=peer, problem=problem, seconds=time.monotonic() - started_s))
+    return results
+
+
+def located(peer: Peer) -> Peer:
+    """The same with the addresses that its agent has announced so far."""
+    with contextlib.suppress(BadCopy, OSError):
+        return replace(peer, addresses=tuple(_announced(peer)))
+    return peer
+
+
+def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Event) -> Wire:
+    """A connection to the peer's keeper, which has proved that it belongs to the run.
+
+    Raises:
+        BadCopy, OSError: there is none.
+    """
+    pace = _Pace(time.monotonic(), limit_s, None, stop)
+    connection = _connect(peer, pace)
+    try:
+        return Wire(connection, read_bytes(key_file), is_keeper=False, deadline=pace.deadline)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class Superseded(OSError):
+    """A newer image is being written over the one that was to be sent."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When the next bytes may go, and until when."""
+
+    started_s: float
+    limit_s: float
+    bytes_per_s: float | None
+    stop: threading.Event
+
+    @property
+    def deadline(self) -> float:
+        return self.started_s + self.limit_s
+
+    def wait(self, seconds: float) -> None:
+        """Raises TimeoutError where that would be too late, and Superseded when it is not needed any more."""
+        if self.stop.wait(max(0.0, min(seconds, self.deadline - time.monotonic()))):
+            raise Superseded("given up")
+        if time.monotonic() >= self.deadline:
+            raise TimeoutError(f"not sent within {self.limit_s:.0f} s")
+
+    def before(self, sent_bytes: int, since_s: float) -> None:
+        """Wait until the byte after ``sent_bytes`` may go."""
+        due_s = since_s + sent_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        self.wait(due_s - time.monotonic())
+
+
+def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _Pace, *, keep: Identity | None) -> str:
+    with opened(image_path) as image:  # first: its bytes are those of the index that is there then
+        index = read_index(index_path)
+        if index is None:
+            raise Superseded("a newer snapshot is being staged")
+        if not index.is_hashed:
+            return "it has no digests yet"
+        blob = read_bytes(index_path, limit_bytes=MAX_INDEX_BYTES)
+        wire, answer = _asked(blob, peer, secret, pace, keep)
+        with wire:
+            if answer == "send":
+                wire.begin_image(blob, index.size_bytes)
+                _send_image(wire, image, index, index_path, pace)
+                answer = wire.receive().get("answer")
+    return "" if answer == "kept" else str(answer)[:500]
+
+
+def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity | None) -> tuple[Wire, object]:
+    """A connection over which the index went, and what the keeper answers."""
+    kept = None if keep is None else [keep.step, keep.generation, keep.commit]
+    for number in range(1, TRIES + 1):
+        connection = _connect(peer, pace)
+        try:
+            wire = Wire(connection, secret, is_keeper=False, deadline=pace.deadline)
+            wire.send({"index_bytes": len(index), "keep": kept})
+            wire.send_blob(index)
+            return wire, wire.receive().get("answer")
+        except (BadCopy, ConnectionError) as error:
+            connection.close()
+            if number == TRIES:
+                raise
+            log.debug("node %d closed the connection: %s", peer.place, error)
+            pace.wait(_RETRY_S * random.random())  # noqa: S311 - not a secret
+        except BaseException:
+            connection.close()
+            raise
+    raise AssertionError("unreachable")
+
+
+def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pace: _Pace) -> None:
+    present = index_path.stat().st_ino
+    sent, since_s = 0, time.monotonic()
+    while sent < index.size_bytes:
+        pace.before(sent, since_s)
+        room = wire.room(min(PIECE_BYTES, index.size_bytes - sent))
+        count = os.preadv(image, [room], sent)
+        if not _is_still(index_path, present):  # the bytes read may be of the next snapshot
+            raise Superseded("a newer snapshot is being staged")
+        if count < len(room):
+            raise BadCopy("the image is shorter than its index says")
+        wire.send_piece(count)
+        sent += count
+
+
+def _is_still(path: Path, inode: int) -> bool:
+    try:
+        return path.stat().st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def _connect(peer: Peer, pace: _Pace) -> socket.socket:
+    """A connection to the peer's keeper, which may still be starting.
+
+    Raises:
+        TimeoutError: there was none in time.
+        Superseded: the wait was cut short.
+    """
+    problem = f"node {peer.place} has not said where its keeper listens"
+    while True:
+        addresses: Sequence[tuple[str, int]] = peer.addresses
+        try:
+            addresses = addresses or _announced(peer)
+        except BadCopy as error:
+            problem = str(error)
+        for address in addresses:
+            try:
+                return socket.create_connection(address, timeout=CONNECT_S)
+            except OSError as error:
+                problem = f"{address[0]}:{address[1]}: {error}"
+        try:
+            pace.wait(_RETRY_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {problem}") from error
+
+
+def _announced(peer: Peer) -> list[tuple[str, int]]:
+    """Where its keeper listens; nothing while its agent has not said so.
+
+    Raises:
+        BadCopy: that cannot be understood.
+    """
+    try:
+        where = read_json(peer.announcement)
+        return [(str(host), int(where["port"])) for host in where["hosts"]] if where is not None else []
+    except (StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadCopy(f"{peer.announcement} is damaged: {error}") from error

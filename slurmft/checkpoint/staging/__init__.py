@@ -1,1 +1,0 @@
-"""Snapshots in memory, on their way from the trainer's tensors to the writer."""

@@ -1,0 +1,458 @@
+"""YAML to frozen, validated settings.
+
+Every section is one model; every field has its meaning beside it. A typo costs one second on the login node, not two
+hours in the queue: unknown keys are refused with the nearest known one, and all problems are reported at once.
+For any file ``load`` returns settings that can be written down and read back, or raises a ConfigError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from slurmft.config import base as config_base
+from slurmft.config.base import Count, Folder, Text, Words, section_of
+from slurmft.config.base import Section as _Section
+from slurmft.config.inference import InferenceConfig
+from slurmft.config.sections import (
+    CheckpointConfig,
+    ContainerConfig,
+    DigestsConfig,
+    ElasticConfig,
+    ExclusionsConfig,
+    FaultToleranceConfig,
+    MetricsConfig,
+    NcclConfig,
+    NoticesConfig,
+    NotifyConfig,
+    OomConfig,
+    PreemptionConfig,
+    RerunConfig,
+    SlurmConfig,
+    StragglerDetectionConfig,
+    SyncConfig,
+)
+from slurmft.config.sections import problem_of as sync_problem_of
+from slurmft.errors import ConfigError
+from slurmft.policy import plain_values as plain
+from slurmft.policy import sbatch
+from slurmft.policy.container import Container, problem_of
+from slurmft.policy.final_ends import ExitAction, lists_as_texts, unambiguous
+from slurmft.policy.membership import Size
+from slurmft.policy.sbatch import second_owner, unknown_options
+from slurmft.system.files import UnsafeFile, read_bytes, read_pipe
+
+MAX_FILE_BYTES = 1024 * 1024
+PIPE_S = 8.0
+"""How long a configuration may take to come out of a pipe."""
+
+MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
+"""More than any cluster has; on one machine a slip of the finger would start a million processes."""
+
+log = logging.getLogger(__name__)
+
+Own = TypeVar("Own", bound=BaseModel)
+"""A section that has a file of its own."""
+
+
+class RunConfig(_Section):
+    """One run: what to train, where, and how it survives."""
+
+    command: Words = ()
+    """The trainer: a list of arguments, or one string that is split like a shell would, without running one. Needed,
+    unless there is a section ``inference``."""
+
+    run_folder: Annotated[Path, BeforeValidator(plain.usable_run_folder)]
+    """Folder of this run on the shared filesystem; its last part is the run's name. Relative to where you submit."""
+
+    nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=1, ge=1)
+    """Nodes to train on."""
+
+    spare_nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=0, ge=0)
+    """Nodes allocated beyond those, agent and torch warm: one takes over where a node is lost or suspected."""
+
+    spares: Literal["import", "rehearse"] = "import"
+    """What a spare does while it waits: it imports torch; or it also runs the trainer for two steps in a world of its
+    own, so that compiled kernels are in its node's caches. For trainers with ``session.steps`` or an integration."""
+
+    nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
+    """Workers on each node: one per GPU."""
+
+    launcher: Literal["agent", "torchrun", "ray"] = "agent"
+    """What starts the workers of a node: slurmft's agent, or torch's own elastic agent under it. Stops, checkpoints,
+    verdicts and restarts are slurmft's either way; without torchrun a restart is faster. ray: the nodes become a Ray
+    cluster, and the command runs once, on the first of them."""
+
+    environment: dict[str, Text] = Field(default_factory=dict)
+    """Variables added to every worker's environment. Not for secrets: they are stored in the run folder."""
+
+    working_directory: Folder | None = None
+    """Where the trainer starts; where you submit when empty."""
+
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    container: ContainerConfig = Field(default_factory=ContainerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
+    preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
+    nccl: NcclConfig = Field(default_factory=NcclConfig)
+    oom: OomConfig = Field(default_factory=OomConfig)
+    notices: NoticesConfig = Field(default_factory=NoticesConfig)
+    rerun: RerunConfig = Field(default_factory=RerunConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
+    exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
+    straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
+    digests: DigestsConfig = Field(default_factory=DigestsConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    notify: NotifyConfig = Field(default_factory=NotifyConfig)
+
+    sync: tuple[SyncConfig, ...] = ()
+    """Folders of the nodes that are kept elsewhere, for scripts that save by themselves: restored before the workers
+    start, uploaded every ``frequency`` and when they have ended. See docs/how-to/scripts-that-cannot-change.md."""
+
+    inference: InferenceConfig | None = None
+    """Answer a batch of requests instead of training; ``slurmft infer`` submits it."""
+
+    ignore_nonlead_status: bool = False
+    """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
+    restarts all."""
+
+    exit_actions: Annotated[
+        dict[ExitAction, Text], BeforeValidator(lists_as_texts), AfterValidator(unambiguous)
+    ] = Field(default_factory=dict)  # fmt: skip
+    """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""
+
+    @field_validator("command")
+    @classmethod
+    def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value and not value[0].strip():
+            raise ValueError("its first word, the program, is empty")
+        if value and (why := second_owner(value)):
+            raise ValueError(why)
+        return value
+
+    @field_validator("environment")
+    @classmethod
+    def _names_are_variables(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_task(self) -> Self:
+        if self.inference is None and not self.command:
+            raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
+        if self.inference is not None and self.command:
+            raise ValueError("command: a run with a section inference has no trainer; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _ray_starts_its_own_workers(self) -> Self:
+        if self.launcher == "ray" and self.nproc_per_node != 1:
+            raise ValueError("nproc_per_node: must be 1 with launcher: ray, which starts workers as the command asks")
+        return self
+
+    @model_validator(mode="after")
+    def _spares_can_rehearse(self) -> Self:
+        if self.spares == "rehearse" and (self.launcher != "agent" or self.inference is not None):
+            raise ValueError("spares: rehearse needs a trainer that is started by slurmft's agent (launcher: agent)")
+        return self
+
+    @model_validator(mode="after")
+    def _standby_has_a_place(self) -> Self:
+        problem = self.fault_tolerance.standby_problem(
+            nodes=self.nodes + self.spare_nodes, survives=self.survives_nodes, inference=self.inference is not None
+        )
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        self.elastic.size(self.nodes)
+        if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):
+            raise ValueError(f"checkpoint.peer_copies={copies} needs more than {copies} nodes; nodes={self.nodes}")
+        return self
+
+    @model_validator(mode="after")
+    def _folders_can_be_kept(self) -> Self:
+        if self.inference is not None and self.inference.serving is not None:
+            scaled, places = self.inference.serving.replicas, self.nodes * self.inference.replicas_per_node
+            for name, value in (("min", scaled.min), ("max", scaled.max)):
+                if value is not None and value > places:
+                    raise ValueError(
+                        f"inference.serving.replicas.{name} ({value}) is above nodes times replicas_per_node ({places})"
+                    )
+        if self.sync and self.inference is not None:
+            raise ValueError("sync: it is for trainers; a run with a section inference keeps its answers itself")
+        if problem := sync_problem_of(self.sync, str(self.run_folder), tuple(self.environment)):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def size(self) -> Size:
+        """How many nodes it may train on."""
+        return self.elastic.size(self.nodes)
+
+    @property
+    def nodes_range(self) -> str:
+        """What ``--nodes`` asks for where the job may start with fewer; empty where it may not.
+
+        Seen on 22.05: such a job starts on what is free, keeps its range through a requeue, and never grows in between.
+        """
+        most = self.nodes + self.spare_nodes
+        return f"{self.size.minimum}-{most}" if self.elastic.start_with_fewer else ""
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the allocation outlives one of its nodes (``--no-kill``): the run can go on without it."""
+        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic or self.inference is not None
+
+    @property
+    def name(self) -> str:
+        """The run's name: the last part of its folder."""
+        return self.run_folder.name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.nproc_per_node
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints live."""
+        return self.checkpoint.directory or self.run_folder / "checkpoints"
+
+    @property
+    def trainer_directory(self) -> Path:
+        """Where the trainer starts, inside of its container."""
+        return self.container.workdir or self.working_directory or Path.cwd()
+
+    def contained(self) -> Container | None:
+        """The container of its agents and workers; None where there is none.
+
+        Raises:
+            ValueError: the container cannot show the run what it needs.
+        """
+        needed = filter(None, [self.run_folder, self.checkpoint_dir, self.checkpoint.local_directory])
+        found = self.container.plan([*needed], self.working_directory or Path.cwd())
+        if found is not None and (problem := problem_of(found)):
+            raise ValueError(problem)
+        return found
+
+    def placed_in(self, folder: Path) -> Self:
+        """The same run in ``folder``: paths inside of the run folder move there."""
+        directory = self.checkpoint.directory
+        if directory is not None and directory.is_relative_to(self.run_folder):
+            directory = folder / directory.relative_to(self.run_folder)
+        checkpoint = self.checkpoint.model_copy(update={"directory": directory})
+        return self.model_copy(update={"run_folder": folder, "checkpoint": checkpoint})
+
+    def as_yaml(self) -> str:
+        """The settings as a file that ``load`` reads back to an equal value."""
+        return config_base.written(self.model_dump(mode="json", exclude_none=True))
+
+
+KnownHere = Callable[[frozenset[str]], Collection[str]]
+"""Which of these options of sbatch, that are in no list of ours, may be given all the same."""
+
+
+def none_of_them(options: frozenset[str]) -> frozenset[str]:
+    """``KnownHere`` where there is no Slurm to ask."""
+    return options & frozenset()
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, known_here: KnownHere = none_of_them) -> RunConfig:
+    """Read ``path``, apply ``key.sub=value`` overrides, validate, and make every path absolute.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    return from_values(read(path), overrides, source=str(path), known_here=known_here)
+
+
+def from_values(
+    raw: dict[str, Any], overrides: Sequence[str] = (), *, source: str, known_here: KnownHere = none_of_them
+) -> RunConfig:
+    """As ``load``, from plain values that ``source`` names in errors.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    for override in overrides:
+        _apply(raw, override)
+    source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
+    config = _absolute(validate(raw, source=source, known_here=known_here), source=source)
+    if problem := sync_problem_of(config.sync, str(config.run_folder), ()):
+        raise ConfigError(f"{source}: {problem}")
+    try:
+        config.contained()
+    except ValueError as error:
+        raise ConfigError(f"{source}: container.{error}", hint="see docs/how-to/containers.md") from error
+    return config
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The plain keys and values of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    raw = config_base.parsed(_text_of(path), of=str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold keys and values", hint="see configs/reference.yaml")
+    return raw
+
+
+def load_section(path: Path | None, model: type[Own], overrides: Sequence[str] = ()) -> Own:
+    """Read a file that holds one section by itself, such as health.yaml, and apply ``key.sub=value`` overrides.
+
+    Without a file the section has its defaults.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    raw = {} if path is None else config_base.parsed(_text_of(path), of=str(path)) or {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold keys and values")
+    for override in overrides:
+        _apply(raw, override)
+    path = Path("the command line") if path is None else path
+    given = {key: value for key, value in raw.items() if value is not None}
+    try:
+        problems = list(plain.unusable(given))
+        section = model.model_validate(given)
+    except ValidationError as error:
+        problems += [_problem(detail, model) for detail in error.errors(include_input=False, include_url=False)]
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}", hint="look at its aliases (*name)") from error
+    if problems:
+        raise ConfigError(f"{path}: {plain.as_text(problems)}")
+    return section
+
+
+def _with_all_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections that were not given, empty: their defaults, without the validator that each would build for itself."""
+    kinds = {name: field.default_factory for name, field in RunConfig.model_fields.items()}
+    sections = [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, _Section)]
+    return {**{name: {} for name in sections}, **given}
+
+
+def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = none_of_them) -> RunConfig:
+    """Validate plain values; ``source`` names them in errors.
+
+    Raises:
+        ConfigError: one line for each problem.
+    """
+    given = {key: value for key, value in raw.items() if value is not None}  # a key without a value: not given
+    try:
+        problems = list(plain.unusable(given))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+    try:
+        given, lines = sbatch.ours(given)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    for line in lines:
+        log.warning("%s: %s", source, line)
+    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields), known_here)
+    try:
+        config = RunConfig.model_validate(_with_all_sections(given))
+    except ValidationError as error:
+        problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
+    if problems:
+        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="configs/reference.yaml documents every key")
+    return config
+
+
+def _text_of(path: Path) -> str:
+    try:
+        # a pipe of the shell's, but no named pipe in a folder
+        if str(path).startswith(("/dev/", "/proc/")) and path.is_fifo():
+            return read_pipe(path, limit_bytes=MAX_FILE_BYTES, within_s=PIPE_S).decode()
+        return read_bytes(path, limit_bytes=MAX_FILE_BYTES).decode()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no configuration file {path}", hint="see configs/quickstart.yaml") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except UnsafeFile as error:
+        raise ConfigError(f"cannot read {path}: it {error.strerror}", hint="give the path of a YAML file") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}", hint="give the path of a YAML file") from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r} is not of the form key.sub=value")
+    value = config_base.parsed(text, of=f"--set {override!r}: the value")
+    *parents, last = key.split(".")
+    target = raw
+    for parent in parents:
+        child = target[parent] = {} if target.get(parent) is None else target[parent]
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
+        target = child
+    target[last] = value
+
+
+def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
+    where = ".".join(plain.shown(part) for part in detail["loc"])
+    *section, last = detail["loc"] or ("",)
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {where}{plain.did_you_mean(plain.shown(last), _known_keys(of, section))}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "missing":
+        return f"{where}: missing; it has no default"
+    return f"{where}: {message}" if where and not message.startswith(where) else message
+
+
+def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
+    for part in section:
+        field = model.model_fields.get(str(part))
+        if field is None or (inner := section_of(field.annotation)) is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _absolute(config: RunConfig, *, source: str) -> RunConfig:
+    base = Path.cwd()
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else Path(os.path.abspath(base / path.expanduser()))  # noqa: PTH100 - keeps links
+
+    try:
+        folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
+        checkpoint = config.checkpoint.model_copy(update=folders)
+        exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
+        mounts = tuple(each.model_copy(update={"source": absolute(each.source)}) for each in config.container.mounts)
+        return config.model_copy(
+            update={
+                "run_folder": absolute(config.run_folder),
+                "working_directory": absolute(config.working_directory or Path()),
+                "checkpoint": checkpoint,
+                "exclusions": exclusions,
+                "metrics": config.metrics.with_paths(absolute),
+                "notify": config.notify.with_paths(absolute),
+                "inference": config.inference and config.inference.with_paths(absolute),
+                "container": config.container.model_copy(update={"mounts": mounts}),
+            }
+        )
+    except RuntimeError as error:  # ~name of an unknown user
+        raise ConfigError(f"{source}: a path begins with the home folder of a user who does not exist here") from error

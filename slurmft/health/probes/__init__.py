@@ -1,1 +1,0 @@
-"""The probes themselves: one that looks, one that judges."""

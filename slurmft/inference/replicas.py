@@ -1,0 +1,374 @@
+"""The replicas as a router sees them: it knows at once which are gone, from their own words and broken connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, knock
+from slurmft.policy.inference import poisonous, weight
+from slurmft.policy.serving import Breaker, Load, choose
+from slurmft.system.background import overslept_s
+
+if TYPE_CHECKING:
+    from aiohttp import ClientRequest, ClientTimeout
+    from aiohttp.tracing import Trace
+
+KNOCK_S = 3.0
+SILENT_S = 4 * BEAT_S
+"""A replica that was not heard for so long gets nothing new: its node may be cut off."""
+
+LOST_S = 8 * BEAT_S
+"""After so long what it has is done elsewhere."""
+
+KEPT_S = 4.0
+"""How long an engine's connection is kept for the next request: servers close theirs after 5 s (uvicorn) and more."""
+
+AGAIN_S = 0.2
+TELL_S = 0.02
+LOOK_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Leaving(Protocol):
+    """Something that a replica works on."""
+
+    crashed: set[str]
+    """Replicas that crashed while they worked on it."""
+
+    is_poison: bool
+    """It has crashed them."""
+
+    is_work: bool
+    """It is more than a look at the engine."""
+
+    patience: float
+    """As ``patience_for``."""
+
+    proof: tuple[str, str] | None
+    """Path and model, where they make a smallest request."""
+
+    def lost(self) -> None:
+        """The replica is gone."""
+
+
+class _FromEngine(ResponseHandler):
+    """A connection to an engine; one on which more has come than its last answer is not used again: that would be taken
+    for the answer to the next request, which is another client's."""
+
+    def is_connected(self) -> bool:
+        return super().is_connected() and not self.should_close
+
+
+class _ToGate(aiohttp.BaseConnector):
+    """Connections to an engine, by way of its replica's gate."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEPT_S)
+        self._replica = replica
+
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout
+    ) -> ResponseHandler:
+        connection = await self._replica.knock(REQUESTS)
+        try:
+            _, protocol = await self._loop.create_connection(lambda: _FromEngine(self._loop), sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+        return protocol
+
+
+class Replica:
+    """One life of one replica.
+
+    Args:
+        on_change: called when it comes or goes.
+        on_room: called when it may take more.
+    """
+
+    def __init__(
+        self, name: str, hosts: Collection[str], port: int, key: bytes, *, on_change: Callable[[], None],
+        on_room: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.name, self._hosts, self._port, self._key = name, list(hosts), port, key
+        self._on_change, self._on_room = on_change, on_room
+        self.errands: set[Leaving] = set()
+        """What is to be told at once when it is lost."""
+
+        self._suspects: set[Leaving] = set()
+        """Those of them that were on a crashed engine."""
+
+        self.phase = ""
+        """As it says itself; empty before its first word."""
+
+        self.has_crashed = False
+        """Its engine has ended by its own fault, or was ended as it made no progress."""
+
+        self.is_suspected = False
+        """Its engine makes no progress."""
+
+        self.proof: tuple[str, str, bool] | None = None
+        """Path and model of a request that it was asked, and whether it has answered that."""
+
+        self._good = self._bad = 0
+        """Requests that it has answered, and that it has failed, since the connection to its gate."""
+
+        self.begun = self.done = 0
+        """Requests of this router."""
+
+        self._others = 0
+        self._heard_s = 0.0
+        self.breaker = Breaker()
+        self.gone = asyncio.Event()
+        """It has ended, or is lost; replaced when it is heard again after all."""
+
+        self._base = 0
+        self.session = aiohttp.ClientSession(
+            connector=_ToGate(self), auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None), trust_env=False,
+        )  # fmt: skip
+        self._writer: asyncio.StreamWriter | None = None
+        self._telling: asyncio.TimerHandle | None = None
+        self._life = asyncio.ensure_future(self._live())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that it has, of all routers as far as is known."""
+        return self.begun - self.done + self._others
+
+    def load(self, now_s: float) -> Load | None:
+        """For the choice; None where it is not in the rotation."""
+        if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
+            return None
+        suspected = weight([len(each.crashed) for each in self._suspects]) if self._suspects else 0
+        is_avoided = self.is_suspected or self.breaker.is_open(now_s)
+        return Load(self.name, self.in_flight, avoided=is_avoided, suspected=suspected)
+
+    def takes(self, errand: Leaving) -> None:
+        """It works on this from now on."""
+        self.errands.add(errand)
+        if self.proof is None and errand.proof is not None:
+            self.proof = (*errand.proof, False)
+        if errand.crashed:
+            self._suspects.add(errand)
+
+    def leaves(self, errand: Leaving) -> None:
+        """It does not work on this any more."""
+        self.errands.discard(errand)
+        self._suspects.discard(errand)
+
+    def did(self, *, well: bool) -> None:
+        """It has answered a request that is more than a look, or had no answer of its own."""
+        self.breaker = self.breaker.succeeded() if well else self.breaker.failed(time.monotonic())
+        self._good, self._bad = self._good + well, self._bad + (not well)
+        self._tell_soon()
+
+    def begin(self) -> None:
+        """It gets a request."""
+        self.begun += 1
+        self._tell_soon()
+
+    def end(self) -> None:
+        """One has ended, however."""
+        self.done += 1
+        self._tell_soon()
+        self._on_room()
+
+    async def knock(self, what: bytes) -> socket.socket:
+        """A connection to its gate.
+
+        Raises:
+            OSError: there is none to be had.
+        """
+        error: OSError = OSError("no address")
+        for host in list(self._hosts):
+            try:
+                async with asyncio.timeout(KNOCK_S):
+                    connection = await knock(host, self._port, self._key, what)
+            except OSError as refusal:  # TimeoutError as well
+                error = refusal
+                continue
+            if self._hosts[0] != host:
+                self._hosts.remove(host)
+                self._hosts.insert(0, host)
+            return connection
+        raise error
+
+    async def close(self) -> None:
+        """Let go of it."""
+        self._life.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
+        self._lose()
+        await asyncio.gather(self._life, return_exceptions=True)
+        await self.session.close()
+
+    def look(self, now_s: float) -> None:
+        """Whether it was heard lately."""
+        if self._heard_s and now_s - self._heard_s > LOST_S:
+            self._lose()
+
+    def slept(self, seconds: float) -> None:
+        """This process was stopped for so long, and could not hear."""
+        self._heard_s += seconds if self._heard_s else 0.0
+
+    async def _live(self) -> None:
+        """Connect, and listen until the end; a gate that is not reached is tried until it is not named any more."""
+        while True:
+            beats = None
+            try:
+                connection = await self.knock(CONTROL)
+                reader, self._writer = await asyncio.open_connection(sock=connection)
+                self._base, self._good, self._bad = self.done, 0, 0
+                self._tell()
+                beats = asyncio.ensure_future(self._beat())
+                while line := await reader.readline():
+                    self._hear(json.loads(line))
+                self._lose()  # the gate is gone, and that means its process
+                await asyncio.sleep(AGAIN_S)
+            except NotTheGate as error:
+                log.debug("%s: %s", self.name, error)
+                await asyncio.sleep(AGAIN_S)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.debug("%s: %s", self.name, error)
+                if self._heard_s:
+                    self._lose()
+                await asyncio.sleep(AGAIN_S)
+            finally:
+                if beats is not None:
+                    beats.cancel()
+                if self._writer is not None:
+                    self._writer.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._tell()
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        self._heard_s = time.monotonic()
+        self._others = max(0, int(told["in_flight"]) - (self.begun - self.done))
+        before, self.phase = (self.phase, self.gone.is_set()), str(told["phase"])
+        self.is_suspected = bool(told.get("suspected"))
+        if self.phase == "ended":
+            self.has_crashed = bool(told.get("crashed"))
+            self._lose()
+            return
+        if self.gone.is_set():
+            self.gone = asyncio.Event()
+        if before != (self.phase, False):
+            log.info("%s is %s", self.name, self.phase)
+            self._on_change()
+        self._on_room()
+
+    def _lose(self) -> None:
+        if not self.gone.is_set():
+            self.gone.set()
+            if self.has_crashed or self.is_suspected:
+                self._blame()
+            for errand in list(self.errands):
+                errand.lost()
+            self._on_change()
+
+    def _blame(self) -> None:
+        place = self.name.partition("#")[0]
+        errands = list(self.errands)
+        guilty = poisonous([len(each.crashed - {place}) for each in errands])
+        for number, errand in enumerate(errands):
+            errand.is_poison = number == guilty
+            errand.crashed.add(place)
+
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TELL_S, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps(self._words()).encode() + b"\n")
+
+    def _words(self) -> dict[str, Any]:
+        """What the gate is told: numbers of requests begun and done, and of those that it has those that are work, the
+        patience of the largest, how many were answered and failed, and one that was answered."""
+        working = [each.patience for each in self.errands if each.is_work]
+        told = {"begun": self.begun - self._base, "done": self.done - self._base, "working": len(working)}
+        return told | {"patience": max(working, default=1.0), "proof": self.proof, "outcomes": (self._good, self._bad)}
+
+
+class Replicas:
+    """All replicas that the supervisor has named."""
+
+    def __init__(self, key: bytes, on_change: Callable[[], None], on_room: Callable[[], None]) -> None:
+        self._key, self._on_change, self._on_room = key, on_change, on_room
+        self.by_name: dict[str, Replica] = {}
+        self.expected, self.closing = 0, False
+        self._closing: set[asyncio.Task[None]] = set()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def take(self, members: Mapping[str, Any]) -> None:
+        """The members as the agent passed them on: those that are not named any more are gone."""
+        self.expected, self.closing = int(members["expected"]), bool(members.get("closing"))
+        named = {str(each["name"]): each for each in members["replicas"]}
+        for name in [name for name in self.by_name if name not in named]:
+            self._forget(self.by_name.pop(name))
+        for name, each in named.items():
+            if name not in self.by_name:
+                self.by_name[name] = Replica(
+                    name,
+                    each["hosts"],
+                    int(each["port"]),
+                    self._key,
+                    on_change=self._on_change,
+                    on_room=self._on_room,
+                )
+        self._on_change()
+
+    def choose(self, limit: int, without: Collection[str], *, is_suspect: bool = False) -> Replica | None:
+        """The one that takes the next request; None where none has room."""
+        name = choose(self.loads(), limit=limit, without=without, is_suspect=is_suspect)
+        return None if name is None else self.by_name[name]
+
+    def loads(self) -> list[Load]:
+        """Of those in the rotation."""
+        now_s = time.monotonic()
+        return [load for each in self.by_name.values() if (load := each.load(now_s)) is not None]
+
+    @property
+    def ready(self) -> int:
+        """How many are in the rotation."""
+        return len(self.loads())
+
+    async def close(self) -> None:
+        """Let go of all."""
+        self._watching.cancel()
+        for replica in self.by_name.values():
+            self._forget(replica)
+        self.by_name = {}
+        await asyncio.gather(self._watching, *self._closing, return_exceptions=True)
+
+    def _forget(self, replica: Replica) -> None:
+        task = asyncio.ensure_future(replica.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _watch(self) -> None:
+        ready = -1
+        while True:
+            asleep_s = await overslept_s(LOOK_S)
+            for replica in self.by_name.values():
+                if asleep_s:
+                    replica.slept(asleep_s)
+                replica.look(time.monotonic())
+            if (now := self.ready) != ready:
+                ready = now
+                self._on_change()

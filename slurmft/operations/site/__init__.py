@@ -1,1 +1,0 @@
-"""Looks at a site: what works there, what it lacks, and a rehearsed preemption."""

@@ -1,1 +1,0 @@
-"""Where a restart reads from, where copies go, and how a run is changed before it is tried again."""

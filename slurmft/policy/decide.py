@@ -1,0 +1,318 @@
+"""The runbook: verdict and history in, decision out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from slurmft.policy.final_ends import ExitAction, explicit_action
+from slurmft.policy.symptoms import bug_of
+from slurmft.policy.verdict import (
+    BUDGETED,
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    EXIT_RERUN_ELSEWHERE,
+    EXIT_TEMPORARY,
+    EXIT_UNSAVED,
+    EXIT_USAGE,
+    EXIT_VALIDATION_FAILED,
+    PLANNED,
+    Action,
+    Cause,
+    Decision,
+    Verdict,
+)
+
+# --- The runbook: verdict and history in, decision out ---
+
+HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
+"""Exit codes that another try, on any node, would only repeat."""
+
+PATIENT = frozenset(
+    {
+        Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER, Cause.RESIZED, Cause.RECLAIMED,
+    }
+)  # fmt: skip
+"""Ends that say nothing about the run: it may end like this any number of times before it makes progress."""
+
+AVOIDING = PLANNED | {
+    Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED, Cause.STRAGGLER, Cause.NODE_LOST, Cause.DATA_CORRUPTION,
+    Cause.LAUNCH_FAILURE, Cause.REPLICAS_DIFFER,
+}  # fmt: skip
+"""Causes whose suspects are kept away from. A crash, a node short of memory or a peer that was missed is weak evidence:
+it goes on the exclusion list, and the next placement may well be the same."""
+
+
+RESTARTABLE = frozenset(
+    {
+        Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HOST_OUT_OF_MEMORY, Cause.DEVICE_OUT_OF_MEMORY, Cause.HANG,
+        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.NODE_LOST, Cause.REPLICAS_DIFFER,
+        Cause.UNKNOWN,
+    }
+)  # fmt: skip
+"""Failures that are tried again in the allocation, as far as it has nodes for that, before the queue is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The run's remaining budget."""
+
+    failures_so_far: int
+    """Earlier ends of the verdict's own cause since the run last made progress."""
+
+    max_failures: int
+    """Retries that this cause has."""
+
+    knob: str = "fault_tolerance.num_job_retries_on_failure"
+    """The key of that limit."""
+
+    idle_cycles: int = 0
+    """Earlier ends in a row, of any cause that counts, after which no new step had been saved."""
+
+    lost_cycles: int = 0
+    """Those among them that had saved something, and the run came back to the same step all the same."""
+
+    max_no_progress_cycles: int = 3
+
+    restarts_so_far: int = 0
+    """Restarts within this start of the job since the run last made progress."""
+
+    max_restarts: int = 0
+
+    is_same_bug: bool = False
+    """The end before was the same exception at the same place, and no step was done since."""
+
+    has_nodes: bool = True
+    """Enough nodes for another attempt are left in this allocation."""
+
+    outlived: bool = False
+    """The agents have outlived their supervisor, and wait for the next one."""
+
+
+def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
+    """The decision on ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
+    has_code = verdict.cause is Cause.FINISHED or (verdict.exit_code != 0 and verdict.cause not in PLANNED)
+    action = explicit_action(verdict.exit_code, exit_actions or {}) if has_code else None
+    if action is ExitAction.COMPLETE or (action is None and verdict.cause is Cause.FINISHED):
+        return Decision(action=Action.FINISH, reason=verdict.reason, exit_code=0)
+    if action is ExitAction.FAIL:
+        return Decision(
+            action=Action.STOP,
+            reason=f"exit_actions maps {verdict.exit_code} to FAIL: {verdict.reason}",
+            exit_code=verdict.exit_code,
+        )
+    match verdict.cause:
+        case Cause.CANCELLED:
+            return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
+        case Cause.STOPPED_BY_USER:
+            return Decision(action=Action.STOP, reason=verdict.reason, exit_code=_code_of_stop(verdict))
+        case Cause.RESIZED if budget.has_nodes:
+            return Decision(action=Action.RESTART, reason=verdict.reason, exit_code=_code_of_stop(verdict))
+        case cause if cause in PLANNED:
+            return _after_planned_stop(verdict, budget)
+        case Cause.REPLICAS_DIFFER if not verdict.suspects:
+            return _after_failure(verdict, budget)  # computed again, which tells who was right
+        case Cause.RERUN_ELSEWHERE | Cause.STRAGGLER | Cause.REPLICAS_DIFFER:
+            return _move(verdict, budget)
+        case Cause.VALIDATION_FAILED if action is None:
+            return _after_validation(verdict, budget)
+        case Cause.WORKER_ERROR if verdict.exit_code in HOPELESS and action is None:
+            reason = f"{verdict.reason}; bad usage, bad input or a missing program fails again wherever it is tried"
+            return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code)
+        case Cause.WORKER_ERROR if budget.is_same_bug and action is None:
+            reason = f"{verdict.reason}; the same exception at the same place as before, and no step was done"
+            return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code or EXIT_DO_NOT_REQUEUE)
+    return _after_failure(verdict, budget)
+
+
+def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
+    if verdict.cause not in PATIENT and (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    return Decision(
+        action=Action.CONTINUE,
+        reason=verdict.reason,
+        exit_code=_code_of_stop(verdict),
+        avoid=verdict.suspect_nodes,
+    )
+
+
+def _code_of_stop(verdict: Verdict) -> int:
+    return EXIT_UNSAVED if verdict.unsaved_steps else EXIT_TEMPORARY
+
+
+def _move(verdict: Verdict, budget: Budget) -> Decision:
+    """Go on, on other nodes than the suspects; it costs nothing, and is bounded by progress alone."""
+    if (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    return Decision(
+        action=Action.CONTINUE,
+        reason=verdict.reason,
+        exit_code=EXIT_RERUN_ELSEWHERE if verdict.cause is Cause.RERUN_ELSEWHERE else EXIT_TEMPORARY,
+        avoid=verdict.suspect_nodes,
+        elsewhere=True,
+    )
+
+
+def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
+    """By the re-run state machine's verdict: only where it knows which node was wrong can training go on."""
+    if verdict.rerun == "persistent" and verdict.suspects:
+        if (given_up := _without_progress(verdict, budget)) is not None:
+            return given_up
+        return Decision(
+            action=Action.CONTINUE,
+            reason=f"{verdict.reason}; {', '.join(verdict.suspect_nodes)} computes wrong, so on from the checkpoint "
+            "without it",
+            exit_code=EXIT_TEMPORARY,
+            avoid=verdict.suspect_nodes,
+            elsewhere=True,
+        )
+    if verdict.rerun == "transient":
+        return _after_failure(verdict, budget)
+    return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_VALIDATION_FAILED)
+
+
+def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
+    is_restartable = verdict.cause in RESTARTABLE or (verdict.cause is Cause.SUPERVISOR_LOST and budget.outlived)
+    if is_restartable and budget.has_nodes and budget.restarts_so_far < budget.max_restarts:
+        number = f"{budget.restarts_so_far + 1} of {budget.max_restarts}"
+        return Decision(
+            action=Action.RESTART,
+            reason=f"{verdict.reason}; restart {number} in this allocation",
+            exit_code=verdict.exit_code or EXIT_TEMPORARY,
+        )
+    if budget.failures_so_far >= budget.max_failures:
+        return Decision(
+            action=Action.STOP,
+            reason=f"{verdict.reason}; {budget.failures_so_far + 1} failures of this kind without progress are more "
+            f"than {budget.knob}={budget.max_failures} retries",
+            exit_code=verdict.exit_code or EXIT_DO_NOT_REQUEUE,
+        )
+    if (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    avoid = verdict.suspect_nodes if verdict.cause in AVOIDING and verdict.rerun != "transient" else ()
+    return Decision(
+        action=Action.CONTINUE,
+        reason=f"{verdict.reason}; retry {budget.failures_so_far + 1} of {budget.max_failures}",
+        exit_code=verdict.exit_code or EXIT_TEMPORARY,
+        avoid=avoid,
+        elsewhere=bool(avoid) and verdict.cause is Cause.DATA_CORRUPTION,
+    )
+
+
+def _without_progress(verdict: Verdict, budget: Budget) -> Decision | None:
+    """The final stop of a run that keeps coming back to the same step, for any cause; None while retries are left."""
+    cycles = budget.idle_cycles + 1
+    is_further = verdict.progressed and not budget.lost_cycles
+    if is_further or cycles < budget.max_no_progress_cycles:
+        return None
+    advice = ""
+    if verdict.progressed:
+        advice = f"; what is saved after step {verdict.first_step} is not resumed from: see why in the workers' logs"
+    elif verdict.cause is Cause.TIME_LIMIT:
+        advice = "; the limit may be too short for one step and a save (slurm.time)"
+    return Decision(
+        action=Action.STOP,
+        reason=f"{cycles} ends in a row without a new saved step (fault_tolerance.max_no_progress_cycles), the last: "
+        f"{verdict.reason}{advice}",
+        exit_code=EXIT_DO_NOT_REQUEUE,
+    )
+
+
+# --- The budget spent by a run's history: failures by cause, and ends in a row without progress ---
+
+DEFAULT_KNOB = "fault_tolerance.num_job_retries_on_failure"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastEnd:
+    """One earlier end of the run, oldest first."""
+
+    cause: str
+    """As the journal has it; one that is not known counts as a failure of its own kind."""
+
+    progressed: bool = False
+    """It had saved a new step."""
+
+    first_step: int | None = None
+    """Step it had resumed from; None where it did not come that far."""
+
+    bug: str = ""
+    """The exception that it ended with, soon and before any step (``symptoms.bug_of``)."""
+
+    restarted_in: str | None = None
+    """The start of the job within which it was followed by a restart; None where none followed."""
+
+    given_up: bool = False
+    """The run was stopped by a decision: the user who resubmitted it has looked at it, and the count begins anew."""
+
+
+def budget_for(
+    verdict: Verdict,
+    past: Iterable[PastEnd],
+    *,
+    retries: int,
+    retries_of: Mapping[Cause, int],
+    max_no_progress_cycles: int,
+    restarts: int = 0,
+    job_start: str = "",
+) -> Budget:
+    """The budget that the run had spent before ``verdict``, and its limits.
+
+    Ends that a restart within the same start of the job followed count as restarts alone: only requeues spend retries.
+    """
+    spent: Counter[str] = Counter()
+    idle = lost = restarted = lost_restarts = 0
+    ends = list(past)
+    for end, is_lost in zip(ends, _lost(ends, verdict), strict=True):
+        if end.given_up or (end.progressed and not is_lost):
+            spent.clear()
+            idle = lost = restarted = lost_restarts = 0
+        if end.given_up:
+            continue
+        if end.restarted_in is not None:
+            here = end.restarted_in == job_start
+            restarted, lost_restarts = restarted + here, lost_restarts + (here and is_lost)
+            continue
+        if end.cause in _COUNTED or end.cause not in _KNOWN:
+            spent[end.cause] += 1
+        if end.cause not in _PATIENT and end.cause != Cause.STOPPED_BY_USER.value:
+            idle += not end.progressed or is_lost
+            lost += is_lost
+    if verdict.progressed:
+        spent.clear()
+        idle, restarted = lost, lost_restarts
+    own = retries_of.get(verdict.cause)
+    newest = next((end for end in reversed(ends) if end.given_up or end.cause not in _PATIENT), PastEnd(cause=""))
+    bug = bug_of(verdict.traceback) if verdict.last_step <= verdict.first_step else ""
+    return Budget(
+        failures_so_far=spent[verdict.cause.value],
+        max_failures=retries if own is None else own,
+        knob=DEFAULT_KNOB if own is None else f"fault_tolerance.retries: {verdict.cause.value}",
+        idle_cycles=idle,
+        lost_cycles=lost,
+        max_no_progress_cycles=max_no_progress_cycles,
+        restarts_so_far=restarted,
+        max_restarts=restarts,
+        is_same_bug=bool(bug) and newest.bug == bug,
+    )
+
+
+def _lost(ends: Sequence[PastEnd], verdict: Verdict) -> list[bool]:
+    """Ends whose saves were of no use: the run came back to the step that they had begun at."""
+    lost = []
+    began = verdict.first_step if verdict.last_step or verdict.saved_step is not None else None
+    for end in reversed(ends):
+        came_back = end.first_step is not None and began is not None and began <= end.first_step
+        lost.append(end.progressed and came_back)
+        if end.given_up:  # the user may have deleted the checkpoints
+            began = None
+        elif end.first_step is not None:
+            began = end.first_step
+    return lost[::-1]
+
+
+_KNOWN = frozenset(cause.value for cause in Cause)
+_COUNTED = frozenset(cause.value for cause in BUDGETED)
+_PATIENT = frozenset(cause.value for cause in PATIENT)

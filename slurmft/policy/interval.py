@@ -1,0 +1,224 @@
+"""How far apart checkpoints should be, by what saving costs and how often runs fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# --- How far apart checkpoints should be: the cost of saving against the work that failures undo ---
+# With a save that costs C seconds and failures M seconds apart on average, an interval t wastes about C / t for saving
+# and t / (2 M) for work that is done again. First order: J. W. Young, "A first order approximation to the optimum
+# checkpoint interval", Communications of the ACM 17 (9), 1974. Higher order, with failures during saves and restarts:
+# J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+# Systems 22 (3), 2006.
+#
+# C is the cost to the training loop: the time a save stops it, and the slowdown of its steps while the save is written.
+# The time of the write itself delays nothing; but a save that is not durable is lost with a node, so it counts too.
+
+DAY_S = 86_400.0
+PRIOR_NODE_DAYS = 50.0
+"""Node-days per failure of a run that has not been seen to fail: an assumption, on the careful side. Published for
+comparison: 419 interruptions in 54 days on 16,384 GPUs, which are 264 node-days each with 8 GPUs to a node ("The Llama
+3 Herd of Models", 2024)."""
+
+MOST_S = 1e12
+"""Longer than any real time; sums of such numbers stay finite."""
+
+SHORTEST_S, LONGEST_S = 1.0, 3600.0
+"""No failure should cost more than an hour, independent of the formula; a save without a cost was measured badly."""
+
+FIRST_S = 60.0
+"""Until two saves have been measured: the first one also sets up what they use, and says little about their cost."""
+
+SAVES_MEASURED = 5
+LEAST_COST_S = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureHistory:
+    """A run's failures: unplanned ends of attempts, and the node-time of training."""
+
+    failures: int = 0
+    node_s: float = 0.0
+
+
+def young_s(cost_s: float, mtbf_s: float) -> float:
+    """Young's interval: the square root of 2 C M."""
+    return math.sqrt(2.0 * cost_s * mtbf_s)
+
+
+def daly_s(cost_s: float, mtbf_s: float) -> float:
+    """Daly's interval, the time of training between two saves; the mean time between failures where a save costs more
+    than twice that, and no interval is a good one."""
+    if cost_s >= 2.0 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2.0 * mtbf_s)
+    return young_s(cost_s, mtbf_s) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost_s
+
+
+def mtbf_s(history: FailureHistory, nodes: int) -> float:
+    """Seconds between two failures of a run on ``nodes``, as expected after ``history``.
+
+    A gamma prior of one failure in PRIOR_NODE_DAYS on the rate of one node: without observations it alone counts, and
+    every observed failure and node-day moves it.
+    """
+    node_s = min(max(0.0, history.node_s), MOST_S) if math.isfinite(history.node_s) else 0.0
+    rate = (1 + max(0, history.failures)) / (PRIOR_NODE_DAYS * DAY_S + node_s)
+    return 1.0 / (rate * max(1, nodes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """An interval, and its expected costs."""
+
+    interval_s: float
+    cost_s: float
+    mtbf_s: float
+    durable_s: float = 0.0
+    """From the beginning of a save until it survives the loss of its node."""
+
+    limited_by: str = ""
+    """The bound that keeps the interval from Daly's; empty where none does."""
+
+    @property
+    def overhead_fraction(self) -> float:
+        """Share of the time spent on saving."""
+        return self.cost_s / (self.interval_s + self.cost_s)
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of work that a failure undoes on average."""
+        return self.interval_s / 2.0 + self.durable_s
+
+    @property
+    def lost_fraction(self) -> float:
+        """Share of the time that is done again."""
+        return min(1.0, self.lost_s / self.mtbf_s)
+
+    def __str__(self) -> str:
+        limit = f" ({self.limited_by})" if self.limited_by else ""
+        return (
+            f"every {duration(self.interval_s)}{limit}: saving takes {_percent(self.overhead_fraction)} of the time, "
+            f"a failure undoes {duration(self.lost_s)} on average, {_percent(self.lost_fraction)} of the time with one "
+            f"in {duration(self.mtbf_s)}"
+        )
+
+
+def plan(cost_s: float, mtbf_s: float, *, step_s: float = 0.0, durable_s: float = 0.0, longest_s: float = 0.0) -> Plan:
+    """The interval for what was measured: Daly's, not shorter than a step, a second or a write, and not longer than
+    ``longest_s`` (0: an hour). Any numbers give an interval that can be kept; the bound above is the stronger one."""
+    cost_s = max(LEAST_COST_S, _finite(cost_s))
+    mtbf_s = max(1.0, _finite(mtbf_s) or PRIOR_NODE_DAYS * DAY_S)
+    durable_s, step_s = _finite(durable_s), _finite(step_s)
+    wanted_s, reason = daly_s(cost_s, mtbf_s), ""
+    for floor_s, name in ((step_s, "no shorter than a step"), (durable_s, "no shorter than a write takes"),
+                          (SHORTEST_S, "no shorter than a second")):  # fmt: skip
+        if wanted_s < floor_s:
+            wanted_s, reason = floor_s, name
+    longest_s = _finite(longest_s) or LONGEST_S
+    if wanted_s > longest_s:
+        wanted_s, reason = longest_s, f"no longer than {duration(longest_s)}"
+    return Plan(interval_s=wanted_s, cost_s=cost_s, mtbf_s=mtbf_s, durable_s=durable_s, limited_by=reason)
+
+
+def typical_cost_s(costs_s: list[float]) -> float | None:
+    """The typical cost of a save, from all costs so far, oldest first; None where none was measured.
+
+    The middle of the newest ones. The first one of a process does not count once there is another.
+    """
+    from statistics import median  # not at every start: with fractions and decimals, 5 ms
+
+    return median((costs_s[1:] or costs_s)[-SAVES_MEASURED:]) if costs_s else None
+
+
+def _finite(value: float) -> float:
+    return min(value, MOST_S) if math.isfinite(value) and value > 0 else 0.0
+
+
+def duration(seconds: float) -> str:
+    """Seconds in readable units: ``0.25 s``, ``90 s``, ``25 min``, ``3.5 h``, ``12 days``."""
+    for unit_s, name, least_s in ((DAY_S, "days", 2 * DAY_S), (3600.0, "h", 7200.0), (60.0, "min", 120.0)):
+        if seconds >= least_s:
+            return f"{seconds / unit_s:.3g} {name}" if seconds < 1000 * unit_s else f"{seconds / unit_s:.0f} {name}"
+    return f"{seconds:.3g} s"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2g} %" if fraction >= 1e-4 else "less than 0.01 %"
+
+
+# --- The mean time between failures, and how sure of it one can be after so few of them ---
+# For failures that come independently at a constant rate, their number in a time T has Poisson's distribution. The
+# limits
+# are the exact ones, half of a quantile of chi-square: F. Garwood, "Fiducial limits for the Poisson distribution",
+# Biometrika 28 (1936). They are found by bisection of the distribution itself, so that no table of chi-square is
+# needed.
+
+_PRECISION = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mtbf:
+    """Seconds between two failures, with a confidence interval; None: no failure was seen, there is no upper limit."""
+
+    mean_s: float | None
+    low_s: float
+    high_s: float | None
+    confidence: float
+
+
+def mtbf_of(failures: int, exposed_s: float, *, confidence: float = 0.95) -> Mtbf | None:
+    """From ``failures`` seen in ``exposed_s`` seconds; None where no time was observed.
+
+    Without any failure only the lower limit exists, with the whole doubt on its side.
+    """
+    if not 0 < exposed_s < math.inf or failures < 0:
+        return None
+    doubt = (1.0 - confidence) / (2 if failures else 1)
+    low_s = exposed_s / _upper_mean(failures, doubt)
+    if not failures:
+        return Mtbf(mean_s=None, low_s=low_s, high_s=None, confidence=confidence)
+    high_s = exposed_s / _lower_mean(failures, doubt)
+    return Mtbf(mean_s=exposed_s / failures, low_s=low_s, high_s=high_s, confidence=confidence)
+
+
+def _upper_mean(number: int, doubt: float) -> float:
+    """The mean with which so few events, or fewer, have the probability ``doubt``."""
+    return _bisected(lambda mean: mean <= number or _at_most(number, mean) > doubt, number)
+
+
+def _lower_mean(number: int, doubt: float) -> float:
+    """The mean with which so many events, or more, have the probability ``doubt``."""
+    return _bisected(lambda mean: mean < number and _at_least(number, mean) < doubt, number)
+
+
+def _bisected(is_below: Callable[[float], bool], number: int) -> float:
+    low, high = 0.0, 20.0 + 4.0 * number
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return high
+
+
+def _at_most(number: int, mean: float) -> float:
+    """Probability of ``number`` events or fewer, with more of them expected: terms fall from the first one on."""
+    term, total, k = 1.0, 0.0, number
+    while k >= 0 and term > _PRECISION * total:
+        total += term
+        term, k = term * k / mean, k - 1
+    return total * _probability(number, mean)
+
+
+def _at_least(number: int, mean: float) -> float:
+    """Probability of ``number`` events or more, with fewer of them expected."""
+    term, total, k = 1.0, 0.0, number
+    while term > _PRECISION * total:
+        total += term
+        k += 1
+        term *= mean / k
+    return total * _probability(number, mean)
+
+
+def _probability(number: int, mean: float) -> float:
+    return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1)) if mean > 0 else float(number == 0)

@@ -1,0 +1,564 @@
+"""Decisions of an endpoint: who gets a request, second tries, less for each in need, handovers and updates."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from slurmft.policy.grace import SLURM_JITTER_S
+from slurmft.policy.streams import is_count
+
+# --- An endpoint with too few replicas does less for each request, instead of failing all of them ---
+
+BACK_ABOVE = 1.2
+"""Degradation ends at this multiple of the share at which it begins: a replica that comes and goes changes nothing."""
+
+
+LIMITS = {
+    "/v1/completions": ("max_tokens",), "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/responses": ("max_output_tokens",), "/v1/messages": ("max_tokens",),
+}  # fmt: skip
+"""What limits the tokens of an answer, by the request's path; the first one where none is given."""
+
+
+def cheaper(path: str, body: bytes, max_tokens: int | None, model: str | None) -> tuple[bytes, str]:
+    """A request for an answer with these limits, and what is another than it asked for; any other body as it is."""
+    try:
+        request = json.loads(body) if path in LIMITS else None
+    except (ValueError, RecursionError):
+        request = None
+    if not isinstance(request, dict):
+        return body, ""
+    now = dict(request)
+    if max_tokens is not None:
+        asked = [name for name in LIMITS[path] if request.get(name) is not None]
+        for name in (*(asked or LIMITS[path][:1]), *(["min_tokens"] if "min_tokens" in request else [])):
+            if is_count(given := request.get(name)) or given is None:  # else the engine refuses it
+                now[name] = max_tokens if given is None else min(given, max_tokens)
+    if model is not None:
+        now["model"] = model
+    told = ", ".join(f"{name}={value}" for name, value in sorted(now.items()) if value != request.get(name))
+    return (json.dumps(now).encode(), told) if told else (body, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms for requests at the moment."""
+
+    degraded: bool
+    concurrency: int
+    """Requests at a time for each replica."""
+
+    timeout_factor: float
+    """Of time limits that the client has not chosen itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class GracefulDegradation:
+    """Degrades below a share of the capacity, and comes back with hysteresis.
+
+    Args:
+        below: share of the expected replicas; with fewer that are ready the endpoint is degraded. 0: never.
+        concurrency: requests at a time for each replica, when all is well.
+    """
+
+    below: float = 0.5
+    concurrency: int = 32
+    degraded: bool = False
+
+    def saw(self, ready: int, expected: int) -> GracefulDegradation:
+        """The state when so many replicas of those expected are ready."""
+        share = ready / expected if expected else 1.0
+        limit = min(1.0, self.below * BACK_ABOVE) if self.degraded else self.below
+        return replace(self, degraded=share < limit)
+
+    @property
+    def terms(self) -> Terms:
+        """For requests from now on."""
+        if self.degraded:
+            return Terms(degraded=True, concurrency=max(1, self.concurrency // 2), timeout_factor=2.0)
+        return Terms(degraded=False, concurrency=self.concurrency, timeout_factor=1.0)
+
+
+# --- When an endpoint is handed over to a successor job, and what its owner does about that successor ---
+
+STARTUP_FACTOR = 1.5
+"""Engines of the successor load while those of this job still work, perhaps from the same filesystem."""
+
+MARGIN_S = 60.0
+"""For the queue, the agents' start, and the last requests of this job."""
+
+MAX_TRIES = 3
+PAUSE_S = 30.0
+"""Between a successor that was lost and the next one."""
+
+SETTLE_S = 10.0
+"""How long after a stop has begun a successor may take to get nodes before the drain begins without it."""
+
+DRAIN_SHARE, LEAST_DRAIN_S = 0.3, 5.0
+"""Of the time of a stop, what is kept for requests in flight while a successor is awaited."""
+
+
+class Successor(StrEnum):
+    """The successor job, as far as it is known."""
+
+    NONE = "not submitted"
+    UNKNOWN = "Slurm did not answer"
+    WAITING = "in the queue"
+    ALIVE = "has nodes"
+    GONE = "has ended"
+
+
+class Step(StrEnum):
+    """What the owner does next."""
+
+    WAIT = "wait"
+    SUBMIT = "submit a successor"
+    REPLACE = "cancel the successor, which does not become ready, and try again"
+    GIVE_UP = "go on without a handover"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """The handover at one moment; all times in seconds of one clock."""
+
+    now_s: float
+    due_s: float | None
+    """When it is to begin; None: at no time that is known."""
+
+    successor: Successor
+    alive_since_s: float | None
+    """Since when the successor has nodes."""
+
+    start_limit_s: float
+    """How long it may take from then on until it is ready."""
+
+    tries: int
+    """Successors submitted so far in this job."""
+
+    again_s: float
+    """Not before then is another one submitted."""
+
+
+def lead_s(configured: float | None, *, startup_s: float | None, stop_s: float) -> float | None:
+    """Seconds before the time limit at which the successor is submitted; None where that cannot be known yet.
+
+    Args:
+        startup_s: measured from the first agent to the last replica; None before that.
+        stop_s: the lead of Slurm's signal, after which this job drains.
+    """
+    if configured is not None:
+        return configured
+    if startup_s is None:
+        return None
+    return stop_s + SLURM_JITTER_S + STARTUP_FACTOR * startup_s + MARGIN_S
+
+
+def due_s(lead: float | None, *, owned_since_s: float, ends_s: float | None) -> float | None:
+    """When the handover begins; None where the job has no end, or the lead is not known.
+
+    Not in the first half of what this job has: a limit shorter than the lead would only start jobs all the time.
+    """
+    if lead is None or ends_s is None:
+        return None
+    return max(ends_s - lead, owned_since_s + (ends_s - owned_since_s) / 2)
+
+
+def next_step(seen: Situation) -> Step:
+    """What the owner does about the handover."""
+    match seen.successor:
+        case Successor.UNKNOWN | Successor.WAITING:
+            return Step.WAIT
+        case Successor.ALIVE:
+            since_s = seen.now_s if seen.alive_since_s is None else seen.alive_since_s
+            return Step.REPLACE if seen.now_s - since_s > seen.start_limit_s else Step.WAIT
+    if seen.due_s is None or seen.now_s < max(seen.due_s, seen.again_s):
+        return Step.WAIT
+    return Step.SUBMIT if seen.tries < MAX_TRIES else Step.GIVE_UP
+
+
+def waits_for(successor: Successor, *, since_s: float, left_s: float, whole_s: float) -> bool:
+    """Whether a stop goes on serving instead of draining, since a successor may take over in time.
+
+    Args:
+        since_s: seconds since the stop began.
+        left_s: seconds that are left of it.
+        whole_s: seconds that it had.
+    """
+    if left_s <= max(LEAST_DRAIN_S, DRAIN_SHARE * whole_s):
+        return False
+    return successor is Successor.ALIVE or (successor is not Successor.GONE and since_s < SETTLE_S)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readiness:
+    """The replicas and routers of a candidate."""
+
+    ready: int
+    down: int
+    """Replicas that have given up."""
+
+    expected: int
+    routers: int
+    routers_wanted: int
+
+    def suffices(self, least_share: float) -> bool:
+        """Whether it can take over: all are ready, but for those that have given up, if enough are left."""
+        if self.routers < self.routers_wanted or self.ready == 0:
+            return False
+        return self.ready + self.down >= self.expected and self.ready >= least_share * self.expected
+
+
+# --- Which headers of HTTP a router passes on, and what some of them mean ---
+
+HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer",
+    "transfer-encoding", "upgrade", "content-length",
+})  # fmt: skip
+"""For one connection alone (RFC 9110, 7.6.1); a length is set anew for each."""
+
+TO_THE_ROUTER = frozenset({
+    "authorization", "api-key", "x-api-key", "expect", "x-request-timeout", "x-priority",
+})  # fmt: skip
+"""Of requests: what clients tell the router, and engines need not know."""
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost", "0.0.0.0"})  # noqa: S104 - names in answers of engines
+
+
+def end_to_end(headers: Iterable[tuple[str, str]], *, to_engine: bool = False) -> list[tuple[str, str]]:
+    """The headers that are passed on, in their order; ``to_engine``: those of a request."""
+    given = list(headers)
+    named = {
+        word.strip().lower() for name, value in given if name.lower() == "connection" for word in value.split(",")
+    }  # fmt: skip
+    dropped = HOP_BY_HOP | named | (TO_THE_ROUTER if to_engine else frozenset())
+    return [(name, value) for name, value in given if name.lower() not in dropped]
+
+
+def token_shown(headers: Mapping[str, str]) -> str:
+    """The token of a request: as a bearer, or as the clients of Anthropic (``x-api-key``) and Azure show it."""
+    scheme, _, shown = headers.get("Authorization", "").partition(" ")
+    if scheme:
+        return shown if scheme.lower() == "bearer" else ""
+    return headers.get("x-api-key") or headers.get("api-key") or ""
+
+
+def request_id(given: str | None) -> str:
+    """The id of a request: its client's, where that can stand in a log and in a header; else a new one."""
+    return given if given is not None and re.fullmatch(r"[\w.:/+=@-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+
+
+def target_of(raw: str) -> tuple[str, str]:
+    """Path and query of a request's target, and the host where it is an absolute address (RFC 9112, 3.2.2)."""
+    found = re.fullmatch(r"https?://([^/?#@]+)(.*)", raw, re.IGNORECASE)
+    if found is None:
+        return raw, ""
+    return found[2] if found[2].startswith("/") else f"/{found[2]}", found[1]
+
+
+def within(place: str, host: str) -> str:
+    """A ``Location`` of an engine as its clients can follow it: without a host that is theirs or the engine's own."""
+    try:
+        parts = urlsplit(place)
+        is_ours = parts.netloc.lower() == host.lower() or parts.hostname in LOOPBACK
+    except ValueError:
+        return place
+    if not parts.netloc or not is_ours or parts.scheme not in ("", "http", "https"):
+        return place
+    return urlunsplit(("", "", "/" + parts.path.lstrip("/"), parts.query, parts.fragment))
+
+
+def seconds_asked(header: str | None) -> float | None:
+    """Seconds of ``X-Request-Timeout``; None without a usable one."""
+    try:
+        seconds = float(header) if header is not None else math.nan
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None
+
+
+# --- Which replica gets a request, and whether one that comes may wait for a replica ---
+
+FAILURES_TO_AVOID = 5
+"""Failures in a row, with nothing else in between, after which a replica is avoided."""
+
+AVOIDED_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One replica in the rotation, as a router sees it."""
+
+    name: str
+    in_flight: int
+    """Of all routers, as far as this one knows."""
+
+    avoided: bool = False
+    """It fails what it gets, although it lives."""
+
+    suspected: int = 0
+    """The weight of the requests on it that may have crashed another one."""
+
+
+def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = (), is_suspect: bool = False) -> str | None:
+    """The replica with the fewest requests in flight, the first of several; None where none has room.
+
+    One of ``without``, where the request has failed before, is taken where no other has room; one that is avoided only
+    where the rotation has no other: a wait for a good one is better than another failure. A request that may have
+    crashed an engine goes where such have the least weight.
+    """
+    able = [each for each in loads if not each.avoided] or loads
+    free = [each for each in able if each.in_flight < limit]
+    fresh = [each for each in free if each.name not in without] or free
+    return min(fresh, key=lambda each: (is_suspect and each.suspected, each.in_flight)).name if fresh else None
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """A living replica's failures in a row. What a client does wrong (4xx) is none of them."""
+
+    failures: int = 0
+    until_s: float = 0.0
+    """It is avoided until then."""
+
+    def failed(self, now_s: float) -> Breaker:
+        """One more: no answer, or one that says that the replica cannot."""
+        failures = self.failures + 1
+        return Breaker(failures, now_s + AVOIDED_S if failures >= FAILURES_TO_AVOID else 0.0)
+
+    def succeeded(self) -> Breaker:
+        """Any answer of its own; it begins anew."""
+        return Breaker() if self.failures else self
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether the replica is avoided. Afterwards one request may try it; another failure opens it again."""
+        return now_s < self.until_s
+
+
+class Priority(IntEnum):
+    """Of a request (``X-Priority``): one of a higher priority that waits is next."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+    @classmethod
+    def of(cls, header: str | None) -> Priority:
+        """What a request asks for; ``NORMAL`` for what is not known."""
+        return cls.__members__.get((header or "").strip().upper(), cls.NORMAL)
+
+    def share_of(self, concurrency: int) -> int:
+        """How many requests a replica may have when it gets one of these: low ones leave a quarter to others."""
+        return max(1, concurrency - concurrency // 4) if self is Priority.LOW else concurrency
+
+
+class Entry(StrEnum):
+    """What becomes of a request that has come."""
+
+    ADMITTED = "admitted"
+    FULL = "full"
+    """429: so many wait that this one would not be answered in time."""
+
+    LOW_PRIORITY = "low priority"
+    """503: what is left of the endpoint is for others."""
+
+    CLOSED = "closed"
+    """503: the endpoint goes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What waits in a router, and how fast it becomes less."""
+
+    waiting: int
+    """Of this priority and above."""
+
+    most: int
+    slots: int
+    """Requests at a time, of all replicas together."""
+
+    mean_s: float
+    """How long a request takes, on the average of the last ones; 0 where none has ended yet."""
+
+    has_room: bool
+    """A replica can take one more at once."""
+
+    @property
+    def wait_s(self) -> float:
+        """How long one more would wait, by Little's law; 0 where that is not known."""
+        return (self.waiting + 1) * self.mean_s / self.slots if self.slots else 0.0
+
+
+def entry_of(queue: Queue, *, left_s: float, priority: Priority, degraded: bool, closing: bool) -> Entry:
+    """Whether a request with ``left_s`` seconds until its deadline is admitted.
+
+    Overload never becomes a time-out: a request that would not get a replica in time is refused at once.
+    """
+    if closing:
+        return Entry.CLOSED
+    if priority is Priority.LOW and degraded:
+        return Entry.LOW_PRIORITY
+    if queue.has_room and not queue.waiting:
+        return Entry.ADMITTED
+    return Entry.FULL if queue.waiting >= queue.most or queue.wait_s > left_s else Entry.ADMITTED
+
+
+# --- Whether a client's request that has failed on one replica is done on another one ---
+# Only while no byte of an answer has gone to the client, and within the request's own deadline. What a lost replica
+# leaves behind is redone in any case. Retries of failures of living replicas are a tenth of the requests: otherwise an
+# endpoint whose replicas are all sick would get several times its load (Site Reliability Engineering, chapter 22).
+
+SHARE = 0.1
+"""Of the requests."""
+
+MOST_SAVED = 20.0
+"""Retries that quiet times may save up."""
+
+
+class Failure(StrEnum):
+    """How a try ended without an answer for the client."""
+
+    LOST = "lost"
+    """Its replica died, hung, or lost its node."""
+
+    SICK = "sick"
+    """Its replica lives, and gave no answer or one that asks for another try (429, 5xx)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryBudget:
+    """Retries that may still be made: a tenth of one for each request, spent as a whole."""
+
+    saved: float = MOST_SAVED / 2
+
+    def came(self) -> RetryBudget:
+        """A request has come."""
+        return replace(self, saved=min(MOST_SAVED, self.saved + SHARE))
+
+    def spent(self) -> RetryBudget:
+        """A retry is made."""
+        return replace(self, saved=self.saved - 1.0)
+
+    @property
+    def has_one(self) -> bool:
+        """Whether a retry may be made."""
+        return self.saved >= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SecondTry:
+    """What follows a failed try."""
+
+    again: bool
+    spends: bool = False
+    """It counts against the budget."""
+
+    pause_s: float = 0.0
+
+
+def after_failure(
+    failure: Failure, *, failed: int, max_retries: int, sent: bool, left_s: float, budget: RetryBudget,
+    base_delay_s: float, max_delay_s: float, others: bool, asked_s: float | None = None,
+) -> SecondTry:  # fmt: skip
+    """What follows try number ``failed``.
+
+    Args:
+        sent: a byte of an answer has gone to the client.
+        left_s: seconds until the request's deadline.
+        others: another replica can take it, so that it need not wait for this one to recover.
+        asked_s: the pause that the replica itself asks for.
+    """
+    if sent or failed > max_retries or left_s <= 0:
+        return SecondTry(again=False)
+    if failure is Failure.LOST:
+        return SecondTry(again=True)
+    if not budget.has_one:
+        return SecondTry(again=False)
+    grown_s = base_delay_s * 2.0 ** min(failed - 1, 30)
+    pause_s = 0.0 if others else min(max_delay_s, grown_s if asked_s is None else asked_s)
+    return SecondTry(again=pause_s < left_s, spends=True, pause_s=pause_s)
+
+
+# --- What an endpoint that serves may have replaced: its engine, and nothing else ---
+
+ENGINE = "inference.engine."
+OF_ROUTERS = frozenset({"inference.engine.token_file", "inference.engine.allow_paths"})
+"""Settings of the engine that routers read when they start."""
+
+
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys, with their sections, whose values differ, sorted."""
+    found: list[str] = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changed_keys(old, new, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}")
+    return sorted(found)
+
+
+def refused_keys(changed: list[str]) -> list[str]:
+    """Those of them that a rolling update cannot change."""
+    return [key for key in changed if not key.startswith(ENGINE) or key in OF_ROUTERS]
+
+
+# --- How many replicas of an endpoint are to be on, by what its routers have to do ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What the configuration allows."""
+
+    least: int
+    most: int
+    concurrency: int
+    """Requests that a replica takes at a time."""
+
+    idle_s: float
+    """Fewer have to have been enough for so long before one is stopped."""
+
+    def needed(self, requests: int) -> int:
+        """So many that each request has a place, as far as there may be."""
+        return min(self.most, max(self.least, math.ceil(requests / self.concurrency)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is wanted now, and what would have been enough lately."""
+
+    wanted: int
+    reason: str = ""
+    since_s: float | None = None
+    """Since when fewer would have been enough; None while they would not."""
+
+    enough: int = 0
+    """The most that were needed since then."""
+
+    def saw(self, requests: int | None, bounds: Bounds, now_s: float) -> Scale:
+        """What is wanted while so many requests wait or are worked on; None: not known, and nothing is stopped.
+
+        It grows at once, and becomes no smaller than what was needed at any time of the last ``idle_s``.
+        """
+        if requests is None:
+            return replace(self, since_s=None)
+        needed = bounds.needed(requests)
+        if needed > self.wanted:
+            return Scale(needed, f"{requests} requests")
+        if needed == self.wanted:
+            return replace(self, since_s=None)
+        if self.since_s is None:
+            return replace(self, since_s=now_s, enough=needed)
+        enough = max(self.enough, needed)
+        if now_s - self.since_s < bounds.idle_s:
+            return replace(self, enough=enough)
+        return Scale(enough, f"no more were needed for {bounds.idle_s:g} s")

@@ -1,1 +1,0 @@
-"""Rules about a site, its Slurm, its clouds and its NCCL."""

@@ -1,0 +1,251 @@
+"""Limits for the values of all settings, faults that can be injected, and who may wait for a connection."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+# --- The faults that can be injected on purpose, where each of them is carried out, and which rank is hit ---
+
+MAX_AFTER_S = 7 * 86_400.0
+NOT_YET = "has not been forked yet"
+"""Why an agent has not hit a rank whose worker waits for imports: the supervisor asks again."""
+
+
+class Fault(StrEnum):
+    """The kind of fault, as named by ``slurmft inject``."""
+
+    KILL = "kill"
+    """SIGKILL from outside, as from an operator or the kernel."""
+
+    STOP = "stop"
+    """SIGSTOP: it lives, holds all it has, and does nothing."""
+
+    HANG = "hang"
+    """Its main thread sleeps for ever at the next step boundary."""
+
+    EXCEPTION = "exception"
+    """It raises at the next step boundary."""
+
+    NAN = "nan"
+    """The first module of the next forward pass computes NaN, once; so the loss is NaN."""
+
+    BIT_FLIP = "bit-flip"
+    """At the next step boundary one bit of a parameter changes, silently."""
+
+    BIT_FLIP_MOMENT = "bit-flip-moment"
+    """One bit of the optimizer's state does."""
+
+    BIT_FLIP_GRADIENT = "bit-flip-gradient"
+    """One bit of a gradient does, after gradients were summed over the ranks and before the optimizer uses them."""
+
+    CORRUPT_CHECKPOINT = "corrupt-newest-checkpoint"
+    """Bytes in the newest committed checkpoint change."""
+
+
+BY_SIGNAL: Mapping[Fault, str] = {Fault.KILL: "SIGKILL", Fault.STOP: "SIGSTOP"}
+"""Faults that reach any process."""
+
+IN_SESSION = frozenset(Fault) - {*BY_SIGNAL, Fault.CORRUPT_CHECKPOINT}
+"""Faults that the worker's own session carries out at its next step boundary."""
+
+SIMULATED: Mapping[str, Fault] = {"rank_killed": Fault.KILL, "rank_hung": Fault.STOP}
+"""Values of fault_tolerance.simulated_fault_type, beside ``random``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A request for a fault."""
+
+    fault: Fault
+    who: str
+    rank: int | None = None
+    """The rank to hit; by chance when neither it nor a node is given."""
+
+    node: str = ""
+    """All ranks of this node: its host name, or its number."""
+
+    after_s: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For the request's file."""
+        return {
+            "fault": self.fault.value,
+            "who": self.who,
+            "rank": self.rank,
+            "node": self.node,
+            "after_s": self.after_s,
+        }
+
+
+def order_of(value: Any) -> Order:
+    """An order from plain values.
+
+    Raises:
+        ValueError: it is invalid; says why.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError("it is not an object")
+    fault, rank, node = value.get("fault"), value.get("rank"), value.get("node", "")
+    after_s, who = value.get("after_s", 0.0), value.get("who", "")
+    if fault not in tuple(Fault) or fault not in (*BY_SIGNAL, *IN_SESSION):
+        raise ValueError(f"{str(fault)[:40]!r} is not a fault of a rank")
+    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**31):
+        raise ValueError(f"rank {str(rank)[:40]!r} is none")
+    if not isinstance(node, str) or len(node) > 255 or not isinstance(who, str):
+        raise ValueError("its node or its author is not a text")
+    if type(after_s) not in (int, float) or not math.isfinite(after_s) or not 0 <= after_s <= MAX_AFTER_S:
+        raise ValueError(f"after_s={str(after_s)[:40]} is not between 0 and {MAX_AFTER_S:.0f} seconds")
+    return Order(fault=Fault(fault), who=who[:200], rank=rank, node=node, after_s=float(after_s))
+
+
+# --- strangers ---
+# Connections that have not authenticated yet: how many may wait, and which one is closed when there are too many.
+
+T = TypeVar("T")
+
+
+class Strangers(Generic[T]):
+    """The connections that wait for their proof, in the order of their arrival.
+
+    One that has proved itself is taken off the list (``forget``) and never closed for another one's sake. Of the
+    others the oldest goes: of its own address first, and then of the address that has the most, so that one address
+    never takes the places of another.
+
+    Args:
+        at_most: how many may wait in all; at least 1.
+        per_address: how many of one address. An IPv6 network of 64 bits counts as one address.
+    """
+
+    def __init__(self, at_most: int, per_address: int) -> None:
+        self._at_most, self._per_address = at_most, per_address
+        self._waiting: dict[T, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def admit(self, connection: T, address: str) -> list[T]:
+        """Take in a new connection; returns those to close for it, which are forgotten."""
+        group = _group_of(address)
+        self._waiting[connection] = group
+        closed = []
+        if list(self._waiting.values()).count(group) > self._per_address:
+            closed.append(self._drop_oldest(group))
+        if len(self._waiting) > self._at_most:
+            counts = Counter(self._waiting.values())
+            closed.append(self._drop_oldest(max(counts, key=lambda each: counts[each])))  # of equals, the oldest
+        return closed
+
+    def drop_oldest(self) -> list[T]:
+        """The connection to close where there is no room at all; none where none waits."""
+        return [self._drop_oldest(next(iter(self._waiting.values())))] if self._waiting else []
+
+    def forget(self, connection: T) -> None:
+        """It has proved itself, or is closed."""
+        self._waiting.pop(connection, None)
+
+    def _drop_oldest(self, group: str) -> T:
+        oldest = next(each for each, its_group in self._waiting.items() if its_group == group)
+        del self._waiting[oldest]
+        return oldest
+
+
+def _group_of(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.IPv6Network((parsed, 64), strict=False))
+    return str(parsed)
+
+
+# --- synced folders ---
+# Whether a node keeps what its folder holds, or gets the version that is stored: ``sync`` in the configuration.
+#
+# Nothing here looks at a clock, which may differ between nodes: versions are ordered by the generation of the attempt
+# that wrote them, and counted within it.
+
+
+class Version(NamedTuple):
+    """The order of versions; a newer attempt's are newer, whatever an older one still writes."""
+
+    generation: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.sequence}"
+
+
+NONE = Version(-1, -1)
+
+
+class Choice(StrEnum):
+    """What is done before the workers start."""
+
+    KEEP = "keep"
+    RESTORE = "restore"
+    SET_ASIDE = "set aside"
+    """Move what is there away, and begin with an empty folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """What a node has in its folder.
+
+    ``run``: the run that used it last, empty where that is unknown. ``version``: the one it was taken from, or stored
+    as. ``generation``: of the last attempt that used it. ``changed``: files differ from that version. ``damaged``: a
+    file was cut off while it was written, or a restore did not come to its end.
+    """
+
+    has_files: bool
+    run: str = ""
+    version: Version = NONE
+    generation: int = -1
+    changed: bool = False
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The choice, its reason, and whether what is there is kept beside it."""
+
+    choice: Choice
+    reason: str
+    spare_old: bool = False
+
+
+def decide(local: Local, stored: Version | None, *, run: str, follows_lead: bool) -> Decision:
+    """What follows from both.
+
+    Args:
+        stored: the newest complete version; None where there is none.
+        follows_lead: the first node's version is for all nodes, and this is another one.
+    """
+    is_ours = local.run == run
+    if stored is None:
+        if local.has_files and local.run and not is_ours:
+            return Decision(Choice.SET_ASIDE, "the files are those of another run", spare_old=True)
+        return Decision(Choice.KEEP, "nothing is stored yet")
+    if not local.has_files:
+        return Decision(Choice.RESTORE, "the folder is empty")
+    if not is_ours:
+        return Decision(Choice.RESTORE, "the files are not of this run", spare_old=True)
+    if local.damaged:
+        return Decision(Choice.RESTORE, "a file here is incomplete", spare_old=True)
+    if local.version >= stored:
+        return Decision(Choice.KEEP, "nothing newer is stored")
+    if not local.changed:
+        return Decision(Choice.RESTORE, "an older version is here")
+    if follows_lead:
+        return Decision(Choice.RESTORE, "the first node has stored a newer one", spare_old=True)
+    if local.generation >= stored.generation:
+        return Decision(Choice.KEEP, "the last attempt saved here")
+    return Decision(Choice.RESTORE, "a later attempt has saved elsewhere", spare_old=True)

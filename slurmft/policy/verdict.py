@@ -1,0 +1,183 @@
+"""The causes of an attempt's end, and the decisions that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from slurmft.policy.evidence import Suspect
+
+
+class Cause(StrEnum):
+    """The cause of an attempt's end; the vocabulary of the journal and of ``slurmft explain``."""
+
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    SIGNALLED = "signalled"
+    STOPPED_BY_USER = "stopped by user"
+    REQUEUED_BY_USER = "requeued by user"
+    REQUEUED = "requeued by Slurm"
+    RESIZED = "resized"
+    RECLAIMED = "node reclaimed"
+    WORKER_ERROR = "worker error"
+    SIGNAL_CRASH = "signal crash"
+    HOST_OUT_OF_MEMORY = "out of host memory"
+    DEVICE_OUT_OF_MEMORY = "out of device memory"
+    HANG = "hang"
+    NODE_LOST = "node lost"
+    COMMUNICATION_ERROR = "communication error"
+    DATA_CORRUPTION = "data corruption suspected"
+    REPLICAS_DIFFER = "replicas differ"
+    LAUNCH_FAILURE = "launch failure"
+    RERUN_ELSEWHERE = "rerun elsewhere"
+    VALIDATION_FAILED = "result validation failed"
+    STRAGGLER = "straggler"
+    SUPERVISOR_LOST = "supervisor lost"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+PLANNED = frozenset(
+    {
+        Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER,
+        Cause.REQUEUED, Cause.RESIZED, Cause.RECLAIMED,
+    }
+)  # fmt: skip
+"""Causes that never spend the failure budget (design, ordering rule 7)."""
+
+FREE = PLANNED | {Cause.FINISHED, Cause.CANCELLED, Cause.RERUN_ELSEWHERE, Cause.STRAGGLER, Cause.REPLICAS_DIFFER}
+"""Causes that have no budget of retries: planned stops, ends, and moves away from a node."""
+
+BUDGETED = frozenset(Cause) - FREE
+"""Causes that ``fault_tolerance.retries`` may give a budget of their own."""
+
+
+def by_cause(value: Any) -> Any:
+    """A mapping from the names of causes, with blanks or underscores, to anything; its keys become causes.
+
+    Raises:
+        ValueError: a key is not a cause that has a budget of retries; says which are.
+    """
+    if not isinstance(value, dict):
+        return value
+    found: dict[Cause, Any] = {}
+    for key, number in value.items():
+        name = str(key).replace("_", " ").strip().lower()
+        cause = next((each for each in Cause if each.value.lower() == name), None)
+        if cause is None or cause not in BUDGETED:
+            why = "is not a cause" if cause is None else "costs no retries"
+            known = ", ".join(sorted(each.value for each in BUDGETED))
+            raise ValueError(f"{str(key)[:60]!r} {why}; these do: {known}")
+        if cause in found:
+            raise ValueError(f"{cause.value!r} is there twice")
+        found[cause] = number
+    return found
+
+
+EXIT_USAGE = 2
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+EXIT_RERUN_ELSEWHERE = 16
+EXIT_VALIDATION_FAILED = 17
+EXIT_UNSAVED = 74  # EX_IOERR of sysexits.h
+EXIT_TEMPORARY = 75
+EXIT_DO_NOT_REQUEUE = 93
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The verdict on one attempt."""
+
+    cause: Cause
+    reason: str
+    """One sentence with the evidence: which rank, which node, which signal."""
+
+    exit_code: int = 0
+    """The first failing worker's own code; 0 when none failed."""
+
+    first_step: int = 0
+    """Step the attempt resumed from."""
+
+    last_step: int = 0
+    """Newest step any rank had reached."""
+
+    saved_step: int | None = None
+    """Step of the newest checkpoint that every rank of this attempt took part in; None when there is none."""
+
+    rank: int | None = None
+    """The rank to blame; None when it is none, or a whole node."""
+
+    node: str = ""
+    """Where that was; empty when no rank or node is to blame."""
+
+    suspects: tuple[Suspect, ...] = ()
+    """Hardware that may be the reason, the most suspicious first."""
+
+    rerun: str = ""
+    """The re-run state machine's verdict: undecided, transient, persistent, correct or inconclusive; else empty."""
+
+    traceback: str = ""
+    """End of the culprit's traceback."""
+
+    evidence: tuple[str, ...] = ()
+    """Further evidence, in words: srun's lines, files that workers left."""
+
+    @property
+    def progressed(self) -> bool:
+        """Whether the run is further than before: steps that were not saved will be done again."""
+        return has_progressed(self.first_step, self.saved_step)
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps that were done since the newest save, and will be done again."""
+        return steps_at_risk(self.first_step, self.last_step, self.saved_step)
+
+    @property
+    def suspect_nodes(self) -> tuple[str, ...]:
+        """The suspects' nodes, each once, the most suspicious first."""
+        return tuple(dict.fromkeys(suspect.node for suspect in self.suspects))
+
+
+def has_progressed(first_step: int, saved_step: int | None) -> bool:
+    """Whether an attempt that began at ``first_step`` has saved a step that was new."""
+    return saved_step is not None and saved_step > first_step
+
+
+def steps_at_risk(first_step: int, last_step: int, saved_step: int | None) -> int:
+    """Steps of an attempt that no checkpoint holds."""
+    return max(0, last_step - max(first_step, saved_step or 0))
+
+
+class Action(StrEnum):
+    """The action after an attempt."""
+
+    FINISH = "finish"
+    RESTART = "restart"
+    """At once, in this allocation, with the agents that are there."""
+
+    CONTINUE = "continue"
+    """Through the queue."""
+
+    STOP = "stop"
+
+
+GOES_ON = frozenset({Action.RESTART, Action.CONTINUE})
+"""Actions after which the run is to take up again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The decision on a verdict, always with its reason."""
+
+    action: Action
+    reason: str
+    exit_code: int
+    """The supervisor's exit code, unless Slurm restarts the job first."""
+
+    avoid: tuple[str, ...] = ()
+    """Nodes to keep away from at the next placement."""
+
+    elsewhere: bool = False
+    """The next placement must have none of ``avoid``: on the same nodes, going on would prove nothing."""

@@ -1,1 +1,0 @@
-"""The cause of an attempt's end, the rank or node to blame, and the decision that follows."""

@@ -1,0 +1,408 @@
+"""Slurm's output as values. Pure; tested on recorded output."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from slurmft.policy.final_ends import Requeueing
+from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity
+
+# --- parsing ---
+
+_FIELD, _RECORD = "\x1f", "\x1e"
+JOB_FORMAT = "%i|%T|%r|%N|%B|%S|%e|%l|%P|%U" + "".join(_FIELD + field for field in ("%V", "%j", "%Z", "%o")) + _RECORD
+"""squeue's fields, portable from 22.05 on. The user's texts, such as the name, may hold bars and line breaks."""
+
+_NOTHING = frozenset({"", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "INVALID", "UNLIMITED", "NOT_SET"})
+
+ALIVE = frozenset(
+    {"RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING"}
+)
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """One job as squeue shows it."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    """Hostlist of the allocation; empty while pending."""
+
+    batch_host: str
+    start: float | None
+    """Unix time; of a pending job the expected one."""
+
+    end: float | None
+    """Unix time at which Slurm will end it: the limit, or the end of a preemption's grace."""
+
+    limit_s: float | None
+    partition: str
+    identity: JobIdentity = NOTHING_KNOWN
+    """Distinguishes it from another job with the same id."""
+
+    @property
+    def alive(self) -> bool:
+        """It has nodes."""
+        return self.state in ALIVE
+
+    @property
+    def waiting(self) -> bool:
+        """It is in the queue."""
+        return self.state in WAITING
+
+
+def ended_tasks(text: str) -> list[tuple[str, str]]:
+    """Node and manner of every end of a task in srun's errors: Terminated, Killed, Exited with exit code 1."""
+    return re.findall(r"^srun: error: (\S+): tasks? [\d,-]+: (.+?)\s*$", text, re.MULTILINE)
+
+
+def parse_jobs(text: str) -> list[JobRecord]:
+    """The jobs in the output of ``squeue -o JOB_FORMAT``; lines of another shape (banners, errors) are skipped."""
+    found = []
+    for record in text.split(_RECORD) if _RECORD in text else text.splitlines():
+        head, *identity = record.split(_FIELD)
+        line = head.splitlines()[-1] if head.strip() else ""  # a banner may stand before it
+        if len(fields := line.strip().split("|")) == 10:
+            found.append(_job(fields, identity))
+    return found
+
+
+def _identity(user: str, fields: list[str]) -> JobIdentity:
+    user_id = int(user) if user.isdecimal() else None
+    if len(fields) != 4:
+        return JobIdentity(user=user_id)
+    submitted, name, folder, script = fields
+    at = parse_time(submitted.strip())
+    return JobIdentity(
+        user=user_id, name=name, folder=folder, script=_or_nothing(script), submitted=() if at is None else (at,)
+    )
+
+
+def _or_nothing(value: str) -> str:
+    return "" if value in _NOTHING else value
+
+
+def _job(fields: list[str], identity: list[str]) -> JobRecord:
+    job_id, state, reason, nodes, batch_host, start, end, limit, partition, user = (field.strip() for field in fields)
+    return JobRecord(
+        job_id=job_id.removesuffix("+0"),  # the first part of a heterogeneous job, and the one that has the script
+        state=state,
+        reason=reason,
+        nodes=_or_nothing(nodes),
+        batch_host=_or_nothing(batch_host),
+        start=parse_time(start),
+        end=parse_time(end),
+        limit_s=parse_duration_s(limit),
+        partition=partition,
+        identity=_identity(user, identity),
+    )
+
+
+def parse_time(text: str) -> float | None:
+    """Unix seconds from ``SLURM_TIME_FORMAT=%s`` or from Slurm's standard local time; None where it says nothing."""
+    if text in _NOTHING:
+        return None
+    if text.isdecimal():
+        return float(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def parse_duration_s(text: str) -> float | None:
+    """Seconds in ``[D-]HH:MM:SS``, ``MM:SS`` or ``MM``; None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """``Key=Value`` words of scontrol, the first of equal keys; a value with blanks is cut at the first one."""
+    return dict(word.split("=", 1) for word in reversed(text.split()) if "=" in word)
+
+
+_NEVER = {
+    "PartitionConfig": "the partition has not that many nodes, or none that large",
+    "PartitionNodeLimit": "the partition does not allow that many nodes, or has not that many",
+    "PartitionTimeLimit": "the time limit is longer than the partition allows",
+    "BadConstraints": "no node has everything that is asked for and is not excluded",
+    "InvalidAccount": "there is no such account, or it is not yours",
+    "InvalidQOS": "there is no such quality of service, or it is not yours",
+    "AccountNotAllowed": "the partition does not admit the account",
+    "QOSNotAllowed": "the partition does not admit the quality of service",
+    "DependencyNeverSatisfied": "a job that it depends on has ended in another way",
+    "ReservationDeleted": "its reservation is gone",
+}
+"""Reasons of a waiting job that do not pass with time."""
+
+
+def why_never(reason: str) -> str:
+    """Why a job that waits for this reason of Slurm's will not start as things are; empty when it may."""
+    if reason.endswith("PerJobLimit"):  # QOSMaxNodePerJobLimit and a dozen more
+        return "it asks for more than one job of yours may have"
+    return _NEVER.get(reason, "")
+
+
+_HELD_BY_LAUNCH = ("launch failed requeued held", "user env retrieval failed requeued held",
+                   "launch failure limit exceeded requeued held")  # fmt: skip
+
+
+def _words(reason: str) -> str:
+    return reason.replace("_", " ").strip("()").lower()
+
+
+def is_held_by_launch(reason: str) -> bool:
+    """Whether Slurm itself holds a job for this reason, because a node could not start it. Its owner may release it."""
+    return _words(reason).startswith(_HELD_BY_LAUNCH)
+
+
+def why_held(reason: str) -> str:
+    """Why a waiting job is held, and how it is released; empty when it is not held."""
+    if is_held_by_launch(reason):
+        return (
+            "a node could not start it, and Slurm holds it; slurmft requeue --rescue releases it, away from that node"
+        )
+    if re.fullmatch(r"reservation .* was deleted", _words(reason)):
+        return "its reservation is gone; scontrol release lets it begin outside of one"
+    if "held" not in _words(reason):
+        return ""
+    who = "an administrator holds it" if "admin" in _words(reason) else "it is held"
+    return f"{who}; scontrol release lets it begin"
+
+
+def is_held_by_requeue(reason: str) -> bool:
+    """Whether a job is held by ``scontrol requeuehold``, which we use for a moment, and by nothing else."""
+    return _words(reason).startswith("job requeued in held state")
+
+
+_HINTS = {
+    "Invalid node name": "exclude or nodelist names a node that this cluster does not have; see sinfo -N",
+    "Invalid partition": "sinfo -s lists the partitions; see slurm.partition",
+    "invalid partition": "sinfo -s lists the partitions; see slurm.partition",
+    "Invalid account": "sacctmgr show associations user=$USER lists yours; see slurm.account and slurm.partition",
+    "Invalid qos": "see slurm.qos",
+    "Invalid --time": 'see slurm.time: minutes, "H:MM:SS" or "D-HH:MM:SS"',
+    "Requested time limit is invalid": "the partition allows less (sinfo -o '%P %l'); see slurm.time",
+    "generic resource": "sinfo -o '%N %G' lists the GPUs and others; see slurm.gpus_per_node and slurm.gres",
+    "feature": "sinfo -o '%N %f' lists the features of nodes; see slurm.constraint",
+    "Memory specification": "sinfo -o '%N %m' lists the memory of nodes in MB; see slurm.mem",
+    "CPU count": "sinfo -o '%N %c' lists the CPUs of nodes; see slurm.cpus_per_task",
+    "Node count": "the partition allows fewer nodes (scontrol show partition); see nodes",
+    "node configuration is not available": "no set of nodes has all of it (sinfo -N -l), or of the reservation has it, "
+    "or it ends too soon; see nodes, slurm.exclude and the option reservation",
+    "reservation": "scontrol show reservation lists them; see the option reservation",
+    "license": "scontrol show licenses lists them; see the option licenses",
+    "dependency": "see the option dependency",
+    "violates accounting": "a limit of your account or quality of service; sacctmgr show qos",
+}  # fmt: skip
+
+
+def refusal_hint(words: str) -> str:
+    """A hint after sbatch has refused with this message; empty when the message is enough."""
+    return next((hint for part, hint in _HINTS.items() if part in words), "")
+
+
+def job_pairs(text: str) -> dict[str, str]:
+    """What ``scontrol -o show job`` says of a job, less what its user says.
+
+    Job name and comment are the user's text and may look like fields: the first stands before all others, the
+    other behind them.
+    """
+    users = _users(text)
+    return parse_pairs(text[users[-1].start() :] if users else text)
+
+
+def _users(text: str) -> list[re.Match[str]]:
+    """Where the job's user may stand, before its command: once, unless the job's name looks like it, too."""
+    before, command, _ = text.rpartition(" Command=")
+    return list(re.finditer(r"\bUserId=\S*?\((\d+)\) GroupId=", before if command else text))
+
+
+def parse_identity(text: str) -> JobIdentity:
+    """The job's identity in ``scontrol -o show job``; of several parts of a job, the first."""
+    line = text.strip().split("\nJobId=", maxsplit=1)[0]
+    users = _users(line)
+    name = re.search(r"\bJobName=(.*?) (?:\w+=\S* )?$", line[: users[-1].start()] if users else "", re.DOTALL)
+    pairs = job_pairs(line)
+    at, restarts = parse_time(pairs.get("SubmitTime", "")), pairs.get("Restarts", "")
+    return JobIdentity(
+        user=int(users[0][1]) if len({user[1] for user in users}) == 1 else None,
+        name=name[1] if name else "",
+        script=_long_value(line, "Command"),
+        folder=_long_value(line, "WorkDir"),
+        submitted=() if at is None else (at,),
+        restarts=int(restarts) if restarts.isdecimal() else None,
+    )
+
+
+def _long_value(line: str, key: str) -> str | None:
+    """A value that may hold blanks: up to where the next key begins."""
+    match = re.search(rf" {key}=(.*?)(?= [A-Z]\w*=|\s*$)", line, re.DOTALL)
+    return _or_nothing(match[1].strip()) if match else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedNodes:
+    """Nodes that a job names."""
+
+    excluded: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()
+    """It is placed on these, and perhaps on others beside them."""
+
+
+def parse_named(text: str) -> NamedNodes:
+    """The nodes that ``scontrol -o show job`` names."""
+    pairs = job_pairs(text)
+
+    def names(key: str) -> frozenset[str]:
+        value = pairs.get(key, "")
+        with contextlib.suppress(ValueError):  # what the user wrote need not be one
+            return frozenset() if value in _NOTHING else frozenset(expand_hostlist(value))
+        return frozenset()
+
+    return NamedNodes(excluded=names("ExcNodeList"), required=names("ReqNodeList"))
+
+
+class JobEnding(StrEnum):
+    """Why Slurm is ending a job, as seen from the job itself."""
+
+    NOT_ENDING = "not ending"
+    NODE_LOST = "node lost"
+    REQUEUED = "requeued"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    BATCH_LOST = "batch step lost"
+    CANCELLED = "cancelled"
+
+
+def parse_requeueing(text: str, restart: int) -> Requeueing:
+    """Whether Slurm may requeue the job in ``scontrol -o show job``, seen from its ``restart``, and has a reason to."""
+    pairs = job_pairs(text)
+    is_newest = int(pairs.get("Restarts", "0")) <= restart
+    return Requeueing(
+        allowed=pairs.get("Requeue") != "0",
+        running=is_newest and pairs.get("JobState") in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"),
+        preempted=pairs.get("PreemptTime", "None") not in _NOTHING,
+    )
+
+
+BY_TERM = ("0:15", "143:0")
+"""Exit codes of a batch script that TERM has ended, which is what Slurm sends to a job that is cancelled."""
+
+
+def parse_ending(text: str, restart: int, *, grace_s: float = 0.0) -> JobEnding:
+    """Why the job in ``scontrol -o show job`` is ending, seen from its ``restart``.
+
+    COMPLETING hides the base state, but a requeue counts the restart at once, a preemption leaves its time, a time
+    limit leaves its reason, or an end that is the start plus the limit; the end of the batch step leaves its exit code;
+    what remains is a cancellation (22.05 to 26.05). So is an end within the ``grace_s`` of a preemption, and the end of
+    a batch step by TERM: a shell that waits for us obeys it at once.
+    """
+    pairs = job_pairs(text)
+    state = pairs.get("JobState", "")
+    # a later start may run already, elsewhere, where this one's node was given up
+    if state in WAITING or int(pairs.get("Restarts", "0")) > restart:
+        return JobEnding.REQUEUED
+    if state in ("", "RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "RESIZING"):
+        return JobEnding.NOT_ENDING
+    start, end = parse_time(pairs.get("StartTime", "")), parse_time(pairs.get("EndTime", ""))
+    preempted = parse_time(pairs.get("PreemptTime", "None"))
+    if state == "PREEMPTED" or (preempted and not (end and end < preempted + grace_s - 1)):
+        return JobEnding.PREEMPTED
+    if state in ("NODE_FAIL", "BOOT_FAIL"):
+        return JobEnding.NODE_LOST
+    limit = parse_duration_s(pairs.get("TimeLimit", ""))
+    # the end of a reservation is a time limit, too, whatever the job's own
+    if state == "TIMEOUT" or pairs.get("Reason") == "TimeLimit" or (start and end and limit and end - start >= limit):
+        return JobEnding.TIME_LIMIT
+    if state in ("COMPLETING", "FAILED") and pairs.get("ExitCode", "0:0") not in ("0:0", *BY_TERM):
+        return JobEnding.BATCH_LOST
+    return JobEnding.CANCELLED
+
+
+MAX_HOSTS = 100_000
+"""In one range of a hostlist."""
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """The hosts in a hostlist such as ``gpu[01-03,7],login``, in order, zero padding kept.
+
+    Raises:
+        ValueError: brackets do not match, or it names more hosts than any cluster has.
+    """
+    hosts: list[str] = []
+    for part in _split_outside_brackets(text):
+        hosts.extend(_expand(part))
+    return hosts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise ValueError(f"{text!r} is not a hostlist")
+        if character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    if depth:
+        raise ValueError(f"{text!r} is not a hostlist")
+    return [part for part in [*parts, text[start:]] if part]
+
+
+def _expand(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]+)\](.*)", part)
+    if match is None:
+        return [part]
+    prefix, ranges, rest = match.groups()
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        if dash:
+            if int(last) - int(first) >= MAX_HOSTS:
+                raise ValueError(f"{part[:80]!r} names too many hosts")
+            numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        else:
+            numbers.append(first)
+    return [f"{prefix}{number}{tail}" for number in numbers for tail in _expand(rest)]
+
+
+# --- sbatch help ---
+# The options in the output of ``sbatch --help``. Pure; tested on recorded output.
+
+_OPTION = re.compile(r"^ {1,8}(?:-\w, +)?--([a-z][a-z0-9-]*)(=|\[=|\[|\s|$)", re.MULTILINE)
+
+NOT_FOR_A_RUN = frozenset({"help", "usage", "version", "test-only", "parsable", "wait"})
+"""They print something else than the job's id, or make sbatch itself wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelpedOptions:
+    """The long options of one sbatch."""
+
+    names: frozenset[str]
+    flags: frozenset[str]
+    """Those that may stand without a value."""
+
+
+def parse_sbatch_help(text: str) -> HelpedOptions:
+    """The options that ``text`` describes, less those that are not for a run."""
+    found = [(name, mark) for name, mark in _OPTION.findall(text) if name not in NOT_FOR_A_RUN]
+    return HelpedOptions(frozenset(name for name, _ in found), frozenset(name for name, mark in found if mark != "="))

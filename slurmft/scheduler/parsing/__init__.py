@@ -1,1 +1,0 @@
-"""Slurm's output as values. Pure; tested on recorded output."""

@@ -1,0 +1,248 @@
+"""What earlier attempts of a run have measured, each in one bounded file of the run folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmft.errors import NewerFormat, StorageError
+from slurmft.policy.hangs import MAX_SAMPLES
+from slurmft.system.files import duration, naming, open_regular, parse_json, read_json, write_bytes, write_json
+
+# --- ft state ---
+# ``ft_state.json``: how long each section took in earlier attempts, by workload; one bounded file in the run folder.
+#
+# An invalid file counts as missing: limits are learned anew then. A file of a newer slurmft is never written over.
+
+FT_STATE_FILE = "ft_state.json"
+FT_STATE_MAX_BYTES = 4 << 20
+MAX_WORKLOADS = 8
+MAX_SECTIONS = 128
+
+log = logging.getLogger(__name__)
+
+Samples = Mapping[str, Sequence[float]]
+"""Seconds by the section's name, oldest first."""
+
+
+def read_ft_state(run_folder: Path, workload: str) -> dict[str, list[float]]:
+    """Durations of this workload's sections; empty where none are known."""
+    return _read_all(run_folder).get(workload, {})
+
+
+def write_ft_state(run_folder: Path, workload: str, samples: Samples) -> None:
+    """Replace this workload's entry; those that were written least recently are forgotten first.
+
+    Raises:
+        OSError: the file is as it was.
+        NewerFormat: it is a newer slurmft's.
+    """
+    path = run_folder / FT_STATE_FILE
+    try:
+        read_json(path, limit_bytes=FT_STATE_MAX_BYTES)
+    except NewerFormat:
+        raise
+    except StorageError as error:
+        log.debug("%s is replaced: %s", path, error.what)
+    kept: list[tuple[str, Samples]] = [(name, each) for name, each in _read_all(run_folder).items() if name != workload]
+    kept = [*kept, (workload, samples)][-MAX_WORKLOADS:]
+    workloads = [  # a list: their order is when they were last written
+        [name, {section: [round(each, 3) for each in durations[-MAX_SAMPLES:]]
+                for section, durations in list(sections.items())[:MAX_SECTIONS]}]
+        for name, sections in kept
+    ]  # fmt: skip
+    write_json(path, {"workloads": workloads}, durable=False)
+
+
+def _read_all(run_folder: Path) -> dict[str, dict[str, list[float]]]:
+    path = run_folder / FT_STATE_FILE
+    try:
+        if (value := read_json(path, limit_bytes=FT_STATE_MAX_BYTES)) is None:
+            return {}
+        return {
+            str(name): {
+                str(section): [duration(value) for value in each][-MAX_SAMPLES:]
+                for section, each in list(sections.items())[:MAX_SECTIONS]
+            }
+            for name, sections in value["workloads"][-MAX_WORKLOADS:]
+        }
+    except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        log.warning("the learned timeouts in %s are ignored: %s", path, getattr(error, "what", repr(error)))
+        return {}
+
+
+# --- metrics file ---
+# ``metrics.jsonl`` of a run: one line per step, steps only ever grow. What is done again replaces what was there.
+#
+# A restart cuts the file back to the step that it resumes from, before it writes a line. The steps of the lines ascend,
+# so only the end is read for that: what is going to be done again, and no more.
+
+METRICS_FILE = "metrics.jsonl"
+MAX_LINE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16
+
+
+def append_lines(path: Path, lines: list[str]) -> None:
+    """Add lines, by one write.
+
+    Raises:
+        OSError: they cannot be written; a part of them may have been, which the next ``cut_back`` removes.
+    """
+    write_bytes(path, "".join(f"{line}\n" for line in lines).encode(), append=True, follow=False)
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Remove the lines of ``step`` and later, and a torn end. Nothing is changed where that is not needed.
+
+    Raises:
+        OSError: the file cannot be read or changed.
+    """
+    try:
+        descriptor = open_regular(path, os.O_RDWR, follow=False)
+    except FileNotFoundError:
+        return
+    try:
+        with naming(path):
+            size = os.fstat(descriptor).st_size
+            if (end := _end_before(descriptor, size, step)) < size:
+                os.ftruncate(descriptor, end)
+                os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _end_before(descriptor: int, size: int, step: int) -> int:
+    """The end of the newest whole line of an earlier step; 0 where there is none."""
+    at, tail = size, b""
+    while at > 0:
+        begin = max(0, at - _BLOCK_BYTES)
+        tail = os.pread(descriptor, at - begin, begin) + tail
+        at = begin
+        first = tail.find(b"\n") + 1 if at > 0 else 0  # what is before it begins in an earlier block
+        place = len(tail)
+        while (end := tail.rfind(b"\n", first, place)) >= first:
+            start = tail.rfind(b"\n", first, end) + 1 or first
+            if _step_of(tail[start:end]) < step:
+                return at + end + 1
+            place = max(start, first)
+            if place == first:
+                break
+        tail = tail[:first][:MAX_LINE_BYTES]
+    return 0
+
+
+def _step_of(line: bytes) -> float:
+    """The line's step; endless for one that cannot be read, which is removed."""
+    try:
+        step = parse_json(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
+    return step if type(step) is int and step >= 0 else float("inf")
+
+
+# --- How fast each node was in earlier attempts of a run, and convicted nodes: one bounded file in the run folder ---
+
+HISTORY_FILE = "stragglers.json"
+STRAGGLERS_MAX_BYTES = 32 << 20
+MAX_NODES = 20_000
+MAX_OUTCOMES = 1000
+MAX_CONVICTIONS = 50
+KEPT = 3
+"""Best times kept of each worker's place; the largest of them counts, so that one lucky window says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The smallest times of one worker's place on a node."""
+
+    role: str
+    seconds: tuple[float, ...]
+    """At most KEPT, ascending."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeHistory:
+    """The past of one node."""
+
+    best: dict[int, Best] = field(default_factory=dict)
+    """By the worker's place on the node (its local rank)."""
+
+    outcomes: list[tuple[float, bool]] = field(default_factory=list)
+    """Unix time of each window and whether it accused the node; oldest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conviction:
+    """An earlier verdict."""
+
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    at: float
+
+
+@dataclass(kw_only=True, slots=True)
+class History:
+    """All of it."""
+
+    nodes: dict[str, NodeHistory] = field(default_factory=dict)
+    """Least recently seen first."""
+
+    convictions: list[Conviction] = field(default_factory=list)
+
+
+def read_stragglers(run_folder: Path, workload: str) -> History:
+    """The records of earlier attempts of this workload; empty where the file cannot be believed.
+
+    Times of another workload say nothing about this one, but convictions still count.
+    """
+    path = run_folder / HISTORY_FILE
+    try:
+        if (value := read_json(path, limit_bytes=STRAGGLERS_MAX_BYTES)) is None:
+            return History()
+        history = History(convictions=[_conviction(each) for each in value["convictions"]][-MAX_CONVICTIONS:])
+        if value["workload"] == workload:
+            history.nodes = {str(name): _node(facts) for name, facts in value["nodes"]}
+        return history
+    except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        log.warning("the straggler history in %s is ignored: %s", path, getattr(error, "what", repr(error)))
+        return History()
+
+
+def write_stragglers(run_folder: Path, workload: str, history: History) -> None:
+    """Replace the file; nodes that were seen least recently are forgotten first.
+
+    Raises:
+        OSError: the file is as it was.
+    """
+    nodes = [  # a list: their order is when they were last seen
+        [name, {
+            "best": {str(place): [best.role, list(best.seconds[:KEPT])] for place, best in node.best.items()},
+            "outcomes": [[round(at, 1), slow] for at, slow in node.outcomes[-MAX_OUTCOMES:]],
+        }]
+        for name, node in list(history.nodes.items())[-MAX_NODES:]
+    ]  # fmt: skip
+    convictions = [
+        {"nodes": each.nodes, "ranks": each.ranks, "at": each.at} for each in history.convictions[-MAX_CONVICTIONS:]
+    ]
+    value = {"workload": workload, "nodes": nodes, "convictions": convictions}
+    write_json(run_folder / HISTORY_FILE, value, durable=False)
+
+
+def _node(facts: Mapping[str, Any]) -> NodeHistory:
+    best = {
+        int(place): Best(role=str(role), seconds=tuple(sorted(duration(each) for each in seconds))[:KEPT])
+        for place, (role, seconds) in facts["best"].items()
+    }
+    outcomes = [(duration(at), bool(slow)) for at, slow in facts["outcomes"]]
+    return NodeHistory(best=best, outcomes=outcomes[-MAX_OUTCOMES:])
+
+
+def _conviction(facts: Mapping[str, Any]) -> Conviction:
+    return Conviction(
+        nodes=tuple(str(node) for node in facts["nodes"]), ranks=tuple(int(rank) for rank in facts["ranks"]),
+        at=duration(facts["at"]),
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""How long things took in earlier attempts and runs: one bounded file each."""

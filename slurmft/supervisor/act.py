@@ -1,0 +1,947 @@
+"""Actions after a verdict: journal the decision, then act on it. A requeue ends the very process that asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmft.config.run import RunConfig
+from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
+from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
+from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.final_ends import End, ExitAction, end_of, explicit_action, why_no_requeue, why_superfluous
+from slurmft.policy.interval import FailureHistory, mtbf_s
+from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.stop import delay_that_holds
+from slurmft.policy.verdict import (
+    BUDGETED,
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_TEMPORARY,
+    EXIT_VALIDATION_FAILED,
+    FREE,
+    GOES_ON,
+    PLANNED,
+    Action,
+    Cause,
+    Decision,
+    Verdict,
+)
+from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
+from slurmft.scheduler import jobs as scheduler_jobs
+from slurmft.scheduler import own_jobs, slurm, successor
+from slurmft.scheduler.nodes import compress, expand
+from slurmft.scheduler.slurm import ignoring_signals
+from slurmft.storage.attempt_facts import noted_batches, noted_resuming
+from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
+from slurmft.storage.journal import Event, EventName
+from slurmft.storage.patience import PatientJournal, patiently
+from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner, RunFolder
+from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
+from slurmft.supervisor.evidence import budget_of
+from slurmft.supervisor.guardian import any_kept
+from slurmft.supervisor.lease import is_standbys, stand_aside
+from slurmft.supervisor.placement import Accuser, Placement, all_busy, choose, duty_of, next_placement
+from slurmft.system.files import replace_atomically
+from slurmft.system.logs import BackgroundLog
+
+# --- How a run goes on in Slurm: a requeue of this job, or a successor; on other nodes, where that is asked ---
+
+OTHERS_END_S = 4
+"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
+(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
+
+BATCH_HOST_LOST_S = 30
+"""Added where a standby requeues the job: without its batch host it was COMPLETING for 14 to 21 s (22.05, 26.05)."""
+
+SHRUNK_S = 6
+"""Added once more after a dead node was given back."""
+
+FLUSH_S = 5.0
+"""How long an action waits for the run folder to take the decision it follows."""
+
+SLURM_PATIENCE_S = 600.0
+"""How long a silent Slurm is asked again where no end of the job presses."""
+
+OTHERS_PATIENCE_S = 2.0
+"""How long a silent Slurm is asked for a job that may be this one's successor already."""
+
+HANDED_ON = ("resubmitted", "left to job ")
+"""Beginnings of what ``Continuation.begin`` returns where another job continues the run."""
+
+
+class Continuation:
+    """Makes a job's run go on. Call its methods with signals ignored: a requeue signals its caller.
+
+    Args:
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
+        placement: where it must not go on; None leaves the job's excluded nodes alone.
+        retry_delay_s: additional delay of a requeue.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, cluster: SlurmCluster, *, ends_at_s: float | None,
+        placement: Placement | None, retry_delay_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._config, self._start, self._cluster, self._ends_at_s = config, start, cluster, ends_at_s
+        self._run, self._journal = start.run, start.journal
+        self._placement, self._retry_delay_s = placement, retry_delay_s
+        self._avoid = None if placement is None else placement.excluded
+
+    def begin(self, verdict: Verdict) -> str:
+        """How the run continues; empty when it does not."""
+        how = self._config.preemption.continue_by
+        outside = self._cluster.why_ending()
+        if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
+            # another process requeued the job first: a second requeue must not follow, and a cancelled run must stay
+            # cancelled
+            self._journal.append(EventName.LEFT_TO_SLURM, reason=outside[1])
+            if outside[0] is Cause.REQUEUED:
+                self._place()
+            return outside[0].value
+        if (other := self._other_job()) is not None:
+            self._journal.append(
+                EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue", job=other.job_id
+            )
+            return f"left to job {other}"
+        if how == "auto" and self._began_to_resubmit():
+            how = "resubmit"
+        if how == "auto" and verdict.cause is Cause.PREEMPTED and self._preemption_cancels():
+            reason = f"partition {self._cluster.job.partition} cancels what it preempts"
+            self._journal.append(EventName.REQUEUE_SKIPPED, reason=reason)
+            how = "resubmit"
+        if how in ("auto", "requeue") and (done := self._requeue(verdict)):
+            return done
+        if how in ("auto", "resubmit") and self._resubmit():
+            return "resubmitted"
+        return ""
+
+    def begin_after_another(self) -> bool:
+        """Whether another process has requeued or cancelled the job.
+
+        The process that requeued it may have been killed before it could set a begin time that lies after our end.
+        """
+        outside = self._cluster.why_ending()
+        if outside is not None and outside[0] is Cause.REQUEUED:
+            self._place()
+        return outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED)
+
+    def _began_to_resubmit(self) -> bool:
+        """Whether an earlier supervisor was killed while it submitted a successor: a requeue must not follow then."""
+        mine = str(self._cluster.attempt)
+        return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in self._start.history)
+
+    def _requeue(self, verdict: Verdict) -> str:
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s
+        job_id = job.job_id
+        if verdict.cause not in PLANNED:
+            delay_s += OTHERS_END_S + round(self._retry_delay_s)
+        lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
+        if self._give_back(lost - self._cluster.given_back):
+            delay_s += SHRUNK_S
+        delay_s = delay_that_holds(delay_s + self._batch_host_s(), past_requeues(self._start.history, job_id))
+        nodes = None
+        if self._cluster.given_back:
+            nodes = self._config.nodes_range or self._cluster.job.node_count
+        self._journal.append(EventName.REQUEUEING, job=job_id, delay_s=delay_s, **self._in_words())
+        self._flush()
+        try:
+            done = scheduler_jobs.requeue(
+                job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
+                patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not self._cluster.lost,
+                has_epilog=self._cluster.has_epilog,
+            )  # fmt: skip
+        except scheduler_jobs.JobCancelled as error:
+            self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
+            return "cancelled"
+        except SlurmError as error:
+            self._journal.append(EventName.REQUEUE_FAILED, job=job_id, reason=error.what)
+            log.warning("the job could not be requeued: %s", error.what)
+            return ""
+        scheduler_jobs.keep_ahead(job, done)
+        self._journal.append(EventName.REQUEUED, job=job_id, **done.in_words())
+        return "requeued"
+
+    def _give_back(self, lost: frozenset[str]) -> bool:
+        """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
+        nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
+        living = [node for node in nodes if node not in lost]
+        if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
+            return False
+        try:
+            scheduler_jobs.shrink(self._cluster.own, living)
+        except SlurmError as error:  # Slurm has noticed by itself, or does not answer
+            self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
+            return False
+        self._cluster.given_back |= lost
+        self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
+        return True
+
+    def _batch_host_s(self) -> int:
+        is_watched = self._config.fault_tolerance.standby_supervisor
+        is_lost = is_watched and expand(self._cluster.job.nodes)[0] in self._cluster.lost
+        return BATCH_HOST_LOST_S if is_lost else 0
+
+    def _place(self) -> None:
+        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S + self._batch_host_s()
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
+        done = scheduler_jobs.place(job, delay_s, avoid=self._avoid)
+        scheduler_jobs.keep_ahead(job, done)
+        self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
+
+    def _resubmit(self) -> bool:
+        job_id, script = self._cluster.job.job_id, self._run.script
+        try:
+            next_job = self._successor(successor_options(self._config, script, self._cluster))
+        except (SlurmError, OSError) as error:
+            self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
+            log.warning("no successor could be submitted: %s", error)
+            return False
+        self._journal.append(EventName.RESUBMITTED, job=next_job, after=job_id)
+        in_folder(self._start, lambda: self._note_successor(next_job))
+        return True
+
+    def _successor(self, options: Sequence[str]) -> str:
+        if self._placement is None:
+            return self._sbatch(options)
+        try:
+            return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
+            if self._placement.excluded == self._placement.own:
+                raise
+            self._journal.append(EventName.EXCLUSIONS_REFUSED, reason=error.what)
+            log.warning("submitting without the nodes that the run would keep off: %s", error.what)
+            return self._sbatch([*options, f"--exclude={compress(self._placement.own)}"])
+
+    def _sbatch(self, options: Sequence[str]) -> str:
+        job, script = self._cluster.own, self._run.script
+        command = successor.successor_command(script, after=job, options=options)
+        self._journal.append(EventName.RESUBMITTING, command=shlex.join(command))
+        self._flush()
+        return successor.submit_successor(
+            script, after=job, options=options, environment=os.environ, patience_s=self._patience_s(),
+            known=in_folder(self._start, self._run.own_jobs) or [], tried=self._began_to_resubmit(),
+        )  # fmt: skip
+
+    def _note_successor(self, job_id: str) -> None:
+        known = self._cluster.own.known
+        seen = JobIdentity(user=os.getuid(), cluster=known.cluster, script=str(self._run.script))
+        with self._run.lock():
+            self._run.add_job(job_id, seen)
+
+    def _other_job(self) -> OwnJob | None:
+        """A later job of the run that is in the queue, or about to start: two of them would be one too many."""
+        jobs: list[OwnJob] = in_folder(self._start, self._run.own_jobs) or []
+        ids = [job.job_id for job in jobs]
+        mine = self._cluster.job.job_id
+        later = jobs[ids.index(mine) + 1 :] if mine in ids else []
+        if not later:
+            return None
+        try:
+            found = own_jobs.find(later, patience_s=OTHERS_PATIENCE_S)
+        except SlurmError:
+            return None  # two jobs are better than none: only one of them can own the run
+        in_queue = [
+            job for job, record in found.items() if record.waiting or record.state in ("CONFIGURING", "RUNNING")
+        ]
+        return in_queue[-1] if in_queue else None
+
+    def _patience_s(self) -> float:
+        """How long to wait for Slurm's answer: until the job's time is up, where that is known."""
+        if self._ends_at_s is None:
+            return SLURM_PATIENCE_S
+        return max(slurm.PATIENCE_S, self._ends_at_s - time.monotonic())
+
+    def _preemption_cancels(self) -> bool:
+        try:
+            return slurm.preempt_mode(self._cluster.job.partition) == "CANCEL"
+        except SlurmError:
+            return False
+
+    def _flush(self) -> None:
+        self._journal.flush(FLUSH_S)
+
+    def _in_words(self) -> dict[str, Any]:
+        return {} if self._avoid is None else {"excluded": compress(self._avoid)}
+
+
+def successor_options(config: RunConfig, script: Path, cluster: SlurmCluster) -> list[str]:
+    """sbatch options with which ``script`` makes a job like this one; writes the script where it is not there.
+
+    Raises:
+        SlurmError: Slurm has the script, and refused or did not answer.
+        OSError: it cannot be written.
+    """
+    options = [f"--chdir={Path.cwd()}"]
+    if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
+        replace_atomically(script, successor.batch_script(cluster.own))
+        section = config.preemption
+        signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
+        options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
+    return options
+
+
+def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, float]]:
+    """Of each requeue of the job that asked for a begin time: the delay, and the seconds until the job began."""
+    found: list[tuple[int, float]] = []
+    requeued: dict[int, Event] = {}
+    for event in history:
+        job, restart = restart_of(event)
+        if job != job_id:
+            continue
+        if event.event in (EventName.REQUEUED, EventName.PLACED):
+            requeued[restart] = event
+        elif event.event == EventName.ATTEMPT_STARTED and (before := requeued.pop(restart - 1, None)) is not None:
+            delay_s = before.details.get("delay_s")
+            found += [(delay_s, (event.at - before.at).total_seconds())] if isinstance(delay_s, int) else []
+    return found
+
+
+def restart_of(event: Event) -> tuple[str, int]:
+    """Job and restart of the writer; ("", 0) where a user wrote it."""
+    job, _, rest = event.attempt.partition(".")
+    count = rest.partition(".")[0]
+    return (job, int(count)) if count.isdecimal() else ("", 0)
+
+
+def in_folder(start: Start, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns; None when the run folder fails, which must not block what follows."""
+    try:
+        return start.thread.call(work, timeout_s=FLUSH_S)
+    except (StorageError, OSError) as error:
+        log.warning("%s", error)
+        return None
+
+
+# --- final ends ---
+# Makes an end of the run in this job stay one: Slurm is told not to requeue the job, and a start that it makes all the.
+#
+# same ends at once.
+
+CONTINUE_BY_NOTHING = "preemption.continue_by is nothing"
+"""Reason in the journal of a run that is not continued because its user wants that."""
+
+ASK_S = 4.0
+TELL_S = 8.0
+"""A Slurm that does not answer delays the end of a job by no more than both."""
+
+_MAYBE_PREEMPTED = frozenset({Cause.PREEMPTED.value, Cause.REQUEUED.value, Cause.SUPERVISOR_LOST.value})
+_TOLD = frozenset({EventName.REQUEUE_STAYS_ON, EventName.REQUEUED_MEANWHILE})
+
+
+def keep_ended(end: End, cluster: Cluster, journal: PatientJournal, history: Iterable[Event]) -> None:
+    """Tell Slurm not to requeue the job, where it would undo this end. Call right before the batch script ends."""
+    if not isinstance(cluster, SlurmCluster) or end in (End.FINISHED, End.OPEN):
+        return
+    with ignoring_signals():  # the grace may end now, and its TERM must not reach scontrol
+        try:
+            job = own_jobs.requeueing(cluster.own, cluster.attempt.restart, patience_s=ASK_S)
+        except SlurmError as error:
+            log.warning("cannot tell whether Slurm would requeue job %s: %s", cluster.own, error.what)
+            job = None
+        if reason := why_no_requeue(end, job, was_preempted=was_preempted(history, cluster.attempt)):
+            _switch_off(cluster.own, journal, reason)
+
+
+def _switch_off(job: OwnJob, journal: PatientJournal, reason: str) -> None:
+    journal.append(EventName.SWITCHING_REQUEUE_OFF, job=job.job_id, reason=reason)
+    journal.flush(FLUSH_S)
+    try:
+        scheduler_jobs.forbid_requeue(job, patience_s=TELL_S)
+    except SlurmError as error:
+        journal.append(EventName.REQUEUE_STAYS_ON, job=job.job_id, reason=error.what)
+        log.error("Slurm may requeue job %s, which ends at once then: %s", job, error.what)
+
+
+def was_preempted(history: Iterable[Event], attempt: Attempt) -> bool:
+    """Whether an earlier start of the attempt's job was preempted, or left no word of how it ended."""
+    ends: dict[int, str | None] = {}
+    for event in history:
+        job, restart = restart_of(event)
+        if job != attempt.job or restart >= attempt.restart:
+            continue
+        if event.event == EventName.ATTEMPT_STARTED:
+            ends[restart] = None
+        elif event.event in (EventName.VERDICT, EventName.STOP_REQUESTED) and ends.get(restart) not in _MAYBE_PREEMPTED:
+            ends[restart] = str(event.details.get("cause"))
+    return any(cause is None or cause in _MAYBE_PREEMPTED for cause in ends.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Superfluous:
+    """A start of a job that is not to train."""
+
+    reason: str
+    earlier: str
+    """The attempt of the same job after which nothing was to follow in it."""
+
+    end: End
+    exit_code: int
+    """Of that end."""
+
+
+def superfluous(history: Sequence[Event], attempt: Attempt, queued_at: float | None) -> Superfluous | None:
+    """Why this start is one that Slurm alone wanted; None for one that is to train.
+
+    Args:
+        queued_at: Unix time at which Slurm put the job into the queue last; None where it is not known.
+    """
+    mine = [(restart, event) for event in history for job, restart in [restart_of(event)]
+            if job == attempt.job and restart < attempt.restart]  # fmt: skip
+    started = [restart for restart, event in mine if event.event == EventName.ATTEMPT_STARTED]
+    if not started:
+        return None
+    last = [event for restart, event in mine if restart >= started[-1]]
+    decided = next((event for event in reversed(last) if event.event == EventName.DECISION), None)
+    if decided is None:
+        return None
+    told = any(event.event in _TOLD for event in last)
+    end = _end(decided, last)
+    lived = (last[0].at.timestamp(), last[-1].at.timestamp())
+    reason = why_superfluous(end, lived=lived, queued_at=queued_at, told=told)
+    code = decided.details.get("exit_code")
+    return Superfluous(reason, decided.attempt, end, code if type(code) is int else 1) if reason else None
+
+
+def _end(decided: Event, lines: Iterable[Event]) -> End:
+    """The end of a start, out of its lines in the journal."""
+    try:
+        end = end_of(Action(str(decided.details.get("action"))))
+    except ValueError:  # of a newer slurmft
+        return End.OPEN
+    if end is not End.OPEN:
+        return end
+    for event in lines:
+        if event.event == EventName.RESUBMITTED or (event.event == EventName.NOT_CONTINUED and "job" in event.details):
+            return End.HANDED_ON
+        if event.event == EventName.NOT_CONTINUED and event.details.get("reason") == CONTINUE_BY_NOTHING:
+            return End.NOT_CONTINUED
+    return End.OPEN
+
+
+# --- Checkpoints from which runs die: their record in the journal, and the mark that quarantines them ---
+
+
+class Poisoning:
+    """Looks at how an attempt ended that had begun with a checkpoint."""
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
+        self._config, self._start, self._accuser = config, start, accuser
+        self._folder = start.run.attempts / str(start.cluster.attempt)
+
+    def look_at(self, verdict: Verdict) -> Poisoned | NodeSuspected | Hopeless | None:
+        """What ``verdict`` says of the checkpoint, as far as it has been acted on: a checkpoint is marked when this
+        returns Poisoned, and the exclusion list knows of a node that is suspected. None: nothing follows."""
+        counts = verdict.cause in COUNTING and verdict.exit_code not in HOPELESS
+        name = in_folder(self._start, lambda: noted_resuming(self._folder)) if counts or verdict.progressed else None
+        if (identity := Identity.parse(name or "")) is None:
+            return None
+        newest = Trial(
+            checkpoint=identity.folder_name, step=identity.step, cause=verdict.cause.value,
+            nodes=frozenset([verdict.node] if verdict.node else verdict.suspect_nodes), committed=verdict.progressed,
+        )  # fmt: skip
+        attempt = str(self._start.cluster.attempt)
+        earlier = [event for event in self._start.history if event.attempt != attempt]
+        trials = [*trials_of(earlier), newest]
+        if newest.committed and all(trial.checkpoint != newest.checkpoint for trial in trials[:-1]):
+            return None  # as expected, and not new
+        self._start.journal.append(
+            EventName.CHECKPOINT_TRIED, checkpoint=newest.checkpoint, cause=newest.cause, nodes=sorted(newest.nodes),
+            committed=newest.committed,
+        )  # fmt: skip
+        section = self._config.fault_tolerance
+        found = examine(
+            trials,
+            poison_after=section.poison_after,
+            quarantined=quarantined_in(earlier),
+            max_quarantines=section.max_no_progress_cycles,
+            alone=self._start.cluster.name == "local",
+        )
+        if isinstance(found, Poisoned):
+            return self._quarantine(newest, found)
+        if isinstance(found, NodeSuspected):
+            suspect = Suspect(node=found.node)
+            self._accuser.add(
+                [Evidence(kind=Kind.REPEATED_DEATH, suspect=suspect, message=found.reason, at=time.time())]
+            )
+        return found
+
+    def _quarantine(self, trial: Trial, found: Poisoned) -> Poisoned | Hopeless | None:
+        directory = self._config.checkpoint_dir
+        from_scratch = self._config.fault_tolerance.poison_from_scratch
+        names = in_folder(self._start, lambda: usable(directory))
+        if names is None:
+            return None  # the folder cannot be read; the next failure asks again
+        left = [name for name in names if name != trial.checkpoint]
+        if not left and not from_scratch:
+            why = "there is no other checkpoint, and fault_tolerance.poison_from_scratch is false"
+            return Hopeless(reason=f"{found.reason}; {why}")
+        mark = Quarantine(reason=found.reason, from_scratch=from_scratch)
+        if not in_folder(self._start, lambda: _written(directory / trial.checkpoint, mark)):
+            return None
+        then = f"next from {left[0]}" if left else "next from the beginning"
+        self._start.journal.append(
+            EventName.CHECKPOINT_QUARANTINED, checkpoint=trial.checkpoint, step=trial.step, reason=found.reason
+        )
+        return Poisoned(reason=f"{found.reason}; it is quarantined, {then}")
+
+
+def _written(checkpoint: Path, mark: Quarantine) -> bool:
+    write_quarantine(checkpoint, mark)
+    return True
+
+
+def trials_of(history: Sequence[Event]) -> list[Trial]:
+    """Trials in the journal, oldest first; damaged entries are left out."""
+    found = []
+    for event in history:
+        facts = event.details
+        if (
+            event.event == EventName.CHECKPOINT_TRIED
+            and (identity := Identity.parse(str(facts.get("checkpoint")))) is not None
+        ):
+            nodes = facts.get("nodes")
+            found.append(
+                Trial(
+                    checkpoint=identity.folder_name,
+                    step=identity.step,
+                    cause=str(facts.get("cause")),
+                    nodes=frozenset(map(str, nodes if isinstance(nodes, list) else [])),
+                    committed=facts.get("committed") is True,
+                )
+            )
+    return found
+
+
+def quarantined_in(history: Sequence[Event]) -> list[int]:
+    """Steps of checkpoints that were quarantined since the run last saved a step beyond them all."""
+    steps: list[int] = []
+    for event in history:
+        step, saved = event.details.get("step"), event.details.get("saved_step")
+        if event.event == EventName.CHECKPOINT_QUARANTINED and type(step) is int:
+            steps.append(step)
+        elif event.event == EventName.VERDICT and type(saved) is int and saved > max(steps, default=saved):
+            steps = []
+    return steps
+
+
+# --- remedies ---
+# Changes of a run before it is tried again: a smaller micro-batch after one that did not fit, an older checkpoint.
+#
+# after one from which it dies.
+
+
+def batch_divisor_of(history: Sequence[Event]) -> int:
+    """The number of pieces in which the workers of the next attempt compute each micro-batch."""
+    return divisor_in(event.details.get("divisor") for event in history if event.event == EventName.BATCH_REDUCED)
+
+
+class Remedies:
+    """Looks at one verdict and what was decided about it.
+
+    Args:
+        has_nodes: enough nodes are left in this allocation to go on at once.
+    """
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, *, has_nodes: bool) -> None:
+        self._has_nodes = has_nodes
+        self._poisoning = Poisoning(config, start, accuser)
+        self._config, self._start, self._journal = config, start, start.journal
+        self._folder = start.run.attempts / str(start.cluster.attempt)
+
+    def applied(self, verdict: Verdict, decision: Decision) -> Decision:
+        """The decision, where the run changes and is tried again although its budget is spent, or stops because nothing
+        is left to change. What is changed is journaled here, before the decision."""
+        fails = explicit_action(verdict.exit_code, self._config.exit_actions) is ExitAction.FAIL
+        if decision.action is Action.FINISH or (verdict.exit_code and fails):
+            return decision
+        if verdict.cause in OUT_OF_MEMORY and self._config.oom.action == "reduce_batch":
+            return self._with_smaller_batch(verdict, decision)
+        match self._poisoning.look_at(verdict):
+            case Poisoned(reason=reason) if self._may_retry(verdict, decision):
+                return self._again(verdict, decision, reason)
+            case NodeSuspected(node=node, reason=reason) if self._may_retry(verdict, decision):
+                avoid = tuple(dict.fromkeys([*decision.avoid, node]))
+                going_on = self._again(verdict, decision, f"{reason}; next on another node")
+                return replace(going_on, action=Action.CONTINUE, avoid=avoid)
+            case Hopeless(reason=reason):
+                return Decision(action=Action.STOP, reason=f"{verdict.reason}; {reason}", exit_code=EXIT_DO_NOT_REQUEUE)
+        return decision
+
+    def _may_retry(self, verdict: Verdict, decision: Decision) -> bool:
+        """Whether failures of this kind are retried at all."""
+        section = self._config.fault_tolerance
+        retries = section.retries.get(verdict.cause, section.num_job_retries_on_failure)
+        return decision.action in GOES_ON or retries + section.num_in_job_restarts > 0
+
+    def _with_smaller_batch(self, verdict: Verdict, decision: Decision) -> Decision:
+        noted = in_folder(self._start, lambda: noted_batches(self._folder))
+        if noted is None:
+            self._journal.append(EventName.BATCH_NOT_REDUCED, reason="the trainer has not asked session.micro_batch()")
+            return decision
+        found = smaller(noted.asked, divisor=noted.divisor, min_batch=self._config.oom.min_batch)
+        if isinstance(found, Irreducible):
+            reason = f"{verdict.reason}; {found.reason}"
+            return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_DO_NOT_REQUEUE)
+        self._journal.append(EventName.BATCH_REDUCED, divisor=found.divisor, micro_batches=list(found.micro_batches))
+        sizes = " and ".join(map(str, found.micro_batches))
+        return self._again(verdict, decision, f"next with a micro-batch of {sizes} and the same global batch")
+
+    def _again(self, verdict: Verdict, decision: Decision, change: str) -> Decision:
+        """``decision`` as one to go on, since something has changed."""
+        reason = f"{verdict.reason}; {change}"
+        if decision.action in GOES_ON:
+            return replace(decision, reason=reason)
+        may_restart = verdict.cause in RESTARTABLE and self._config.fault_tolerance.num_in_job_restarts > 0
+        action = Action.RESTART if may_restart and self._has_nodes else Action.CONTINUE
+        return Decision(action=action, reason=reason, exit_code=verdict.exit_code or EXIT_TEMPORARY)
+
+
+# --- act ---
+
+DONE_PATIENCE_S = 300.0
+"""How long a complete run waits for a run folder that cannot take the mark of it."""
+
+log = logging.getLogger(__name__)
+
+
+class Ending:
+    """Decides and acts on the end of one attempt.
+
+    Args:
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
+        dismiss: ends the agents; called once it is decided that no attempt follows with them.
+        has_nodes: whether enough of them are left for another attempt.
+        outlived: the agents have outlived the supervisor in whose place this process acts.
+        abandon: leaves the agents to a standby of this job that has taken the run over.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
+        *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
+        ends_at_s: float | None = None, abandon: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._abandon = abandon
+        self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
+        self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
+        self._accuser = accuser
+        self.cluster: Cluster = start.cluster
+        self.run, self.journal = start.run, start.journal
+        self._placement: Placement | None = None
+        self._stays = False
+        self._end = End.OPEN
+        self._budget = Budget(failures_so_far=0, max_failures=0)
+        self._noted: list[Event] = []
+
+    def act_on(self, verdict: Verdict) -> int | None:
+        """Decide, journal, act; returns the supervisor's exit code, or None when the run goes on in this allocation.
+
+        A start that another one has replaced decides nothing for the run. Main thread only.
+        """
+        if (owner := self._newer_owner()) is not None:
+            return self._leave_to(owner)
+        facts = {key: value for key, value in asdict(verdict).items() if value is not None}
+        self.journal.append(EventName.VERDICT, **facts)
+        if verdict.cause in PLANNED and verdict.unsaved_steps:
+            lost = verdict.unsaved_steps
+            log.error("NOTHING WAS SAVED at this stop; up to %d steps will be done again", lost)
+            self.journal.append(EventName.STOP_WITHOUT_A_SAVE, steps_at_risk=lost)
+        # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
+        attempt = str(self.cluster.attempt)
+        earlier = [event for event in self.start.history if event.attempt != attempt]
+        budget = budget_of(earlier, verdict, self.config, attempt)
+        budget = replace(budget, has_nodes=self._has_nodes(), outlived=self._outlived)
+        self._budget = budget
+        decision = decide(verdict, budget, self.config.exit_actions)
+        decision = Remedies(self.config, self.start, self._accuser, has_nodes=budget.has_nodes).applied(
+            verdict, decision
+        )
+        if decision.action is Action.RESTART and self.cluster.lost and self._is_requeued():
+            decision = replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; Slurm has requeued the job")
+        # the exclusion list influences where the run goes on
+        self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
+        return self.follow(verdict, decision)
+
+    def _is_requeued(self) -> bool:
+        """Whether Slurm has given up a node of this start and the job goes on in another one."""
+        outside = self.cluster.why_ending()
+        return outside is not None and outside[0] is Cause.REQUEUED
+
+    def _newer_owner(self) -> Owner | None:
+        if self.start.lease is not None and not self.start.lease.confirm():
+            return _owner_of(self.run)
+        owner = in_folder(self.start, self.run.owner)
+        return owner if isinstance(owner, Owner) and owner.generation > self.start.generation else None
+
+    def _leave_to(self, owner: Owner) -> int:
+        reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
+        self.journal.append(EventName.SUPERSEDED, reason=reason)
+        if is_standbys(owner, self.cluster.attempt):
+            self._abandon()
+            self._flush()
+            return stand_aside(self.run, self.cluster)
+        log.error("%s; this start ends and changes nothing", reason)
+        self._dismiss()
+        self._flush()
+        return EXIT_TEMPORARY
+
+    def leave(self, end: End, exit_code: int) -> int:
+        """End this start, which decides nothing for the run; returns ``exit_code``."""
+        self._dismiss()
+        keep_ended(end, self.cluster, self.journal, self.start.history)
+        self._flush()
+        return exit_code
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was decided that nothing follows."""
+        return self._end in (End.STOPPED, End.FINISHED)
+
+    def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:
+        """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only.
+
+        Args:
+            may_stay: other nodes of this allocation will do.
+        """
+        if decision.action is Action.CONTINUE:
+            decision = self._where_to(verdict, decision, may_stay=may_stay)
+        demands = {"avoid": list(decision.avoid), "elsewhere": decision.elsewhere}
+        self.journal.append(
+            EventName.DECISION, action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code,
+            **{key: value for key, value in demands.items() if value},
+        )  # fmt: skip
+        log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
+        self._flush()
+        self._end = end_of(decision.action)
+        code = self._carry_out(verdict, decision)
+        if code is not None:
+            keep_ended(self._end, self.cluster, self.journal, self.start.history)
+        if not self._flush():
+            for event in self.journal.unwritten():
+                log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
+        return code
+
+    def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
+        if decision.action is Action.RESTART or self._stays:
+            wait_before_restart(self.config, self._budget.restarts_so_far)
+            return None
+        self._dismiss()
+        if self.start.lease is not None and (owner := self._newer_owner()) is not None:
+            return self._leave_to(owner)
+        if decision.action is Action.CONTINUE:
+            return self._continue(verdict, decision)
+        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
+        if outside is not None and outside[0] is Cause.REQUEUED:
+            self.journal.append(
+                EventName.REQUEUED_MEANWHILE, reason=outside[1]
+            )  # the next start finds the KILL, and ends
+        else:  # only now: a stop must outlive an attempt that could not finish it
+            in_folder(self.start, lambda: self.run.take_request("KILL"))
+        if decision.action is Action.STOP:
+            return decision.exit_code
+        done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
+        patiently(
+            lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
+            patience_s=DONE_PATIENCE_S,
+        )
+        return 0
+
+    def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
+        """The decision, as far as there are nodes for it. A run that may not go on here, and cannot elsewhere, ends."""
+        if not isinstance(self.cluster, SlurmCluster):
+            if verdict.cause is Cause.RECLAIMED:
+                reason = f"{verdict.reason}; there is no queue to go on through: start it again elsewhere"
+                return replace(decision, action=Action.STOP, reason=reason)
+            why = "there are no other nodes"
+            return self._without_others(verdict, decision, why) if decision.elsewhere else decision
+        if (
+            may_stay
+            and decision.elsewhere
+            and decision.avoid
+            and choose(self.cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
+        ):
+            self._stays = self.cluster.why_ending() is None
+            if self._stays:
+                return decision
+        history = (*self.start.history, *self._noted)
+        suspects = dict.fromkeys((*decision.avoid, *([] if decision.elsewhere else self._undecided(verdict))))
+        self._placement = next_placement(
+            self.config, partition=self.cluster.job.partition, job=self.cluster.own, history=history,
+            suspects=tuple(suspects),
+        )  # fmt: skip
+        if self._placement is None:
+            return decision
+        why = self._placement.impossible
+        if not why and verdict.cause is Cause.RERUN_ELSEWHERE and not self.config.rerun.wait_for_others:
+            job = self.cluster.job
+            why = all_busy(self.config, job.partition, expand(job.nodes), self._placement.excluded)
+        if decision.elsewhere and why:
+            return self._without_others(verdict, decision, why)
+        self._note(EventName.AVOIDING, **self._placement.avoidance.as_event())
+        return decision
+
+    def _undecided(self, verdict: Verdict) -> list[str]:
+        """Suspects of an earlier end that this attempt has not cleared or confirmed."""
+        return [] if verdict.progressed else sorted(duty_of(self.start.history).undecided)
+
+    def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
+        gpus = {suspect.gpu for suspect in verdict.suspects}
+        if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent checks whether it can
+            self._note(EventName.AVOIDING_GPUS, gpus=sorted(gpus), reason=why)
+            return replace(decision, elsewhere=False, reason=f"{decision.reason}; on other GPUs, since {why}")
+        if verdict.cause is Cause.VALIDATION_FAILED:
+            reason = f"{decision.reason}; there is no other hardware to go on with: {why}"
+            return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
+        if verdict.cause is not Cause.RERUN_ELSEWHERE:
+            return replace(decision, elsewhere=False, reason=f"{decision.reason}; it goes on where it was: {why}")
+        reason = f"inconclusive: {decision.reason}; it cannot be computed again on different hardware: {why}"
+        self._note(EventName.INCONCLUSIVE, reason=reason, suspects=list(decision.avoid))
+        return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
+
+    def _note(self, event: EventName, **details: Any) -> None:
+        self._noted.append(self.journal.append(event, **details))
+
+    def _continue(self, verdict: Verdict, decision: Decision) -> int | None:
+        claim = self.run.ending(self.cluster.attempt)
+        # an unreadable run folder must not block this: requeueing twice is as good as once
+        if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:
+            if self._was_continued(verdict):
+                reason = "the end of this attempt was acted on already"
+                self.journal.append(EventName.NOT_CONTINUED, reason=reason)
+                return decision.exit_code
+            self.journal.append(EventName.CLAIM_OVERRULED, outcome=in_folder(self.start, claim.outcome) or "none")
+            in_folder(self.start, claim.give_back)
+            in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}"))
+        if self.config.preemption.continue_by == "nothing":
+            self._end = End.NOT_CONTINUED
+            self.journal.append(EventName.NOT_CONTINUED, reason=CONTINUE_BY_NOTHING)
+            log.warning("to continue the run: %s", self._by_hand())
+            return decision.exit_code
+        if isinstance(self.cluster, LocalCluster):
+            self.journal.append(EventName.STARTING_ANEW, restart=self.cluster.attempt.restart + 1)
+            self._flush()  # the claim stays ours: the next start is this process, and may be killed before it begins
+            from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
+
+            self.log_file.close()
+            self.cluster.start_anew(RunSupervisor(self.run.config).argv())
+        if not isinstance(self.cluster, SlurmCluster):
+            raise TypeError(f"no way to continue on {self.cluster.name}")
+        with ignoring_signals():
+            outcome = self._continuation(self.cluster, verdict).begin(verdict)
+            in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
+        if outcome:
+            self._end = End.HANDED_ON if outcome.startswith(HANDED_ON) else End.OPEN
+            return decision.exit_code
+        command = self._by_hand()
+        self.journal.append(EventName.NOT_CONTINUED, reason="neither requeue nor resubmit worked", command=command)
+        log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
+        return EXIT_TEMPORARY
+
+    def _was_continued(self, verdict: Verdict) -> bool:
+        """Whether Slurm puts the job back into the queue already; what cron claims while this process lives is void."""
+        if not isinstance(self.cluster, SlurmCluster):
+            return True
+        with ignoring_signals():
+            return self._continuation(self.cluster, verdict).begin_after_another()
+
+    def _continuation(self, cluster: SlurmCluster, verdict: Verdict) -> Continuation:
+        return Continuation(
+            self.config, self.start, cluster, ends_at_s=self.ends_at_s, placement=self._placement,
+            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
+        )  # fmt: skip
+
+    def _flush(self) -> bool:
+        return self.journal.flush(FLUSH_S)
+
+    def _by_hand(self) -> str:
+        return shlex.join(["slurmft", "submit", str(self.run.config)])
+
+
+def _owner_of(run: RunFolder) -> Owner:
+    """The run's owner; waits for a run folder that cannot be read: to go on without it, or to end, would harm it."""
+    while True:
+        with contextlib.suppress(StorageError, OSError):
+            if (owner := run.owner()) is not None:
+                return owner
+        time.sleep(LOOK_S)
+
+
+LONGEST_RESTART_S = 10.0
+"""Idle nodes that the run keeps cost more than nodes that another job uses meanwhile."""
+
+LOOK_S = 0.05
+
+
+def retry_delay_s(config: RunConfig, failures: int) -> float:
+    """Seconds before the retry that follows ``failures`` earlier ones without progress; 0 for the first."""
+    first_s, longest_s = config.fault_tolerance.retry_delay_s, config.fault_tolerance.max_retry_delay_s
+    if failures <= 0 or first_s <= 0:
+        return 0.0
+    from tenacity import RetryCallState, Retrying, wait_exponential_jitter  # only failures pay for the import
+
+    state = RetryCallState(Retrying(), None, (), {})
+    state.attempt_number = failures
+    return float(wait_exponential_jitter(initial=first_s, max=max(first_s, longest_s), jitter=first_s)(state))
+
+
+def wait_before_restart(config: RunConfig, restarts: int) -> float:
+    """Wait with the nodes in hand, unless a signal comes; returns the seconds."""
+    began = time.monotonic()
+    until = began + min(retry_delay_s(config, restarts), LONGEST_RESTART_S)
+    while time.monotonic() < until and not any_kept():
+        time.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
+    return time.monotonic() - began
+
+
+# --- The run's journal as a history of failures: how often work was lost, and the node-time of training ---
+
+_LOST_WORK = frozenset(cause.value for cause in BUDGETED)
+_MAX_NODES = 1 << 20
+
+
+def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
+    """Failures that lost work, and node-seconds of training, from the journal.
+
+    A failure is an unplanned end after at least one step, or a planned stop that saved nothing. An attempt without
+    a verdict counts until its newest event. Times of one attempt are of one clock, that of its supervisor.
+    """
+    began: dict[str, tuple[float, int]] = {}
+    last: dict[str, float] = {}
+    failures = 0
+    for event in events:
+        last[event.attempt] = event.seconds()
+        if event.event == EventName.WORKERS_STARTED:
+            began[event.attempt] = event.seconds(), _nodes(event.details.get("world_size"), nproc_per_node)
+        elif event.event == EventName.VERDICT:
+            failures += str(event.details.get("cause")) in _LOST_WORK and _has_worked(event.details)
+        elif event.event == EventName.STOP_WITHOUT_A_SAVE:
+            failures += 1
+    node_s = sum(max(0.0, last[attempt] - at) * nodes for attempt, (at, nodes) in began.items())
+    return FailureHistory(failures=failures, node_s=node_s)
+
+
+def facts_for_workers(history: Sequence[Event], config: RunConfig, *, nodes: int) -> dict[str, Any]:
+    """Facts of the run's history for the workers of the next attempt, on ``nodes``."""
+    seen = history_of(history, config.nproc_per_node)
+    return {"batch_divisor": batch_divisor_of(history), "mtbf_s": round(mtbf_s(seen, nodes), 1)}
+
+
+def _nodes(world_size: Any, nproc_per_node: int) -> int:
+    if type(world_size) is not int or not 0 < world_size <= _MAX_NODES * nproc_per_node:
+        return 1
+    return max(1, world_size // nproc_per_node)
+
+
+def _has_worked(facts: dict[str, Any]) -> bool:
+    first, last = facts.get("first_step", 0), facts.get("last_step", 0)
+    return type(first) is int and type(last) is int and last > first

@@ -1,0 +1,562 @@
+"""One attempt of an inference run, and its stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from typing import Any
+
+from slurmft.config.run import RunConfig
+from slurmft.errors import LaunchError, SlurmftError, StorageError, StorageUnavailable
+from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator
+from slurmft.inference.ledger import Ledger, Output, OutputParts, open_ledger, write_output
+from slurmft.inference.partials import fingerprint, forget_all, left_behind
+from slurmft.inference.requests import folder_of, load, prepare
+from slurmft.inference.roster import Roster
+from slurmft.ipc.channel import UNANSWERED
+from slurmft.ipc.messages import (
+    BeginReplicas,
+    Call,
+    Disconnected,
+    Drain,
+    Drained,
+    InferenceReport,
+    Kill,
+    Ping,
+    ReplicaDied,
+    ReplicaPhase,
+    ReplicaSmaller,
+    Shutdown,
+    SignalReport,
+)
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.grace import REQUEUE_COST_S
+from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths
+from slurmft.policy.stop import longest_silence_s, ping_interval_s
+from slurmft.policy.verdict import EXIT_USAGE, Cause, Verdict
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
+from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed
+from slurmft.supervisor.cluster import Cluster, Start
+from slurmft.supervisor.crew import AttemptFolder, Crew
+from slurmft.supervisor.guardian import hearing, log_signal
+from slurmft.supervisor.placement import Accuser
+from slurmft.supervisor.stops import SlurmsWord
+from slurmft.system.background import Background, overslept_s
+
+# --- Stops of an inference attempt: nothing new is leased, what is in flight is finished in time or given back ---
+
+COMMIT_MARGIN_S = 3.0
+"""Kept free at the end of a stop, for the last commits."""
+
+LOOK_S = 0.02
+
+
+class InferenceStops:
+    """Carries out at most one stop; the first one counts, but for a user's wish to end the run.
+
+    Args:
+        over: set when the stop is complete.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, pool: AgentPool, slurm: SlurmsWord, *, over: asyncio.Event,
+        background: Background,
+    ) -> None:  # fmt: skip
+        self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
+        self._pool, self._slurm, self._over, self._background = pool, slurm, over, background
+        self.coordinator: Coordinator | Roster | None = None
+        """None before there is anything to stop."""
+
+        self.joined: set[int] = set()
+        """Nodes that take part."""
+
+        self.drained: set[int] = set()
+        """Those of them that have finished, and reported everything."""
+
+        self.planned: Cause | None = None
+        self.reason = ""
+        self.ends_at_s: float | None = None
+        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
+
+    def on_own_signal(self, name: str) -> None:
+        """The supervisor itself got a signal."""
+        if self._cluster.name == "local" and name == "SIGINT":
+            self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
+        else:
+            self._background.start(self._judge_own_signal(name))
+
+    def on_signal(self, name: str, where: str) -> None:
+        """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
+        if self.planned is None:
+            self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
+            log_signal("Received signal %d, initiating graceful stop", name)
+            self._background.start(self._stop_for_signal(time.monotonic()))
+
+    def stop_for(self, cause: Cause, reason: str) -> None:
+        """Begin a stop that has no deadline of Slurm's."""
+        if self.planned is None:
+            self.planned, self.reason = cause, reason
+            self._background.start(self._drain(self._section.stop_timeout_s))
+        elif cause is Cause.STOPPED_BY_USER:  # a stop is under way; only the later action changes
+            self.planned, self.reason = cause, reason
+            self._journal.append(EventName.WILL_NOT_CONTINUE, reason=reason)
+
+    async def _judge_own_signal(self, name: str) -> None:
+        await self._slurm.is_ending()
+        self.on_signal(name, "the supervisor")
+
+    async def _stop_for_signal(self, at_s: float) -> None:
+        if isinstance(self.coordinator, Coordinator):  # an endpoint goes on while a successor may come
+            self.coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
+        cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
+        if self._slurm.outside is None and self._cluster.name != "local":
+            self._background.start(self._slurm.look_again())
+        if self.planned is not Cause.STOPPED_BY_USER:
+            self.planned = cause
+        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
+            self.ends_at_s = at_s + left_s + REQUEUE_COST_S
+        await self._drain(left_s)
+
+    async def _drain(self, left_s: float) -> None:
+        cause = self.planned
+        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value if cause else "", reason=self.reason,
+                             signal_at=time.time(), seconds_left=round(left_s, 3))  # fmt: skip
+        if self.coordinator is not None and self.joined:
+            self.coordinator.stop()
+            within_s = max(0.5, left_s - COMMIT_MARGIN_S)
+            deadline_s = time.monotonic() + within_s
+            self._tell_to_drain(within_s)
+            # Slurm's own end may become known only now, and is sooner
+            while (
+                not self._over.is_set()
+                and self.joined - self.drained
+                and (time.monotonic() < min(deadline_s, self._slurm.kill_at_s))
+            ):
+                await asyncio.sleep(LOOK_S)
+            await self.coordinator.commit_now(COMMIT_MARGIN_S)
+            self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
+        self._over.set()
+
+    def _tell_to_drain(self, within_s: float) -> None:
+        drain = Drain(within_s=within_s).as_call(UNANSWERED)
+        for link in [self._pool.links.get(node) for node in self.joined]:
+            if link is not None and link.channel is not None:
+                link.channel.send(drain)
+
+
+# --- attempt ---
+# One attempt of an inference run: agents with replicas come and go, and it ends when every request is answered.
+#
+# Where training needs all ranks, here each node, agent and replica lives alone: a lost one costs its share of the
+# speed.
+# The decisions about an end are those of training; a step is a request, and what is saved is what is committed.
+
+POLL_S = 0.25
+PROGRESS_S = 1.0
+PARTS_S = 2.0
+BEGIN_S = 40.0
+LOOKS_PER_TIMEOUT = 12
+LENT_S = 20.0
+"""What a lent node has for what is in flight: Slurm's default KillWait is 30 s."""
+
+log = logging.getLogger(__name__)
+
+
+class InferenceAttempt:
+    """Runs one attempt, with agents that may have seen others before it."""
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        if config.inference is None:
+            raise TypeError("this configuration has no section inference")
+        self._config, self._section, self._start, self._accuser, self._crew = (
+            config, config.inference, start, accuser, crew,
+        )  # fmt: skip
+        self._cluster: Cluster = start.cluster
+        self._run, self._journal, self._pool = start.run, start.journal, crew.pool
+        self._slurm = SlurmsWord(self._cluster, start.journal)
+        self._over = asyncio.Event()
+        self._folder = AttemptFolder(start, on_superseded=self._over.set)
+        self._background = Background(self._on_error)
+        self.stops = InferenceStops(
+            config, start, self._pool, self._slurm, over=self._over, background=self._background
+        )
+        self._ledger: Ledger | None = None
+        self._coordinator: Coordinator | Roster | None = None
+        self._joined: dict[int, AgentLink] = {}
+        self._lost: list[str] = []
+        self._deaths = NodeDeaths()
+        self._suspects: list[str] = []
+        """Nodes on which engines have died again and again: the next job is to do without them."""
+
+        self._last_death = ""
+        self._is_hopeless = False
+        """The last engine that did not start cannot be started, wherever it is tried."""
+
+        self._problem = ""
+        self._output: Output | None = None
+        self._parts: OutputParts | None = None
+        self._writes_output = asyncio.Lock()
+        self._first = 0
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> Verdict:
+        """Run the attempt to its end.
+
+        Raises:
+            SlurmftError: nothing could be started.
+        """
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            loop.call_soon_threadsafe(self.stops.on_own_signal, signal.Signals(number).name)
+
+        with hearing(on_signal):
+            try:
+                await self._open()
+                await self._work()
+            except (SlurmftError, OSError) as error:
+                self._problem = str(error)
+            finally:
+                await self._wind_down()
+        return self._verdict()
+
+    async def _open(self) -> None:
+        folder = folder_of(self._run.path)
+        # slurmft infer has read them; a batch script written by hand has not
+        batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
+        self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
+        self._coordinator = self.stops.coordinator = Coordinator(
+            self._section, batch, self._ledger, self._start.thread.submit, self._journal.append
+        )
+        if self._section.engine.continue_from_prefix != "never":
+            engine, expire_after_s = fingerprint(self._section.engine), self._section.partial_expires_after_s
+            before = await self._in_folder(lambda: left_behind(folder, engine, expire_after_s=expire_after_s))
+            self._coordinator.partials = before
+        self._output_folder = self._section.output_folder(self._run.path)
+        self._parts = OutputParts(batch, self._ledger, self._output_folder, size=self._section.part_requests,
+                                  format=self._section.output_format)  # fmt: skip
+        self._first = self._ledger.count
+        self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
+
+    async def _work(self) -> None:
+        assert self._coordinator is not None
+        while not self._over.is_set():
+            if self._coordinator.requests.finished:
+                await self._finish()
+                continue
+            if not self._joined:
+                await self._crew.muster(self._cluster)
+                work = (
+                    self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
+                    self._watch_processes, self._coordinator.commit_regularly, self._coordinator.watch_tail,
+                    self._accuser.watch, self._write_parts,
+                )  # fmt: skip
+                for each in work:
+                    self._background.start(each())
+                await self._first_agent()
+            finished = asyncio.ensure_future(self._coordinator.committed.wait())
+            over = asyncio.ensure_future(self._over.wait())
+            await asyncio.wait([finished, over], return_when=asyncio.FIRST_COMPLETED)
+            self._coordinator.committed.clear()
+            finished.cancel()
+            over.cancel()
+
+    async def _first_agent(self) -> None:
+        timeout_s = self._config.fault_tolerance.launch_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while not self._joined and not self._over.is_set():
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"no agent reported within {timeout_s:.0f} s (fault_tolerance.launch_timeout_s)",
+                                  hint=f"see srun.err in {self._folder.path}")  # fmt: skip
+            await asyncio.sleep(POLL_S)
+
+    async def _finish(self) -> None:
+        """Write the output; what turns out to be unreadable is asked for again."""
+        assert isinstance(self._coordinator, Coordinator) and self._ledger is not None
+        ledger, folder, batch = self._ledger, self._output_folder, self._coordinator.batch
+        # minutes for millions of answers: signs of life must not wait for it
+        form, file = self._section.output_format, self._section.output_file
+        try:
+            async with self._writes_output:
+                found = await asyncio.to_thread(write_output, batch, ledger, folder, format=form, file=file)
+        except StorageUnavailable as error:  # nothing is lost: it is tried until there is room, or the job ends
+            self._coordinator.held_up(error)
+            await asyncio.sleep(STORAGE_PAUSE_S)
+            return
+        if isinstance(found, Output):
+            self._output = found
+            if self._parts is not None:
+                await asyncio.to_thread(self._parts.remove)
+            await self._in_folder(lambda: forget_all(folder_of(self._run.path)))
+            self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(file or folder), answers=found.answers,
+                                 errors=found.errors)  # fmt: skip
+            self._over.set()
+            return
+        log.error("%d answers cannot be read back and are asked for again, the first: request %d", len(found), found[0])
+        self._journal.append(EventName.ANSWERS_UNREADABLE, count=len(found), first=found[0])
+        ledger.forget(found)
+        self._coordinator.requests.reopen(found)
+
+    async def _write_parts(self) -> None:
+        """Give those who look at the output meanwhile what is complete."""
+        while self._parts is not None and not self._over.is_set():
+            await asyncio.sleep(PARTS_S)
+            async with self._writes_output:
+                if self._output is not None:
+                    return
+                try:
+                    await asyncio.to_thread(self._parts.write)
+                except StorageError as error:
+                    log.warning("parts of the output cannot be written, trying again: %s", error)
+
+    # Agents
+
+    async def _watch_agents(self) -> None:
+        """Take agents in as they report, and note those that are gone or silent."""
+        section, agents = self._config.fault_tolerance, max(1, self._cluster.size(self._config))
+        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+        pause_s, ping_s = min(POLL_S, timeout_s / LOOKS_PER_TIMEOUT), ping_interval_s(
+            agents, lease_s=section.supervisor_lease_s)  # fmt: skip
+        pinged_s = 0.0
+        while not self._over.is_set():
+            for node, link in list(self._pool.links.items()):
+                if link.channel is not None and not link.dropped and self._joined.get(node) is not link:
+                    self._joined[node] = link  # also on a new connection: the one before may have lost reports
+                    # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
+                    self._background.start(self._take_in(link))
+            if asleep_s := await overslept_s(pause_s):
+                for link in self._pool.links.values():
+                    link.last_heard += asleep_s
+            now_s = time.monotonic()
+            if now_s - pinged_s > ping_s:
+                pinged_s = now_s
+                self._pool.ping(Ping())
+            for link in self._pool.silent_for(max(timeout_s, self._crew.reconnect_s), now_s):
+                self._lose(link, f"nothing was heard from {link.host} for {now_s - link.last_heard:.1f} s",
+                           hung_up=False)  # fmt: skip
+
+    async def _take_in(self, link: AgentLink) -> None:
+        assert self._coordinator is not None
+
+        def send(call: Call[Any]) -> None:
+            current = self._pool.links.get(link.node)
+            if current is not None and current.channel is not None:
+                current.channel.send(call.as_call(UNANSWERED))
+
+        self.stops.joined.add(link.node)
+        epoch = self._coordinator.join(link.node, link.host, send)
+        try:
+            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation,
+                                  node=link.node)  # fmt: skip
+            await link.call(begin, timeout_s=BEGIN_S)
+        except CallFailed as error:  # this node takes no part
+            self._problem = str(error)
+            log.error("%s", error)
+            self._coordinator.lose(link.node)
+            if not self._coordinator.agents:
+                self._over.set()
+            return
+        except AgentLost as error:
+            if link.channel is not None:  # else it may come back by another connection, which is waited for
+                self._lose(link, str(error), hung_up=False)
+            return
+        if link.dropped:
+            return
+        self._cluster.lost.discard(link.host)
+        self._journal.append(EventName.NODE_ANSWERS, node=link.host)
+
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        """Go on without this agent: its requests go to others."""
+        if link.dropped or self._coordinator is None:
+            return
+        self._pool.drop(link)
+        self._joined.pop(link.node, None)
+        self.stops.joined.discard(link.node)
+        count = self._coordinator.lose(link.node)
+        if self.stops.planned is None:
+            self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        self._lost.append(link.host)
+        self._journal.append(EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST, node=link.host,
+                             reason=reason, requests=count)  # fmt: skip
+
+    def _let_go(self, link: AgentLink) -> None:
+        """The job that lends this node ends: its requests are finished in the time it has, or go to others."""
+        link.leaving = True
+        if self._coordinator is not None:
+            self._coordinator.let_go(link.node)
+        if link.channel is not None:
+            link.channel.send(Drain(within_s=LENT_S).as_call(UNANSWERED))
+
+    async def _part_with(self, link: AgentLink) -> None:
+        with contextlib.suppress(AgentLost):
+            await link.call(Shutdown())
+        if self._coordinator is not None:  # what it has reported is not to be asked again
+            await self._coordinator.commit_now(LENT_S)
+        self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
+
+    async def _on_disconnect(self, link: AgentLink) -> None:
+        """Give a connection that broke the time to come back."""
+        await self._crew.reconnected(link)
+        current = self._pool.links.get(link.node)
+        if current is not link and current is not None and current.is_same(link):
+            return  # it is taken in by its new connection
+        if not self._over.is_set():  # another process may be connected by now: it is taken in as a new agent
+            self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    async def _watch_processes(self) -> None:
+        codes = await self._crew.all_ended()
+        if not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            await self._slurm.is_ending()
+            self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
+            if self.stops.planned is None and self._slurm.outside is None:
+                self._problem = self._problem or f"all agents ended, with {codes}{self._folder.last_words()}"
+            self._over.set()
+
+    # Reports
+
+    async def _handle_events(self) -> None:
+        assert self._coordinator is not None
+        while True:
+            link, report = await self._pool.events.get()
+            match report:
+                case SignalReport() if link.lender:
+                    self._let_go(link)
+                case SignalReport():
+                    self.stops.on_signal(report.name, link.host)
+                case Disconnected():
+                    self._background.start(self._on_disconnect(link))
+                case Drained() if link.leaving:
+                    self._background.start(self._part_with(link))
+                case Drained():
+                    self.stops.drained.add(link.node)
+                case InferenceReport():
+                    # once all is answered, engines end because we end them
+                    if self._coordinator.on_report(link.node, report) and not self._coordinator.requests.finished:
+                        self._tell(link, report)
+            if self._coordinator.all_down and self.stops.planned is None and not self._over.is_set():
+                self._problem = f"no replica is left: {self._last_death}"
+                self._over.set()
+
+    def _tell(self, link: AgentLink, report: InferenceReport) -> None:
+        match report:
+            case ReplicaPhase(phase="ready") if report.why:
+                self._journal.append(EventName.ANSWERS_HELD_UP, node=link.host, replica=report.replica,
+                                     reason=report.why)  # fmt: skip
+            case ReplicaPhase(phase="ready"):
+                self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
+            case ReplicaPhase(phase="down"):
+                if report.why:
+                    self._last_death = f"{link.host}, replica {report.replica}: {report.why}"
+                self._journal.append(EventName.REPLICA_DOWN, node=link.host, replica=report.replica,
+                                     start=report.life, reason=report.why)  # fmt: skip
+            case ReplicaDied():
+                self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
+                self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
+                self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
+                                     in_flight=report.had, answered=report.answered,
+                                     failures=report.failures)  # fmt: skip
+                self._suspect(link, report)
+            case ReplicaSmaller():
+                self._journal.append(EventName.REPLICA_SMALLER, node=link.host, replica=report.replica,
+                                     concurrency=report.slots, reason=report.why)  # fmt: skip
+
+    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
+        """Engines that die again and again on one node, while others work, are evidence against it."""
+        now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
+        self._deaths = self._deaths.died(link.host, now_s, in_flight=report.had)
+        if (node := self._deaths.suspect(nodes, now_s)) is None:
+            return
+        self._deaths = self._deaths.forgiven(node)
+        self._suspects.append(node)
+        what = f"{DEATHS} engines died within {WINDOW_S / 60:.0f} min, and those of other nodes did not: {report.how}"
+        suspect = Suspect(node=node)
+        self._accuser.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
+
+    async def _watch_requests(self) -> None:
+        assert self._coordinator is not None
+        told_s = 0.0
+        while not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                await self._tell_progress()
+            for kind, who in (await self._folder.requests(ready=True)).items():
+                if kind == "KILL":
+                    self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+                elif kind == "REQUEUE":
+                    self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+                else:  # every answer is saved within a second
+                    await self._coordinator.commit_now()
+                    self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
+
+    async def _tell_progress(self) -> None:
+        self._journal.retry()
+        try:
+            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
+            await self._in_folder(self._write_progress)
+            owner = await self._in_folder(self._run.owner)
+        except (OSError, StorageError):
+            return
+        if owner is not None and owner.generation > self._start.generation:
+            self._over.set()
+
+    def _write_progress(self) -> None:
+        if isinstance(self._coordinator, Coordinator):
+            self._run.write_progress(
+                **self._progress(self._coordinator.requests.done), until=self._coordinator.batch.total
+            )
+
+    def _progress(self, done: int) -> dict[str, Any]:
+        return {"at": time.time(), "attempt": str(self._cluster.attempt), "resumed": self._first, "step": done,
+                "saved": done, "state": "running"}  # fmt: skip
+
+    # The end
+
+    async def _wind_down(self) -> None:
+        self._over.set()
+        if self._coordinator is not None:
+            await self._pool.tell_all(Kill())
+            await self._coordinator.commit_now(COMMIT_MARGIN_S)
+            self._start.thread.submit(self._last_words)
+        await self._background.cancel_all()
+
+    def _last_words(self) -> None:
+        try:
+            self._write_progress()
+        except (OSError, StorageError) as error:
+            log.debug("the last progress: %s", error)
+
+    def _verdict(self) -> Verdict:
+        done = self._coordinator.requests.done if self._coordinator is not None else 0
+        facts: dict[str, Any] = {"first_step": self._first, "last_step": done, "saved_step": done}
+        if self._output is not None:
+            told = f"{self._output.answers} requests are answered, {self._output.errors} ended with an error"
+            return Verdict(cause=Cause.FINISHED, reason=told, **facts)
+        outside = self._slurm.outside
+        if outside is not None and (self.stops.planned is None or outside[0] in (Cause.CANCELLED, Cause.REQUEUED)):
+            return Verdict(cause=outside[0], reason=outside[1], **facts)
+        if self.stops.planned is not None:
+            return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
+        suspects = tuple(Suspect(node=host) for host in dict.fromkeys(self._lost))
+        if suspects and not self._joined:
+            told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {self._problem}"
+            return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, **facts)
+        if self._coordinator is not None and self._coordinator.all_down:
+            code = EXIT_USAGE if self._is_hopeless else 1
+            return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)
+        return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem or "unknown", **facts)
+
+    async def _in_folder(self, work: Any) -> Any:
+        return await asyncio.wrap_future(self._start.thread.submit(work))
+
+    def _on_error(self, error: BaseException) -> None:
+        self._problem = self._problem or f"internal error: {error!r}"
+        log.error("internal error", exc_info=error)
+        self._over.set()

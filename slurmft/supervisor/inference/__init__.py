@@ -1,1 +1,0 @@
-"""The supervisor of an inference run: its attempts, and their stops."""

@@ -1,0 +1,453 @@
+"""The supervisor's view of an attempt's workers, and its reports in the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from slurmft.errors import StorageError
+from slurmft.ipc.messages import WorkerExited, WorkerFacts
+from slurmft.ipc.pages import State
+from slurmft.policy.checkpoints import FailingSaves, News
+from slurmft.policy.judge import WorkerEnd
+from slurmft.policy.symptoms import last_words
+from slurmft.policy.verdict import Action, steps_at_risk
+from slurmft.storage import timings as storage_timings
+from slurmft.storage.attempt_facts import noted_source
+from slurmft.storage.journal import Event, EventName, Journal
+from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.storage.timings import MAX_COSTS, MAX_SAVES, Timings
+from slurmft.storage.verdicts import read_verdict
+
+# --- How fast an attempt is, from its ranks' reports: steps, saves, and how long a stop takes ---
+
+SUSPENDED_S = 10.0
+"""Agents report twice a second: after such a silence the job may have been suspended, and times in it are false."""
+
+REPORTS_S = 2.0
+"""A silence is longer than what caused it by up to this: reports and their way."""
+
+
+class Measurements:
+    """Keeps the extremes of what the ranks of one attempt report. All times are of this machine's monotonic clock."""
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._heard_s: float | None = None
+        self._still_s = 0.0
+        self._false_from_s = math.inf
+        """Discard times that include a suspension of the job."""
+
+        self._first_step_s = self._longest_step_s = 0.0
+        self._saves_s: dict[int, float] = {}
+        self._cost_s = 0.0
+        self._costs_s: list[float] = []
+        self._unfinished_s: dict[int, float] = {}
+        self._saved_at_s: dict[int, float] = {}
+        self._steps_from: tuple[float, int] | None = None
+        self._steps_to: tuple[float, int] | None = None
+        self._start_s: float | None = None
+
+    def note(self, ranks: Sequence[WorkerFacts], now_s: float) -> None:
+        """Take in one agent's report."""
+        self._note_silence(now_s)
+        for facts in ranks:
+            self._first_step_s = max(self._first_step_s, self._believed(facts.first_step_s))
+            self._longest_step_s = max(self._longest_step_s, self._believed(facts.longest_step_s))
+            self._note_saves(facts, now_s)
+        step = max((facts.step for facts in ranks), default=0)
+        if self._steps_from is not None and step > (self._steps_to or self._steps_from)[1]:
+            self._steps_to = now_s - self._still_s, step
+
+    def first_step_done(self, step: int, now_s: float) -> None:
+        """Every rank has done its first step; the newest is ``step``."""
+        self._start_s = now_s - self._began_s - self._still_s
+        self._steps_from = now_s - self._still_s, step
+
+    def timings(self) -> Timings:
+        """All of it, to be kept."""
+        return Timings(
+            longest_step_s=_rounded(self._longest_step_s),
+            first_step_s=_rounded(self._first_step_s),
+            start_s=_rounded(self._start_s),
+            step_s=_rounded(self._mean_step_s()),
+            saves_s=tuple(round(seconds, 3) for seconds in tuple(self._saves_s.values()) if seconds),
+            unfinished_save_s=_rounded(self.unfinished_save_s),
+            costs_s=tuple(round(seconds, 4) for seconds in tuple(self._costs_s) if seconds),
+        )
+
+    def seconds_to_save(self, since_s: float) -> float | None:
+        """From ``since_s`` until the newest save had been done by every rank that has saved; 0 when that was before."""
+        done_at_s = max(self._saved_at_s.values(), default=None)
+        return None if done_at_s is None else max(0.0, done_at_s - since_s)
+
+    @property
+    def unfinished_save_s(self) -> float | None:
+        """How long the save has taken that some rank has begun and not ended, by the newest reports."""
+        return max(tuple(self._unfinished_s.values()), default=0.0) or None
+
+    def _note_silence(self, now_s: float) -> None:
+        silent_s = 0.0 if self._heard_s is None else now_s - self._heard_s
+        if silent_s > SUSPENDED_S:
+            self._still_s += silent_s
+            self._false_from_s = min(self._false_from_s, silent_s - REPORTS_S)
+        self._heard_s = now_s
+
+    def _note_saves(self, facts: WorkerFacts, now_s: float) -> None:
+        rank, number = facts.rank, facts.saves
+        if rank == 0 and facts.save_cost_s != self._cost_s:
+            self._cost_s = facts.save_cost_s
+            self._costs_s = [*self._costs_s[-MAX_COSTS + 1 :], self._believed(self._cost_s)]
+        self._unfinished_s[rank] = self._believed(facts.saving_s)
+        if number <= 0:
+            return
+        self._saved_at_s[rank] = now_s - facts.since_saved_s
+        self._saves_s[number] = max(self._saves_s.get(number, 0.0), self._believed(facts.save_s))
+        if len(self._saves_s) > MAX_SAVES:
+            self._saves_s.pop(min(self._saves_s))
+
+    def _believed(self, seconds: float) -> float:
+        return float(seconds) if seconds < self._false_from_s else 0.0
+
+    def _mean_step_s(self) -> float | None:
+        if self._steps_from is None or self._steps_to is None:
+            return None
+        return (self._steps_to[0] - self._steps_from[0]) / (self._steps_to[1] - self._steps_from[1])
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return round(seconds, 3) if seconds else None
+
+
+# --- saves ---
+# Failed saves, and copies of steps in memory, as the supervisor reports them: in journal, log and progress report.
+
+log = logging.getLogger(__name__)
+
+
+class SaveWatch:
+    """Looks at rank 0's reports: all ranks fail alike.
+
+    Args:
+        most: failures in a row after which it warns loudly.
+    """
+
+    def __init__(self, journal: Journal, most: int) -> None:
+        self._journal, self._failing = journal, FailingSaves(most)
+        self._reason = ""
+        self._saved = -1
+        self._copied: int | None = None
+        self._copy_interval = 0
+
+    def note(self, lead: WorkerFacts) -> None:
+        """Take in a report."""
+        news = self._failing.note(failures=lead.save_failures, done=lead.saves)
+        self._saved = max(self._saved, lead.saved)
+        self._note_copies(lead)
+        if news in (News.FAILED, News.KEEP_FAILING):
+            self._reason = _words(lead.save_errno)
+            self._journal.append(
+                EventName.SAVE_FAILED, step=lead.step, reason=self._reason, failures=lead.save_failures
+            )
+        if news is News.KEEP_FAILING:
+            log.error("SAVES KEEP FAILING: %s", self._in_words(lead))
+            self._journal.append(EventName.SAVES_KEEP_FAILING, step=lead.step, reason=self._in_words(lead),
+                                 in_a_row=self._failing.in_a_row)  # fmt: skip
+        elif news is News.WORK_AGAIN:
+            log.warning("saves work again: step %d is saved", lead.saved)
+            self._journal.append(EventName.SAVES_WORK_AGAIN, step=lead.step, saved=lead.saved)
+
+    def facts(self) -> dict[str, Any]:
+        """For the progress report: failures in a row and their reason, while there are any; the newest step in memory
+        where steps are copied."""
+        copied = {} if self._copied is None else {"copied": self._copied}
+        if not self._failing.in_a_row:
+            return copied
+        return {"failed_saves": self._failing.in_a_row, "save_problem": self._reason, **copied}
+
+    def _note_copies(self, lead: WorkerFacts) -> None:
+        self._copied = lead.copied if lead.copied is not None else self._copied
+        if (interval := lead.copy_interval or 0) > self._copy_interval:
+            self._copy_interval = interval
+            share = round((lead.copy_share_ppm or 0) / 1e6, 4)
+            log.warning("steps are copied every %d steps now: it took %.1f %% of their time", interval, 100 * share)
+            self._journal.append(EventName.STEP_COPIES_SPACED_OUT, step=lead.step, interval=interval, share=share)
+
+    def _in_words(self, lead: WorkerFacts) -> str:
+        newest = f"the newest checkpoint of this attempt is of step {self._saved}"
+        saved = newest if self._saved >= 0 else "this attempt has saved nothing"
+        return f"{self._failing.in_a_row} in a row, {self._reason}; {saved}, and the run is at step {lead.step}"
+
+
+def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """What ``slurmft explain`` shows of saves that keep failing, as names and texts: the attempt, then the facts.
+
+    Empty when saves work again.
+    """
+    for event in reversed(events):
+        if event.event == EventName.SAVES_KEEP_FAILING:
+            text = str(event.details.get("reason", ""))
+            return [("attempt", event.attempt), ("problem", text), ("remedy", _REMEDY)]
+        if event.event == EventName.SAVES_WORK_AGAIN or (
+            event.event == EventName.DECISION and event.details.get("action") == "finish"
+        ):
+            return []
+    return []
+
+
+_REMEDY = "free space or repair the filesystem; the run saves at its next try, or at once with slurmft save"
+
+
+def _words(number: int) -> str:
+    return os.strerror(number) if number > 0 else "for an unknown reason"
+
+
+# --- The supervisor's view of an attempt's workers, and its reports in the run folder ---
+
+UNCLOSED = "its session was neither closed nor stopped: a trainer inside of the command has failed or was killed"
+TIMINGS_EVERY_S = 60.0
+"""How often what was measured is written while the attempt goes on."""
+
+
+class Observations:
+    """Newest facts of every rank, and how those that have ended did.
+
+    Args:
+        workload: fingerprint under which what was measured is kept; nothing is kept when it is empty.
+        history: the journal as it was before this attempt.
+        done_before: newest step that an earlier attempt has done.
+        max_failed_saves: failed saves in a row after which it is said loudly.
+    """
+
+    def __init__(
+        self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
+        *, workload: str, history: Sequence[Event], max_failed_saves: int = 3, done_before: int = 0,
+    ) -> None:  # fmt: skip
+        self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
+        self._workload, self._history = workload, history
+        self._ranks: dict[int, WorkerFacts] = {}
+        # kept up to date by each report: to look at 16,384 ranks a hundred times a second would take half a core
+        self._attached = 0
+        self._saved_by: Counter[int] = Counter()
+        self._durable_by: Counter[int] = Counter()
+        self._past_first: set[int] = set()
+        self._caught_up: set[int] = set()
+        self._first_step_seen, self._done_before = False, done_before
+        self._saves = SaveWatch(journal, max_failed_saves)
+        self._measured = Measurements(time.monotonic())
+        self._timings_at_s = time.monotonic()
+        self.ends: dict[int, WorkerEnd] = {}
+
+    @property
+    def all_ended(self) -> bool:
+        """Every rank's end has been seen."""
+        return len(self.ends) == self.world_size
+
+    @property
+    def any_started(self) -> bool:
+        """Some agent has reported workers."""
+        return bool(self._ranks)
+
+    def ranks(self) -> dict[int, WorkerFacts]:
+        """The newest facts of each rank."""
+        return dict(self._ranks)
+
+    def reached(self) -> tuple[int, int]:
+        """First and newest step of the attempt that its ranks have reported; zeros before."""
+        told = [facts for facts in list(self._ranks.values()) if facts.resumed >= 0]
+        if not told:
+            return 0, 0
+        return max(facts.resumed for facts in told), max(facts.step for facts in told)
+
+    def until(self) -> int:
+        """Total steps of the run, as its ranks have reported; 0 before."""
+        return max((facts.until for facts in list(self._ranks.values())), default=0)
+
+    def saved(self) -> int | None:
+        """Newest step that every rank has saved, or one has committed for all; None when there is none."""
+        by_all = min(self._saved_by, default=-1) if self._attached == self.world_size else -1
+        newest = max(by_all, max(self._durable_by, default=-1))
+        return newest if newest >= 0 else None
+
+    def all_answered(self, tick: int) -> bool:
+        """Every rank has done what was agreed for ``tick``."""
+        return bool(self._ranks) and all(facts.answered >= tick for facts in self._ranks.values())
+
+    def note_progress(self, ranks: Sequence[WorkerFacts]) -> None:
+        """Take in one agent's report."""
+        for facts in ranks:
+            self._take(facts)
+        self._measured.note(ranks, time.monotonic())
+        if (lead := self._ranks.get(0)) is not None:
+            self._saves.note(lead)
+        self._note_first_step()
+        self._note_caught_up()
+
+    def _take(self, facts: WorkerFacts) -> None:
+        before = self._ranks.get(facts.rank)
+        self._ranks[facts.rank] = facts
+        if before is not None and before.attached:
+            self._count(before, -1)
+        if facts.attached:
+            self._count(facts, 1)
+        if facts.first_step_at > 0:
+            self._past_first.add(facts.rank)
+        if facts.step >= self._done_before:
+            self._caught_up.add(facts.rank)
+
+    def _count(self, facts: WorkerFacts, by: int) -> None:
+        self._attached += by
+        for steps, step in ((self._saved_by, facts.saved), (self._durable_by, facts.durable)):
+            steps[step] += by
+            if not steps[step]:
+                del steps[step]
+
+    def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
+        """Take in the end of one worker."""
+        rank = report.rank
+        self.note_progress([report])
+        is_unclosed = report.attached and report.code == 0 and report.state == State.FAILED
+        error = UNCLOSED if is_unclosed else ""
+        end = self.ends[rank] = WorkerEnd(
+            rank=rank,
+            node=host,
+            code=report.code,
+            attached=report.attached,
+            stopped=report.state == State.STOPPED,
+            finished=report.state == State.FINISHED,
+            unclosed=is_unclosed,
+            killed=report.killed,
+            starved=report.starved,
+            error=error if report.code == 0 or report.killed else self._error_of(rank),
+            step=report.step,
+        )
+        return end
+
+    def _error_of(self, rank: int) -> str:
+        with contextlib.suppress(StorageError, OSError):
+            if (verdict := read_verdict(self._run.verdicts / f"{self._attempt}.rank-{rank}.json")) is not None:
+                return (verdict.message or last_words(verdict.traceback))[:500]
+        return ""
+
+    def save_of_stop(self, *, since_s: float, left_s: float) -> dict[str, Any] | None:
+        """The journal's entry of a stop's save: its step, seconds from the signal to the commit, seconds left then.
+
+        ``since_s`` is the monotonic time of the signal, ``left_s`` how many seconds there were from it on. None when
+        not all steps that were done are in a checkpoint of all ranks.
+        """
+        step = self.saved()
+        if step is None or step < self.reached()[1]:
+            return None
+        took_s = self._measured.seconds_to_save(since_s) or 0.0  # none was needed where nothing was done since
+        return {"step": step, "seconds": round(took_s, 3), "seconds_left": round(left_s - took_s, 3)}
+
+    def unsaved_at_stop(self) -> dict[str, Any]:
+        """The journal's entry of a stop whose time is up: steps since the newest checkpoint, how far its save was."""
+        facts: dict[str, Any] = {"steps_at_risk": steps_at_risk(*self.reached(), self.saved())}
+        if (seconds := self._measured.unfinished_save_s) is not None:
+            facts["unfinished_save_s"] = round(seconds, 3)
+        return facts
+
+    def measured(self) -> dict[str, float]:
+        """Unix time of the newest step; how long saves have stopped the training so far, and their number."""
+        ranks = list(self._ranks.values())  # another thread may add to it meanwhile
+        return {
+            "step_at": round(max((each.step_at or 0.0 for each in ranks), default=0.0), 3),
+            "stall_s": round(max((each.stall_s or 0.0 for each in ranks), default=0.0), 3),
+            "saves_done": max((each.saves for each in ranks), default=0),
+        }
+
+    def close(self) -> None:
+        """The workers have ended: journal what was measured."""
+        if self.any_started:
+            attached = any(each.attached for each in self._ranks.values())
+            self._journal.append(EventName.MEASURED, attached=attached, **self.measured())
+
+    def write_timings(self) -> None:
+        """Keep what was measured for the next submission of this workload; nothing before anything was.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        self._timings_at_s = time.monotonic()
+        measured = self._measured.timings()
+        if self._workload and measured != storage_timings.Timings():
+            storage_timings.write(self._run.path, self._workload, str(self._attempt), measured)
+
+    def write_progress(self) -> None:
+        """Replace the run's progress report, and now and then the timings; nothing before the first rank has reported.
+
+        May be called in another thread than the rest.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        if not self._ranks:
+            return
+        if time.monotonic() - self._timings_at_s > TIMINGS_EVERY_S:
+            self.write_timings()
+        ranks = list(self._ranks.values())  # another thread may add to it meanwhile
+        if not any(facts.attached for facts in ranks):
+            # a script that does not use the session says nothing about its steps
+            self._run.write_progress(at=time.time(), attempt=str(self._attempt), state="running")
+            return
+        lead = self._ranks.get(0)
+        metric = None if lead is None else lead.metric
+        self._run.write_progress(
+            at=time.time(),
+            attempt=str(self._attempt),
+            resumed=self.reached()[0],
+            step=max(facts.step for facts in ranks),
+            until=max(facts.until for facts in ranks),
+            saved=max(facts.saved for facts in ranks),
+            state=State(min(facts.state for facts in ranks)).name.lower(),
+            metric=metric if metric is not None and math.isfinite(metric) else None,
+            world_size=self.world_size,
+            **self.measured(),
+            **self._saves.facts(),
+        )
+
+    def _note_first_step(self) -> None:
+        if self._first_step_seen or len(self._past_first) < self.world_size:
+            return
+        self._first_step_seen = True
+        resumed, step = self.reached()
+        self._measured.first_step_done(step, time.monotonic())
+        facts = since_last_stop(self._history, max(each.first_step_at for each in self._ranks.values()))
+        if source := noted_source(self._run.attempts / str(self._attempt)):
+            facts["source"] = source
+        facts |= {
+            name: round(max(getattr(each, name) or 0.0 for each in self._ranks.values()), 3)
+            for name in ("attached_at", "loop_at", "load_s", "first_step_at")
+            if any(getattr(each, name) for each in self._ranks.values())
+        }
+        self._journal.append(EventName.FIRST_STEP, resumed_from=resumed, **facts)
+
+    def _note_caught_up(self) -> None:
+        """Steps that an earlier attempt had done are done again, all of them."""
+        if not self._done_before or not self._first_step_seen or len(self._caught_up) < self.world_size:
+            return
+        if self.reached()[0] < self._done_before:
+            self._journal.append(EventName.CAUGHT_UP, step=self._done_before, **self.measured())
+        self._done_before = 0
+
+
+def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, Any]:
+    """Seconds from the signal that asked for the newest stop to the first step after it.
+
+    Empty when the newest end of an attempt was none that continues by itself.
+    """
+    decisions = [event for event in events if event.event == EventName.DECISION]
+    stops = [event for event in events if event.event == EventName.STOP_REQUESTED]
+    if not decisions or not stops or decisions[-1].details.get("action") != Action.CONTINUE:
+        return {}
+    if decisions[-1].attempt != stops[-1].attempt:
+        return {}
+    seconds = round(first_step_at - stops[-1].details["signal_at"], 3)
+    return {"seconds_since_stop_request": seconds, "stop_of_attempt": stops[-1].attempt}

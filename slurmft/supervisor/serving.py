@@ -1,0 +1,626 @@
+"""One attempt of an endpoint: as of a batch, but it ends only when it is ended, and what it counts is served.
+
+It may begin as a candidate, beside the attempt of another job that owns the run, and it may lose the run to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.config.run import RunConfig
+from slurmft.errors import SlurmError, StorageError
+from slurmft.inference.certificates import prepare_authority
+from slurmft.inference.endpoint import HighAvailabilityCluster, prepare
+from slurmft.inference.handover import OWN_CONFIG, State, Update, config_name, read_update, write_update
+from slurmft.inference.roster import Roster
+from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
+from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
+from slurmft.policy.verdict import Cause
+from slurmft.scheduler import own_jobs, successor
+from slurmft.scheduler.nodes import expand
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import Owner, RunFolder, progress_of
+from slurmft.supervisor import avoided_nodes
+from slurmft.supervisor.agents import AgentLink, AgentLost
+from slurmft.supervisor.cluster import SlurmCluster, Start
+from slurmft.supervisor.crew import Crew
+from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off
+from slurmft.supervisor.inference import LOOK_S, POLL_S, PROGRESS_S, InferenceAttempt, InferenceStops
+from slurmft.supervisor.placement import Accuser
+from slurmft.system.files import read_text, replace_atomically
+
+# --- A rolling update of an endpoint: its replicas get the new engine one by one, or all go back to the old one ---
+
+UPDATE_LOOK_S = 1.0
+CALL_S = 20.0
+MAX_DRAIN_S = 600.0
+"""The longest a replica has for what it has in flight, before it is killed and its requests are done elsewhere."""
+
+Place = tuple[int, int]
+"""Number of a node, number of a replica there."""
+
+log = logging.getLogger(__name__)
+
+
+class _Failed(Exception):
+    pass
+
+
+@dataclass(slots=True)
+class _Awaited:
+    place: Place
+    life: int
+    """Its life before; only a later one counts."""
+
+    ready: asyncio.Future[None]
+
+
+class RollingUpdate:
+    """Carries out updates that are asked for in the run folder.
+
+    Args:
+        agents: those that take part, by the numbers of their nodes.
+        may_begin: whether nothing else changes the endpoint at the moment.
+    """
+
+    def __init__(
+        self, config: InferenceConfig, start: Start, agents: Mapping[int, AgentLink], may_begin: Callable[[], bool]
+    ) -> None:
+        self._config, self._start, self._agents, self._may_begin = config, start, agents, may_begin
+        self._run, self._journal = start.run, start.journal
+        self._lives: dict[Place, int] = {}
+        self._awaited: _Awaited | None = None
+        self._renewed: set[Place] = set()
+        self._problem = ""
+        self.is_rolling = False
+
+    def heard(self, node: int, report: InferenceReport) -> None:
+        """A report that counts."""
+        match report:
+            case ReplicaPhase(phase="ready"):
+                place, self._lives[node, report.replica] = (node, report.replica), report.life
+                if self._awaited is not None and self._awaited.place == place and report.life > self._awaited.life:
+                    self._resolve("")
+            case ReplicaPhase(phase="down"):
+                self._fail((node, report.replica), report.why)
+            case ReplicaDied():
+                self._fail((node, report.replica), report.how)
+
+    def lost(self, node: int) -> None:
+        """An agent is gone; another one there would begin with the old engine."""
+        self._fail((node, 0), "its agent is gone")
+
+    async def watch(self) -> None:
+        """Do what is asked for, until cancelled."""
+        while True:
+            await asyncio.sleep(UPDATE_LOOK_S)
+            try:
+                update = await self._in_folder(lambda: read_update(self._run))
+                if update is None or not update.is_open or not self._agents or not self._may_begin():
+                    continue
+                self.is_rolling = True
+                if update.state is State.ASKED:
+                    await self._roll(update)
+                else:  # a supervisor before this one has begun, and was lost
+                    await self._go_back(update, "the supervisor was lost in the middle")
+            except (StorageError, OSError) as error:
+                log.warning("the update cannot go on yet: %s", error)
+            finally:
+                self.is_rolling = False
+
+    async def _roll(self, update: Update) -> None:
+        places = self._places()
+        update = replace(update, state=State.ROLLING, total=len(places))
+        await self._note(update)
+        self._journal.append(EventName.UPDATE_BEGUN, number=update.number, replicas=len(places))
+        self._renewed, self._problem = set(), ""
+        try:
+            for place in places:
+                await self._renew(place, config_name(update.number))
+                self._renewed.add(place)
+                update = replace(update, renewed=len(self._renewed))
+                await self._note(update)
+                if self._problem:  # one that was ready has died meanwhile
+                    raise _Failed(self._problem)
+        except _Failed as error:
+            await self._go_back(update, str(error))
+            return
+        update = replace(update, state=State.DONE)
+        await self._in_folder(lambda: self._commit(update))
+        self._renewed = set()
+        self._journal.append(EventName.UPDATE_DONE, number=update.number)
+
+    async def _go_back(self, update: Update, reason: str) -> None:
+        """Give every replica the engine of the run's configuration again, the one that failed first."""
+        log.error("update %d goes back: %s", update.number, reason)
+        last, self._renewed = self._awaited, set()
+        places = sorted(self._places(), key=lambda place: last is None or place != last.place)
+        for place in places:
+            try:
+                await self._renew(place, OWN_CONFIG)
+            except _Failed as error:  # its agent starts it again, as ever
+                log.warning("%s", error)
+        await self._note(replace(update, state=State.BACK, reason=reason[:1000], renewed=0))
+        self._journal.append(EventName.UPDATE_WENT_BACK, number=update.number, reason=reason)
+
+    async def _renew(self, place: Place, config: str) -> None:
+        """Return when the replica is ready with this configuration.
+
+        Raises:
+            _Failed: it is not, within the time that an engine has to start.
+        """
+        node, number = place
+        if (link := self._agents.get(node)) is None:
+            raise _Failed(f"node {node}: its agent is gone")
+        # what has this configuration already answers at once, with the life that it has
+        before = self._lives.get(place, 0) if config != OWN_CONFIG else -1
+        drain_s = min(self._config.request_timeout_s, MAX_DRAIN_S)
+        self._awaited = _Awaited(place, before, asyncio.get_running_loop().create_future())
+        try:
+            await link.call(RenewReplica(replica=number, config=config, within_s=drain_s), timeout_s=CALL_S)
+            async with asyncio.timeout(drain_s + self._config.startup_timeout_s):
+                await self._awaited.ready
+        except AgentLost as error:
+            raise _Failed(str(error)) from error
+        except TimeoutError as error:
+            raise _Failed(f"{link.host}, replica {number}: not ready in time (inference.startup_timeout_s)") from error
+
+    def _fail(self, place: Place, why: str) -> None:
+        link = self._agents.get(place[0])
+        words = f"{link.host if link is not None else f'node {place[0]}'}, replica {place[1]}: {why}"
+        if self._awaited is not None and self._awaited.place[0] == place[0] and (
+            self._awaited.place == place or why == "its agent is gone"
+        ):  # fmt: skip
+            self._resolve(words)
+        elif place in self._renewed or (self.is_rolling and why == "its agent is gone"):
+            self._problem = self._problem or words
+
+    def _resolve(self, problem: str) -> None:
+        if self._awaited is not None and not self._awaited.ready.done():
+            if problem:
+                self._awaited.ready.set_exception(_Failed(problem))
+            else:
+                self._awaited.ready.set_result(None)
+
+    def _places(self) -> list[Place]:
+        return [(node, number) for node in sorted(self._agents) for number in range(self._config.replicas_per_node)]
+
+    def _commit(self, update: Update) -> None:
+        """From now on every start uses the new engine."""
+        with self._run.lock():
+            self._refuse_superseded()
+            text = read_text(self._run.path / config_name(update.number))
+            replace_atomically(self._run.config, text)
+            write_update(self._run, update)
+
+    async def _note(self, update: Update) -> None:
+        def work() -> None:
+            with self._run.lock():
+                self._refuse_superseded()
+                write_update(self._run, update)
+
+        await self._in_folder(work)
+
+    def _refuse_superseded(self) -> None:
+        owner = self._run.owner()
+        if owner is not None and owner.generation != self._start.generation:
+            raise StorageError("another process owns the run now")
+
+    async def _in_folder(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._start.thread.submit(work))
+
+
+# --- serving stops ---
+# Stops of an endpoint: while a successor may take over in time it goes on serving, and then it leaves in order.
+
+JOINED_S = 1.0
+"""Until the routers here have connected to the successor's replicas."""
+
+LINGER_S = 5.0
+"""How long the routers here take connections after clients were told of others, at least."""
+
+_AWAITED = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.SIGNALLED, Cause.RECLAIMED, Cause.REQUEUED})
+
+
+class ServingStops(InferenceStops):
+    """As those of a batch, with a handover before them."""
+
+    giver: Giver | None = None
+    """None where there is no handover."""
+
+    superseded = False
+    """Another job has taken the run over."""
+
+    async def leave_to(self, owner: Owner, run: RunFolder, roster: Roster) -> None:
+        """Have ``owner``'s replicas answer what comes here, finish what is in flight, and end."""
+        self.planned = self.planned or Cause.REQUEUED_BY_USER
+        self.reason = f"job {owner.job} has taken the endpoint over"
+        self._journal.append(EventName.HANDED_OVER, job=owner.job, generation=owner.generation)
+        began_s = time.monotonic()
+        try:
+            roster.hand_over(await asyncio.to_thread(places_of_owner, run), owner.job)
+        except StorageError:
+            roster.hand_over((), owner.job)  # clients find the other routers, and ask again
+        deadline_s = began_s + await self._left_s()
+        await asyncio.sleep(JOINED_S)
+        within_s = max(0.5, deadline_s - time.monotonic() - LEAST_DRAIN_S)
+        self._tell_to_drain(within_s)
+        while not self._is_late(deadline_s) and (self.joined - self.drained or time.monotonic() < began_s + LINGER_S):
+            await asyncio.sleep(LOOK_S)
+        roster.retire()
+        while not self._is_late(deadline_s) and roster.cluster.routers:
+            await asyncio.sleep(LOOK_S)
+        self._over.set()
+
+    async def _drain(self, left_s: float) -> None:
+        began_s = time.monotonic()
+        if self.giver is not None and self.planned in _AWAITED:
+            self.giver.want(self.reason)
+            while not self._over.is_set() and not self.superseded and self.planned in _AWAITED:
+                now_s = time.monotonic()
+                left = min(began_s + left_s, self._slurm.kill_at_s) - now_s
+                if not waits_for(self.giver.successor, since_s=now_s - began_s, left_s=left, whole_s=left_s):
+                    break
+                await asyncio.sleep(LOOK_S)
+        if not self.superseded:
+            await super()._drain(max(1.0, left_s - (time.monotonic() - began_s)))
+
+    async def _left_s(self) -> float:
+        """How long this job may take to leave."""
+        left_s = self._section.stop_timeout_s
+        end = (await self._slurm.times()).end
+        if end is not None:
+            left_s = min(left_s, end - self._slurm.terms.clock.at(time.monotonic()) - LEAST_DRAIN_S)
+        return max(LEAST_DRAIN_S, left_s)
+
+    def _is_late(self, deadline_s: float) -> bool:
+        return time.monotonic() > min(deadline_s, self._slurm.kill_at_s)
+
+
+# --- One attempt of an endpoint: as of a batch, but it ends only when it is ended, and what it counts is served ---
+
+HOLD_S = 5.0
+"""How long agents that have outlived a supervisor may take to report their replicas to the next one."""
+
+BORROW_S, LEAST_LOAN_S = 10.0, 300.0
+"""How often it is looked after a loan, and of the job's time what makes one worth it."""
+
+SCALE_S = 0.25
+"""How often it is looked how many replicas the load needs."""
+
+SEE_OFF_S = 5.0
+"""How often a new owner looks whether the job before it has ended."""
+
+
+class ServingAttempt(InferenceAttempt):
+    """Runs one attempt of an endpoint."""
+
+    stops: ServingStops
+    _roster: Roster
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        super().__init__(config, start, accuser, crew)
+        self.stops: ServingStops = ServingStops(
+            config, start, self._pool, self._slurm, over=self._over, background=self._background
+        )
+        self._routers: set[int] = set()
+        """Nodes whose routers are known to listen."""
+
+        self._candidacy = Candidacy(self._run, self._cluster) if start.candidate else None
+        self._update: RollingUpdate | None = None
+        self._since_s = time.monotonic()
+        self._startup_s: float | None = None
+        self._missing = self._scaled = ""
+        """What status says of lost replicas, and of how many the load needs."""
+
+        self._lenders: list[OwnJob] = []
+        """Jobs that lend nodes for lost ones."""
+
+        self.is_called_off = False
+        """This candidate is not wanted any more."""
+
+    @property
+    def start(self) -> Start:
+        """As of now: a candidate becomes the owner."""
+        return self._start
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Another job has taken the endpoint over, as was wanted."""
+        return self.stops.superseded
+
+    async def _open(self) -> None:
+        config, section = self._config, self._section
+        assert section.serving is not None
+        token_file = section.serving.token_file
+        job = f"{self._cluster.attempt.job}.{self._cluster.attempt.restart}"
+        goes_on = self._crew.has_outlived or self._start.candidate
+        await self._in_folder(lambda: prepare(self._run.path, token_file, job=job, goes_on=goes_on))
+        if section.serving.tls_own:
+            await self._in_folder(lambda: prepare_authority(self._run.path))
+        before = await self._in_folder(lambda: progress_of(self._run))
+        self._first = before.step or 0
+        self._roster = Roster(
+            section, nodes=config.nodes, run_folder=self._run.path, submit=self._start.thread.submit, served=self._first
+        )
+        self._roster.publish = self._publish
+        if self._crew.has_outlived:
+            self._roster.hold(HOLD_S)
+        if (bounds := self._bounds()) is not None:  # what serves already is not stopped before its load is known
+            self._roster.wanted = bounds.most if goes_on else bounds.least
+            self._roster.wants_all = lambda: (
+                self._candidacy is not None or bool(self._update and self._update.is_rolling)
+            )
+        self._coordinator = self.stops.coordinator = self._roster
+        self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
+                             replicas=config.nodes * section.replicas_per_node)  # fmt: skip
+        if self._candidacy is None:
+            self._offer()
+
+    def _offer(self) -> None:
+        """Hand the endpoint over when that is due, and give it another engine when that is asked for."""
+        assert self._section.serving is not None
+        self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
+        self._background.start(update.watch())
+        self._background.start(self._make_up())
+        if (bounds := self._bounds()) is not None:
+            self._background.start(self._scale(bounds))
+        is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
+        if is_wanted and isinstance(self._cluster, SlurmCluster):
+            giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
+            giver.suspects = self._suspects
+            giver.is_held = lambda: update.is_rolling
+            self.stops.giver = giver
+            self._background.start(giver.watch())
+
+    def _is_calm(self) -> bool:
+        giver = self.stops.giver
+        return self.stops.planned is None and not self._over.is_set() and not (giver and giver.is_under_way)
+
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        if self._update is not None and link.node in self._joined:
+            self._update.lost(link.node)
+        super()._lose(link, reason, hung_up=hung_up)
+
+    async def _take_in(self, link: AgentLink) -> None:
+        await super()._take_in(link)
+        self._roster.admit(link.node)
+
+    def _tell(self, link: AgentLink, report: InferenceReport) -> None:
+        super()._tell(link, report)
+        if self._update is not None:
+            self._update.heard(link.node, report)
+        if self._startup_s is None and self._roster.readiness().suffices(1.0):
+            self._startup_s = time.monotonic() - self._since_s
+        if not isinstance(report, RouterPhase):
+            return
+        if report.phase == "ready":
+            if link.node not in self._routers:
+                self._routers.add(link.node)
+                self._journal.append(EventName.ROUTER_READY, node=link.host, port=report.port)
+            return
+        self._routers.discard(link.node)
+        event = EventName.ROUTER_DOWN if report.phase == "down" else EventName.ROUTER_ENDED
+        self._journal.append(event, node=link.host, reason=report.why)
+
+    # Who owns the run
+
+    async def _watch_requests(self) -> None:
+        told_s = 0.0
+        while not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                await self._tell_progress()
+            if self.stops.superseded:  # requests are for the new owner
+                continue
+            if self._candidacy is not None:
+                await self._heed_stop()
+                continue
+            for kind, who in (await self._folder.requests(ready=True)).items():
+                self._heed(kind, who)
+
+    def _heed(self, kind: str, who: str) -> None:
+        if kind == "KILL":
+            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+        elif kind == "REQUEUE":
+            if self.stops.giver is None or not self.stops.giver.want(f"requeued by {who}"):
+                self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+        else:
+            self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._roster.requests.done)
+
+    async def _heed_stop(self) -> None:
+        """A candidate leaves requests to the owner, but for a stop, which means both."""
+        try:
+            who = await self._in_folder(lambda: self._run.see_request("KILL"))
+        except (OSError, StorageError):
+            return
+        if who is not None:
+            self.is_called_off = True
+            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+
+    async def _tell_progress(self) -> None:
+        self._journal.retry()
+        try:
+            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
+            if self._candidacy is not None:
+                await self._stand(self._candidacy)
+                return
+            await self._in_folder(self._write_progress)
+            owner = await self._in_folder(self._run.owner)
+        except (OSError, StorageError):
+            return
+        if owner is None or owner.generation <= self._start.generation or self.stops.superseded:
+            return
+        if not await self._in_folder(lambda: is_heir(self._run, self._cluster.attempt.job, owner)):
+            self._over.set()
+            return
+        self.stops.superseded = True
+        self._background.start(self.stops.leave_to(owner, self._run, self._roster))
+
+    async def _stand(self, candidacy: Candidacy) -> None:
+        """As a candidate: leave where that is over, and take the run over once all is ready, or no other job has it."""
+        if why := await self._in_folder(candidacy.why_over):
+            self.is_called_off = True
+            self._problem = why
+            self._over.set()
+            return
+        if self.stops.planned is not None or self._over.is_set():
+            return
+        readiness, least = (
+            self._roster.readiness(),
+            self._section.serving.degraded_below if self._section.serving else 0,
+        )
+        is_alone = not readiness.suffices(least) and await asyncio.to_thread(candidacy.is_alone)
+        if not readiness.suffices(least) and not is_alone:
+            return
+        places = self._roster.places
+        mine: Owner | None = await self._in_folder(lambda: candidacy.claim(places))
+        if mine is None:
+            return
+        if candidacy.before is not None:
+            self._background.start(self._see_off(candidacy.before))
+        self._candidacy = None
+        self._start = replace(self._start, generation=mine.generation, candidate=False)
+        self._roster.publish_again()
+        self._journal.append(EventName.ATTEMPT_STARTED, generation=mine.generation, cluster=self._cluster.name,
+                             host=mine.host, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+                             folder=str(Path.cwd()), taken_over=True)  # fmt: skip
+        before = await self._in_folder(lambda: progress_of(self._run))
+        more = (before.step or 0) - self._first
+        self._first += more
+        self._roster.requests.done += more
+        self._offer()
+
+    async def _see_off(self, before: Owner) -> None:
+        """See to it that the job before ends: one that has lost its batch host keeps the nodes that are left."""
+        state: str | None = None
+        while state is None:
+            await asyncio.sleep(SEE_OFF_S)
+            try:
+                state = await asyncio.to_thread(see_off, self._run, before)
+            except (SlurmError, StorageError, OSError) as error:
+                log.debug("whether job %s is gone: %s", before.job, error)
+        if state:
+            self._journal.append(EventName.PREDECESSOR_CANCELLED, job=before.job, state=state)
+
+    def _publish(self, cluster: HighAvailabilityCluster) -> None:
+        """Only the owner names its routers to clients; in the thread of the run folder."""
+        if self._start.candidate:
+            return
+        with self._run.lock():
+            owner = self._run.owner()
+            if owner is not None and owner.generation == self._start.generation:
+                cluster.write(self._run.path)
+
+    def _write_progress(self) -> None:
+        if self._coordinator is not None and not self._start.candidate and not self.stops.superseded:
+            missing = {"missing": said} if (said := self._missing or self._scaled) else {}
+            self._run.write_progress(**self._progress(self._roster.requests.done), **missing)
+
+    # As many replicas as the load needs
+
+    def _bounds(self) -> Bounds | None:
+        section, scaled = self._section, self._section.serving and self._section.serving.replicas
+        if not scaled or scaled.min is None:
+            return None
+        most = scaled.max or self._config.nodes * section.replicas_per_node
+        return Bounds(least=scaled.min, most=most, concurrency=section.concurrency, idle_s=scaled.idle_s)
+
+    async def _scale(self, bounds: Bounds) -> None:
+        """Start and stop replicas with the load."""
+        state, done = Scale(self._roster.wanted or 0), self._roster.requests.done
+        while True:
+            await asyncio.sleep(SCALE_S)
+            if self.stops.planned is not None or self.stops.superseded:
+                continue
+            requests, before, done = self._roster.load, done, self._roster.requests.done
+            if requests is not None and done != before:  # those that come and go between two looks
+                requests = max(1, requests)
+            state = state.saw(requests, bounds, time.monotonic())
+            if state.wanted != self._roster.wanted:
+                self._journal.append(EventName.REPLICAS_WANTED, wanted=state.wanted, before=self._roster.wanted,
+                                     reason=state.reason)  # fmt: skip
+            self._scaled = f"{state.wanted} of {bounds.most} replicas wanted"
+            self._roster.want(state.wanted)
+
+    # Nodes that are lost
+
+    async def _make_up(self) -> None:
+        """Say what is missing, and have other jobs lend nodes for those that stay lost: replicas begin there."""
+        ask_s, told, waits = None, 0, ""
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            missing = self._config.nodes - len(self._joined)
+            if missing <= 0 or not self._cluster.lost or self.stops.planned is not None:
+                ask_s, told, waits, self._missing = None, 0, "", ""
+                continue
+            if ask_s is None:  # the agent may come back, or be started again
+                ask_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
+            elif time.monotonic() > ask_s and isinstance(self._cluster, SlurmCluster):
+                ask_s, waits = time.monotonic() + BORROW_S, await self._borrow(missing)
+            found, lost = self._roster.readiness(), ", ".join(sorted(self._cluster.lost))
+            self._missing = f"{found.ready} of {found.expected} replicas are ready (lost: {lost}{waits})"
+            if told != missing:
+                told = missing
+                self._journal.append(EventName.REPLICAS_MISSING, ready=found.ready, expected=found.expected,
+                                     nodes=sorted(self._cluster.lost))  # fmt: skip
+
+    async def _borrow(self, count: int) -> str:
+        """Have a job lend so many nodes, unless one is about to; what that one waits for, in words."""
+        try:
+            if self._lenders:
+                before = await asyncio.to_thread(own_jobs.find_one, self._lenders[-1])
+                if before is not None and (before.alive or before.waiting):
+                    return f"; job {before.job_id}, which will lend a node, waits: {before.reason}" * before.waiting
+            end = (await self._slurm.times()).end
+            left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
+            if left_s < LEAST_LOAN_S or self._config.preemption.continue_by == "nothing":
+                return ""
+            options = {} if end is None else {"time": int(left_s / 60)}
+            job = await asyncio.to_thread(self._submit_lender, count, options)
+        except SlurmError as error:
+            return f"; no other node: {error.what}"
+        self._lenders.append(OwnJob(job, JobIdentity(user=os.getuid())))
+        self._journal.append(EventName.JOINING, job=job, nodes=count, who="the supervisor")
+        return ""
+
+    def _submit_lender(self, count: int, options: dict[str, Any]) -> str:
+        assert isinstance(self._cluster, SlurmCluster)
+        avoid = set(expand(self._cluster.job.nodes)) | self._cluster.lost  # not beside the replicas that there are
+        avoid |= set(avoided_nodes.for_submission(self._config, options, os.environ).nodes)
+        argv = successor.lending_command(self._config, self._run, nodes=count, options=options, avoid=frozenset(avoid))
+        return successor.submit_lender(argv)
+
+    # The end
+
+    async def _wind_down(self) -> None:
+        if (giver := self.stops.giver) is not None and not self.stops.superseded:
+            outside = self._slurm.outside[0] if self._slurm.outside is not None else None
+            if Cause.STOPPED_BY_USER is self.stops.planned or outside is Cause.CANCELLED:
+                await giver.call_off(self.stops.reason)
+            else:
+                await giver.finish()
+        await super()._wind_down()
+        for job in self._lenders:
+            with contextlib.suppress(SlurmError):
+                await asyncio.to_thread(own_jobs.cancel, job)
+        if self._coordinator is not None:
+            self._roster.close()
+            cluster = self._roster.cluster
+            try:
+                await self._in_folder(lambda: self._publish(cluster))
+            except (OSError, StorageError) as error:
+                log.warning("endpoints.json still names routers that are gone: %s", error)

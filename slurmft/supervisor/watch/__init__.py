@@ -1,1 +1,0 @@
-"""What the supervisor monitors while an attempt runs: hangs, stragglers, saves."""

@@ -1,1 +1,0 @@
-"""Tools for training loops that have neither a session nor an agent."""

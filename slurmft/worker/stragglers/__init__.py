@@ -1,1 +1,0 @@
-"""Measures this rank's own work."""
