@@ -290,14 +290,14 @@ def test_a_filesystem_that_hangs_is_critical_and_holds_nobody_up(tmp_path):
     options = f"fd={server},rootmode=40000,user_id=0,group_id=0,allow_other"
     subprocess.run(["mount", "-i", "-t", "fuse", "-o", options, "none", folder], check=True, pass_fds=(server,))
     try:
-        config = HealthConfig(filesystems={"paths": (folder, Path("/")), "answer_s": 0.4, "detect": False})
+        config = HealthConfig(filesystems={"paths": (folder, Path("/")), "answer_s": 3, "detect": False})
         began = time.monotonic()
         found = look(Scene(node="n1", now=time.time(), config=config), only=["filesystems", "uptime"])
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         results = {result.name: result for result in found.results}
         assert results["uptime"].status is OK
         assert results["filesystems"].status is CRITICAL
-        assert results["filesystems"].detail == f"{folder} hangs (no answer within 0.4 s)"
+        assert results["filesystems"].detail == f"{folder} hangs (no answer within 3.0 s)"
     finally:
         os.close(server)
         subprocess.run(["umount", "-l", folder], check=True)
@@ -409,8 +409,9 @@ def test_no_infiniband_is_not_asked_unless_it_is_expected(tree):
 
 
 def test_names(tree):
-    good = probes.names(tree({}, network=NetworkLimits(resolve=("localhost",))))
-    bad = probes.names(tree({}, network=NetworkLimits(resolve=("localhost", "no-such-name.invalid", "\udcff x"))))
+    good = probes.names(tree({}, network=NetworkLimits(resolve=("localhost",), resolve_s=60)))
+    names = ("localhost", "no-such-name.invalid", "\udcff x")
+    bad = probes.names(tree({}, network=NetworkLimits(resolve=names, resolve_s=60)))
     assert (good.status, bad.status) == (OK, CRITICAL)
     assert "no-such-name.invalid" in bad.detail
     assert "localhost" not in bad.detail
