@@ -889,7 +889,7 @@ def _absent(complaints: Sequence[Finding], ends: Sequence[WorkerEnd]) -> list[Wo
 
 
 # --- whereabouts ---
-# Where a worker's main thread is, from its innermost calls and its process state: does it wait for other ranks?.
+# Where a worker's main thread is, from its innermost calls and its process state: does it wait for other ranks?
 
 COLLECTIVE_DOING = "waits for the other ranks"
 
@@ -936,7 +936,7 @@ def whereabouts(calls: Sequence[tuple[str, str, str]], state: str) -> tuple[Wher
         return Where.COLLECTIVE, f"{COLLECTIVE_DOING} in the backward pass"
     if "/torch/cuda/" in file and function == "synchronize":
         return Where.COLLECTIVE, "waits for its GPU"
-    if file.endswith("/slurmft/worker/agreement.py"):
+    if file.endswith("/slurmft/worker/signals.py") and function == "at":
         return Where.COLLECTIVE, f"{COLLECTIVE_DOING} to agree on a stop"
     for pattern, doing in _DOING:
         if pattern.search(file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from slurmft.policy.judge import MAX_NAMED_RANKS, Blame, Summary, Where, blame, whereabouts
 from slurmft.policy.stop import tick_of
+from slurmft.worker.signals import AgreementByAgent
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 
@@ -163,7 +165,7 @@ def _set(found: Blame) -> tuple[Any, ...]:
         ([("<frozen posixpath>", "5", "join"), ("/me/train.py", "9", "load")], "S",
          Where.ELSEWHERE, "is in load (train.py:9)"),
         ([("/x/slurmft/checkpoint/payload.py", "9", "write_payload")], "D", Where.ELSEWHERE, "checkpoint"),
-        ([("/x/slurmft/worker/agreement.py", "9", "at")], "S", Where.COLLECTIVE, "agree"),
+        ([(inspect.getfile(AgreementByAgent), "9", AgreementByAgent.at.__name__)], "S", Where.COLLECTIVE, "agree"),
         ([(f"{TORCH}/distributed/elastic/agent.py", "9", "run")], "S", Where.ELSEWHERE, "run"),
         ([("/me/train.py", "9", "f")], "T", Where.STOPPED, "SIGSTOP"),
         ([], "S", Where.NO_ANSWER, "stack"),
