@@ -19,7 +19,7 @@ from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, 
 from slurmft.checkpoint.holding import reading
 from slurmft.checkpoint.verify import Problem, verify
 from slurmft.cli.arguments import STEP, refuse_foreign, runs_root
-from slurmft.cli.main import console, say, say_error, say_json
+from slurmft.cli.main import Verbs, console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
@@ -112,7 +112,7 @@ _run = click.argument("where", metavar="RUN", type=_Where())
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
 
 
-@click.group(epilog=_EXIT_CODES)
+@click.group(cls=Verbs, epilog=_EXIT_CODES)
 def checkpoint() -> None:
     """The checkpoints of a run: list them, verify, export, remove.
 

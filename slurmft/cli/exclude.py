@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import own_configuration
-from slurmft.cli.main import console, say, say_error, say_json
+from slurmft.cli.main import Verbs, console, say, say_error, say_json
 from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import StorageError, UsageError
 from slurmft.policy.suspicion import (
@@ -102,7 +102,7 @@ def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
         return settings.mode_bits()
 
 
-@click.group(epilog=_EXIT_CODES)
+@click.group(cls=Verbs, epilog=_EXIT_CODES)
 def exclude() -> None:
     """The exclusion list: list nodes, show why, add, remove, forget what has faded.
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import click
 
 import slurmft
-from slurmft.cli.main import say, say_block
+from slurmft.cli.main import Verbs, say, say_block
 from slurmft.errors import UsageError
 from slurmft.health import hooks as health_hooks
 from slurmft.health.hooks import HOOKS, slurm_conf_lines
 
 
-@click.group()
+@click.group(cls=Verbs)
 def hooks() -> None:
     """Slurm's hooks: show the lines for slurm.conf."""
 

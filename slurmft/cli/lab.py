@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from slurmft.cli.arguments import Amount
-from slurmft.cli.main import say_block, say_error, say_json
+from slurmft.cli.main import Verbs, say_block, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab, LabStatus, status_of
@@ -21,7 +21,7 @@ from slurmft.system.foreign_text import log_to_stderr
 _DEFAULTS = LabSettings()
 
 
-@click.group()
+@click.group(cls=Verbs)
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),

@@ -148,7 +148,30 @@ Exit codes:
 """
 
 
-class _LazyVerbs(click.Group):
+OTHER_WORDS = {"list": "status", "ls": "status", "ps": "status", "show": "status", "top": "watch", "cancel": "stop",
+               "kill": "stop", "resume": "submit", "continue": "submit", "start": "submit", "restart": "requeue",
+               "clean": "checkpoint", "simulate": "plan"}  # fmt: skip
+"""What other tools call a verb of ours."""
+
+
+class Verbs(click.Group):
+    """A group of verbs that answers a misspelt one with the nearest."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's; ends the program with exit code 2 where there is no such verb."""
+        verb = args[0]
+        if not verb.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, verb) is None:
+            from slurmft.policy.plain_values import did_you_mean, shown  # only mistakes pay for it
+
+            known, meant = self.list_commands(ctx), OTHER_WORDS.get(verb)
+            more = f"; did you mean {meant}?" if meant in known else did_you_mean(verb, known)
+            ctx.fail(f"no such verb: {shown(verb)}{more}")
+        return super().resolve_command(ctx, args)
+
+
+class _LazyVerbs(Verbs):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(VERBS)
 
