@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmft.health.results import KEEP, brief_json, read_results
-from slurmft.policy.evidence import Kind
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
 from slurmft.policy.suspicion import WEIGHTS, Observation, Rules, standing
+from slurmft.policy.verdict import Kind
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.journal import EventName, Journal
 from slurmft.system.files import write_json

@@ -1,4 +1,8 @@
-"""The agent: one process per node. Owns the node's workers, answers the supervisor, and never runs a Slurm command."""
+"""The agent: one process per node. Owns the node's workers, answers the supervisor, and never runs a Slurm command.
+
+Around it: where it finds its supervisor, faults on request, the keeper of copies, and the reports of digests and
+timings.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,29 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import asdict, replace
 
 from slurmft.agent.container import Outside, limits_here
-from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.agent.hangs import Forensics, HangWatch
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.ray import leave_token
 from slurmft.agent.rehearsal import SpareRehearsal
 from slurmft.agent.torchrun import worker_command
-from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, reserve_port, visible_without, wait_until_free
+from slurmft.agent.workers import (
+    LENDER_VARIABLE,
+    VISIBLE_VARIABLE,
+    Worker,
+    Workers,
+    common_environment,
+    reserve_port,
+    visible_without,
+    wait_until_free,
+    worker_environment,
+)
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect
@@ -74,7 +87,6 @@ from slurmft.ipc.messages import (
     parse_call,
 )
 from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot, TimingPage
-from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.stop import NEVER, report_interval_s
 from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
@@ -83,11 +95,93 @@ from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, announce
 from slurmft.storage.run_folder import RunFolder
 from slurmft.sync.node import NodeSync
 from slurmft.system.background import overslept_s
-from slurmft.system.files import open_regular, replace_atomically, write_json
+from slurmft.system.files import open_regular, read_bytes, read_json, replace_atomically, trusted_owners, write_json
 from slurmft.system.processes import birth_of, is_stopped
 
 if TYPE_CHECKING:
     from slurmft.agent.inference import Replicas
+
+# --- Where an agent finds its supervisor, and how it follows one that has moved to another node ---
+
+SILENT_S = 2.5
+"""From then on an agent looks for another address: a supervisor with a standby pings every second."""
+
+ADDRESS_LOOK_S = 0.5
+
+log = logging.getLogger(__name__)
+
+Address = tuple[list[str], int, bytes]
+"""Hosts, best first, a port, and the secret."""
+
+
+class Whereabouts:
+    """The supervisor's address, which it leaves in an attempt's folder.
+
+    Args:
+        folder: the attempt's.
+        may_move: a standby may take over, and writes its own address then.
+    """
+
+    def __init__(self, folder: Path, *, may_move: bool) -> None:
+        self.folder, self._may_move = folder, may_move
+        self._address: Address | None = None
+
+    def read(self) -> Address:
+        """Read once: a reconnection must not wait for a run folder that stalls.
+
+        Raises:
+            OSError: it is not there yet, or damaged.
+        """
+        if self._address is None:
+            self._address = self._read()
+        return self._address
+
+    def _read(self) -> Address:
+        where = read_json(self.folder / "control.json")
+        if where is None:
+            raise OSError("the supervisor has not said yet where it listens")
+        try:
+            hosts, port = [str(host) for host in where["hosts"]], int(where["port"])
+            if not hosts:
+                raise ValueError("no host")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise OSError(f"{self.folder / 'control.json'} is damaged") from error
+        return hosts, port, read_bytes(self.folder / "secret", owners=trusted_owners(self.folder))
+
+    async def unless_moved(self, work: Coroutine[Any, Any, None], silent_s: Callable[[], float]) -> None:
+        """Do ``work``, which talks to the supervisor; it is cancelled when there is another address than before.
+
+        Args:
+            silent_s: for how long nothing has come from the supervisor.
+        """
+        if not self._may_move:
+            await work
+            return
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self._moved(silent_s))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _moved(self, silent_s: Callable[[], float]) -> None:
+        while True:
+            await asyncio.sleep(ADDRESS_LOOK_S)
+            if silent_s() < SILENT_S:
+                continue
+            with contextlib.suppress(OSError, StorageError):
+                # in a thread: a run folder that stalls must not stall this node
+                found = await asyncio.to_thread(self._read)
+                if self._address is not None and found != self._address:
+                    log.warning("the supervisor is at %s now", found[0][0])
+                    self._address = found
+                    return
+
+
+# --- agent ---
 
 # --- The agent's side of replica digests: those that its workers have left in their pages, as messages ---
 
@@ -432,8 +526,6 @@ LAST_KEEP_S = 2.0
 
 STORE_BUFFER_S = 0.001
 """Wait between writing a proposal and reading the ticks, so that a tick stored before it is surely visible."""
-
-log = logging.getLogger(__name__)
 
 
 class Agent:

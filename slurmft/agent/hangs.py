@@ -1,4 +1,5 @@
-"""The agent's side of hang detection: how long its workers' sections have been open, from their pages.
+"""The agent's side of hangs: how long its workers' sections have been open, by their pages, and evidence of where they
+stand.
 
 watch = HangWatch(config, report)
 watch.begin(workers, learned={})    # at every start of workers

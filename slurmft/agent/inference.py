@@ -16,17 +16,15 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from slurmft.agent.environment import common_environment
-from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, gpu_uuids
+from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, common_environment, gpu_uuids
 from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
 from slurmft.inference.driver import EXIT_CODE, SETTINGS_VARIABLE, ReplicaSettings, how_it_ended
-from slurmft.inference.endpoint import MAX_ADDRESSES, is_local
+from slurmft.inference.endpoint import MAX_ADDRESSES, RouterSettings, is_local
+from slurmft.inference.endpoint import SETTINGS_VARIABLE as ROUTER_VARIABLE
 from slurmft.inference.handover import OWN_CONFIG, is_config_name
 from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.replica_health import AutoRestartManager
-from slurmft.inference.router_settings import SETTINGS_VARIABLE as ROUTER_VARIABLE
-from slurmft.inference.router_settings import RouterSettings
 from slurmft.ipc.messages import (
     BeginReplicas,
     Call,

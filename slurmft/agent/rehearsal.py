@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from slurmft.agent.environment import worker_environment
-from slurmft.agent.workers import reserve_port, zygote_arguments
+from slurmft.agent.workers import reserve_port, worker_environment, zygote_arguments
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import RehearsalReport, StartWorkers
 from slurmft.policy.verdict import EXIT_TEMPORARY

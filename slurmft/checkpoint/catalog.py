@@ -1,8 +1,9 @@
-"""The content of a checkpoint directory: names, markers, order. No torch, nothing is changed.
+"""The content of a checkpoint directory: names, markers, order; which checkpoints are kept, and the removal of others.
+No torch.
 
     <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
         .metadata          the index of torch.distributed.checkpoint, which torch reads and slurmft never does
-        __3_0.distcp       the image of shard 3 (checkpoint.format.shard_index)
+        __3_0.distcp       the image of shard 3 (``checkpoint.image_file``)
         __3_0.json         its index with the digests of all its items; written when the image is durable
         manifest.json      the commit marker: names every file with its size; written last
         quarantined.json   written by a supervisor: runs die from this one (storage.checkpoint_names)

@@ -1,4 +1,5 @@
-"""Which files are in use at the moment: the image that a writer reads, the checkpoint that is being loaded. No torch.
+"""Which files are in use at the moment (the image that a writer reads, the checkpoint that is being loaded), and which
+images wait in a node's memory. No torch.
 
 Built on flock, whose lock ends with its holder, however that dies. Holders share; to change or remove the file a
 process must lock it alone. Between processes of one node this always holds. Between nodes it holds where the filesystem

@@ -2,17 +2,17 @@
 
 In a replicated run every rank has all weights. When one dies, the others wait for it in a collective of the next step,
 with the weights of the last complete one. Each node's first rank that is asked, or that leaves with an error, copies
-them to its place in memory, together with the own state of every rank of the node (``rank_records``); so the next
+them to its place in memory, together with the own state of every rank of the node (``RankRecord``); so the next
 attempt goes on where this one was, bit for bit. Where weights are spread over ranks that have replicas (HSDP), one rank
-does that for each part of them on the node, and the next attempt takes each part from any replica (``format.parts``).
+does that for each part of them on the node (``Part``), and the next attempt takes each part from any replica.
 
 That needs the weights to be still those of the step: an optimizer's hook is called before it changes them, and
-``weights_watch`` finds other changes. Buffers, which a forward pass changes, are copied at every boundary, and rank 0,
-whose buffers and ``extra`` count, notes them (``lead_note``). Where a rank dies after its last collective of a step and
+``WeightsWatch`` finds other changes. Buffers, which a forward pass changes, are copied at every boundary, and rank 0,
+whose buffers and ``extra`` count, notes them (``LeadNote``). Where a rank dies after its last collective of a step and
 before the end of that step, its own state at that end is unknown: the step is not kept, and the restart goes back to an
 older state.
 
-A GPU runs behind its host: ``device_steps`` knows which step's state lies there, and copies go beside the stream that
+A GPU runs behind its host: ``DeviceSteps`` knows which step's state lies there, and copies go beside the stream that
 hangs in a collective.
 """
 
@@ -60,7 +60,7 @@ from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
 from slurmft.checkpoint.state import Trainee, as_json, unwrapped
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.ipc.pages import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
-from slurmft.policy.site import why_not_to_trust
+from slurmft.policy.hangs import why_not_to_trust
 from slurmft.storage.checkpoint_names import ranks_of_this_node
 from slurmft.system.files import open_regular
 from slurmft.trainer import streams
@@ -76,7 +76,7 @@ from slurmft.trainer.streams import Device, Event, is_on_device
 # step.
 
 AHEAD = 4
-"""Steps that the host may be ahead of its device; ``rank_records`` remembers as many."""
+"""Steps that the host may be ahead of its device; ``RankRecord`` remembers as many."""
 
 
 @dataclass(slots=True)

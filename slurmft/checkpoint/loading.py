@@ -1,4 +1,5 @@
-"""The walk from the best candidate to the first that every rank can use: in memory first, then on disk.
+"""Loading: the walk from the best candidate to the first that every rank can use, in memory first, then on disk, and
+where its tensors land in the trainer's objects.
 
 Rank 0 names the candidates, the nodes offer what they hold in memory, and all ranks come to the same decision; each
 reads and verifies its part, and all agree on how that went before any of them changes an object of the trainer.
@@ -63,9 +64,8 @@ from slurmft.checkpoint.state import (
 from slurmft.checkpoint.write_requests import BestMode
 from slurmft.errors import CheckpointError, NewerFormat, StorageError, UsageError
 from slurmft.policy.checkpoints import Committed, Decision, Name
-from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Doubt, Identity, memory_folder_of, read_digests, read_quarantine
-from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, note_resuming
 from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS, Loaded
 from slurmft.trainer.streams import settle

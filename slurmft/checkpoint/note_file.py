@@ -1,4 +1,5 @@
-"""Small notes of the newest steps in shared memory, so that they outlive the process that writes them. No torch.
+"""Small notes of the newest steps in shared memory, so that they outlive the process that writes them, and those that a
+keeper takes from other nodes. No torch.
 
     <memory folder>/rank-<rank>.record     one rank's own state; /lead.record: what rank 0 alone has
     NOTES turns of equal size, each: number, step, format, generation, length, digest, payload ... number again
@@ -30,7 +31,7 @@ from slurmft.system.memory_limits import fits
 # --- note file ---
 
 NOTES = 6
-"""Of more steps than a host may be ahead of its GPU (``device_steps``)."""
+"""Of more steps than a host may be ahead of its GPU (``just_in_time.DeviceSteps``)."""
 
 MAX_CAPACITY_BYTES = 8 << 20
 """Of one note, with its frame."""

@@ -57,7 +57,7 @@ class LeadNote:
     """One note, as it is read."""
 
     era: int
-    """As in ``rank_records``."""
+    """As in ``RankRecord``."""
 
     extra: Mapping[str, Any] | None
     """In types that JSON takes (``plain_state.original`` turns them back); None where the run gives none."""
@@ -490,7 +490,7 @@ class BoundaryNotes:
 
 
 # --- note sender ---
-# Notes of each step (``rank_records``, ``lead_note``) on their way to the memory of other nodes, from the trainer.
+# Notes of each step (``RankRecord``, ``LeadNote``) on their way to the memory of other nodes, from the trainer.
 #
 # A node that dies takes its ranks' random numbers and places in the data with it; these few bytes are all that the
 # other

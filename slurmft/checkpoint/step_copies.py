@@ -103,7 +103,7 @@ class Turn:
         self.extra = OfLead.NONE
         """Of the newest save or load; each rank's own until they have agreed."""
 
-        self.is_begun = self._has_agreed = False
+        self._has_agreed = False
         self._lock = threading.Lock()
         self._committed = (0, 0)
         self._told: set[int] = set()
@@ -111,7 +111,7 @@ class Turn:
 
     def begin(self, newest_commit: int) -> None:
         """Commits are counted on from here."""
-        self.commit, self.is_begun = max(self.commit, newest_commit), True
+        self.commit = max(self.commit, newest_commit)
 
     def begin_again(self, newest_commit: int) -> None:
         """The same behind a load, alike on all ranks.
@@ -140,7 +140,7 @@ class Turn:
             row[Row.EXTRA] = self.extra
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
-            self.commit, self.is_begun, self._has_agreed = rows[0][Row.COMMIT], True, True
+            self.commit, self._has_agreed = rows[0][Row.COMMIT], True
             self.extra = OfLead(rows[0][Row.EXTRA])
         return rows
 

@@ -1,4 +1,6 @@
-"""Requests of a worker to its writer, and the writer's reports: one JSON object per line, both ways. No torch."""
+"""What a worker and its writer share: requests and reports (one JSON object per line, both ways), the page of a save's
+progress, and how a writer yields to the training. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The writer: one process beside each worker that makes its snapshots durable, and on rank 0 commits them. No torch."""
+"""The writer: one process beside each worker that makes its snapshots durable, and on rank 0 commits them. No torch.
+
+In one piece, since its threads (copies, images, commits) hand the same saves to each other, and what fails in one
+decides what the others may still do.
+"""
 
 from __future__ import annotations
 
@@ -1181,7 +1185,7 @@ class StepCopyLane:
 # The writer: one process beside each worker that makes its snapshots durable, and on rank 0 commits them. No torch.
 #
 # Run as ``python -m slurmft.checkpoint.writer SOCKET_FD PAGE_FD LIFETIME_S``: requests and reports are JSON
-# objects, one on each line (checkpoint.writer.write_requests); the page shows its progress. When its worker closes the
+# objects, one on each line (checkpoint.write_requests); the page shows its progress. When its worker closes the
 # socket, or dies, it finishes its present work and ends, after ``LIFETIME_S`` seconds at the latest.
 
 _RECEIVE_BYTES = 64 * 1024

@@ -1,17 +1,21 @@
-"""``slurmft health``: the probes of this node, with Nagios's exit codes."""
+"""``slurmft health``: the probes of this node, with Nagios's exit codes; ``slurmft hooks``, which Slurm calls."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import click
 
-from slurmft.cli.main import console, say, say_error, say_json
-from slurmft.errors import SlurmftError
+import slurmft
+from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
+from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
 from slurmft.policy.node_health import Checkup, Status
 from slurmft.system.foreign_text import one_line
+
+# --- ``slurmft health``: the probes of this node, with Nagios's exit codes ---
 
 _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.CRITICAL: "red", Status.UNKNOWN: "magenta"}
 _SHARED = frozenset({"prolog", "epilog", "healthcheck", "cron"})
@@ -99,3 +103,44 @@ def _print(found: Checkup) -> None:
     for path in files:
         say(f"evidence: {path}")
     say(f"{found.node} is {found.status.name}")
+
+
+# --- ``slurmft hooks``: Slurm's hooks on the nodes and on the controller ---
+
+
+@click.group(cls=Verbs)
+def hooks() -> None:
+    """Slurm's hooks: show the lines for slurm.conf."""
+
+
+@hooks.command()
+def show() -> int:
+    """Print the lines for slurm.conf, for this installation."""
+    from slurmft.health.hooks import slurm_conf_lines
+
+    say_block(slurm_conf_lines(Path(slurmft.__file__).resolve().parents[1] / "bin").rstrip("\n"))
+    return 0
+
+
+@hooks.command(hidden=True)
+@click.argument("name")
+@click.argument("job", default="")
+def run(*, name: str, job: str) -> int:
+    """Run one of the hooks (called by bin/slurmft-hook)."""
+    from slurmft.health import hooks as health_hooks
+
+    # slurmctld starts its scripts with all signals blocked, and processes that we start would inherit that
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if name == "follow-requeue":
+        say(_line(health_hooks.follow_quietly(job)))
+        return 0
+    if name not in health_hooks.HOOKS:
+        raise UsageError(f"there is no hook {name[:40]!r}", hint=f"hooks: {', '.join(health_hooks.HOOKS)}")
+    outcome = health_hooks.HOOKS[name](os.environ)
+    say(_line(outcome.words))
+    return outcome.exit_code
+
+
+def _line(words: str) -> str:
+    """For the system log: what a probe said, as one line of ASCII."""
+    return " ".join(words.split()).encode("ascii", "backslashreplace").decode()

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import slurmft.examples
-from slurmft.cli import infer as inferring
+from slurmft.cli import inference as inferring
 from slurmft.cli import submit
 from slurmft.cli.main import say
 from slurmft.errors import UsageError

@@ -55,8 +55,8 @@ def submit_run(
     say(f"submitted {settings.name} as job {made.job}" if is_slurm else f"started {settings.name} ({made.job})")
     say(f"run folder: {made.run.path}")
     if wait:
-        from slurmft.cli.progress import watch
+        from slurmft.cli.watch import follow
 
-        return watch(made.run, told=made.before, stop_on_interrupt=not is_slurm)
+        return follow(made.run, told=made.before, stop_on_interrupt=not is_slurm)
     say(f"watch it with: slurmft status {made.run.path} --watch", err=True)
     return 0

@@ -1,4 +1,7 @@
-"""The sections of the configuration, but for those of health, inference and planning."""
+"""The sections of the configuration, but for those of health, inference and planning.
+
+In one piece, since it is a list: one class for each section, made of the same parts, and read one class at a time.
+"""
 
 from __future__ import annotations
 

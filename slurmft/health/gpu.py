@@ -1,4 +1,4 @@
-"""Judging GPUs by their driver's answers: pure, but for one survey that all of them share."""
+"""Probes of GPUs: by their driver's answers, by what they compute, and by the Xids in the kernel's log."""
 
 from __future__ import annotations
 

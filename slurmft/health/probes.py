@@ -1,4 +1,4 @@
-"""Which probes there are, and how long each may take."""
+"""All other probes of a node: what each looks at and how it judges, which there are, and how long each may take."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
 It speaks with its agent over a Unix socket in a private folder, one JSON object a line. Every answer is in the
 segment before the agent hears of it, and on the disk before it is reported as ``answered``. When the engine ends, the
 driver ends with its code; when the agent is gone, so is the driver.
+
+In one piece, since engines, tries and the driver share the errors and limits of one request on its way to its answer.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ from slurmft.policy.engines import counter_in, engine_kind, patience_for, smalle
 from slurmft.policy.inference import Outcome, Slots, is_good, is_out_of_memory, outcome_of_status, retry_after_s
 from slurmft.policy.streams import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
 from slurmft.storage.shared_weights import stage_in_memory
+from slurmft.system.authentication import token_in
 from slurmft.system.background import run_below_agent
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
 from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
-from slurmft.system.token_file import token_in
 
 if TYPE_CHECKING:
     import aiohttp

@@ -1,4 +1,4 @@
-"""The files of an endpoint in its run folder, and the cluster of its routers.
+"""The files of an endpoint in its run folder, the cluster of its routers, and what an agent tells a router. No aiohttp.
 
 endpoints.json      the living routers, replaced atomically whenever one comes or goes
 serving/            mode 0700
@@ -11,17 +11,20 @@ serving/            mode 0700
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from slurmft.errors import StorageError
 from slurmft.storage.patience import writing
+from slurmft.system.authentication import token_in
 from slurmft.system.files import read_bytes, read_json, read_text, replace_atomically, trusted_owners, write_json
-from slurmft.system.token_file import token_in
+
+# --- The files of an endpoint in its run folder, and the cluster of its routers ---
 
 MAX_ADDRESSES = 16
 
@@ -185,3 +188,34 @@ def token_of(run_folder: Path) -> str:
 def is_local(environment: Mapping[str, str]) -> bool:
     """Whether the run lives on this machine alone, so that nothing of it listens to others."""
     return environment.get("SLURMD_NODENAME", "").startswith("127.")  # as ``supervisor.cluster`` sets it there
+
+
+# --- What an agent tells the router that it starts; without aiohttp, which agents need not have ---
+
+SETTINGS_VARIABLE = "SLURMFT_ROUTER"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSettings:
+    """What the agent tells a router."""
+
+    socket: str
+    config: str
+    """The run's configuration."""
+
+    node: str
+    hosts: tuple[str, ...]
+    """Names and addresses of the node, for a certificate of the run's own."""
+
+    port: int
+    """0: a free one."""
+
+    def as_text(self) -> str:
+        """For the environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """As ``as_text`` wrote it."""
+        found = json.loads(text)
+        return cls(**{**found, "hosts": tuple(found["hosts"])})

@@ -1,4 +1,5 @@
-"""The ledger: which answers count. One file for each generation of the run's supervisor, appended to by it alone.
+"""The ledger: which answers count, and the output that is written from it. One file for each generation of the run's
+supervisor, appended to by it alone.
 
 An entry commits the bytes ``[start, end)`` of a segment and names the requests they answer; it is on the disk before
 the answers count. The first entry of a ledger says how long the earlier ones were when it was begun: what a superseded

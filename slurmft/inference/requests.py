@@ -1,4 +1,5 @@
-"""The requests of a batch: read once from the user's files, checked, and kept in the run folder.
+"""The requests of a batch, read once from the user's files, checked, and kept in the run folder; and the segments of
+answers.
 
 ``requests.jsonl`` has one line for each request, in the order of the input; ``requests.offsets`` the byte at which each
 begins (unsigned 64-bit, little endian, one more for the end); ``input.json`` is written last and makes them valid. So

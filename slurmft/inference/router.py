@@ -2,6 +2,9 @@
 
 It looks at method, path and headers, and in a body for its size alone. A request whose replica is lost before the first
 byte of the answer is done on another one; an answer that has begun is ended in a way that the client notices.
+
+In one piece, since a request passes through all of it: the listener, the choice of a replica, its tries, and its line
+in the access log.
 """
 
 from __future__ import annotations
@@ -39,10 +42,9 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
 from slurmft.inference.certificates import context_for
-from slurmft.inference.endpoint import folder_of, is_local, key_of, token_of
+from slurmft.inference.endpoint import SETTINGS_VARIABLE, RouterSettings, folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import Replica, Replicas
-from slurmft.inference.router_settings import SETTINGS_VARIABLE, RouterSettings
 from slurmft.policy.engines import PROVABLE, is_open, model_in, normal, patience_for
 from slurmft.policy.inference import KILLS, Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.serving import (
@@ -64,11 +66,11 @@ from slurmft.policy.serving import (
     within,
 )
 from slurmft.policy.values import Strangers
+from slurmft.system.authentication import token_in
 from slurmft.system.background import run_below_agent
 from slurmft.system.exposition import registry_text
 from slurmft.system.files import write_bytes
 from slurmft.system.processes import allow_descriptors
-from slurmft.system.token_file import token_in
 
 # --- One client's request: the tries until a replica answers it, and the answer on its way to the client ---
 

@@ -85,7 +85,7 @@ class Slot(IntEnum):
     GENERATION = 2  # A  the attempt that owns the page
     PID = 3  # W  0 until the worker has attached
     STATE = 4  # W  a State
-    TICK = 5  # W  the safe point reached (policy.timing.stop)
+    TICK = 5  # W  the safe point reached (policy.stop)
     STEP = 6  # W  steps completed, counted over the whole run
     UNTIL = 7  # W  steps the run will have
     SAVED = 8  # W  step of the newest committed checkpoint of this attempt
@@ -124,7 +124,7 @@ class Slot(IntEnum):
     LOOP_AT = 43  # W  Unix time in ns at which the loop of steps began
     ATTACHED_AT = 44  # W  Unix time in ns at which the worker attached
     LOAD_NS = 45  # W  how long it read checkpoints, in all
-    DIGEST_GROUP = 46  # W  which part of the state it holds, as a number (ipc.pages.digest_ring)
+    DIGEST_GROUP = 46  # W  which part of the state it holds, as a number (DigestRing)
     DIGESTS = 47  # W  digests of its state that it has ever left behind
     COPIED = 48  # W  steps complete in memory on all ranks and with their peers (checkpoint.peer_interval)
     COPY_INTERVAL = 49  # W  steps between two such copies where that was doubled; 0 where it is as configured

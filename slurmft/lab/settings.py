@@ -1,4 +1,6 @@
-"""The settings of a lab cluster: one frozen value, refused at once when it makes no sense."""
+"""What a lab cluster is made of: packages and releases of Slurm, settings that are refused at once when they make no
+sense, and the configuration files that follow from them.
+"""
 
 from __future__ import annotations
 

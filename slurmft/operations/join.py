@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from slurmft.agent.environment import LENDER_VARIABLE
+from slurmft.agent.workers import LENDER_VARIABLE
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of

@@ -1,4 +1,6 @@
-"""Bringing back a run that has lost its supervisor, by hand or from cron, from outside its jobs."""
+"""Bringing back runs that have lost their supervisor, and releasing those that Slurm holds: by hand or from cron, from
+outside their jobs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,9 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError, LaunchError, SlurmError, SlurmftError, SlurmUnavailable, StorageError
 from slurmft.operations.control import NEWEST
 from slurmft.operations.run_configuration import configuration_of, refuse_moved
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.suspicion import observed
-from slurmft.policy.verdict import GOES_ON
+from slurmft.policy.verdict import GOES_ON, Evidence, Kind, Suspect
 from slurmft.scheduler import jobs as scheduler_jobs
 from slurmft.scheduler import nodes, own_jobs, successor
 from slurmft.scheduler.nodes import Refusal, compress

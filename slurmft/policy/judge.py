@@ -1,4 +1,8 @@
-"""From all findings about an attempt's end to one verdict: the most specific one wins, victims never do."""
+"""From all findings about an attempt's end to one verdict: the most specific one wins, victims never do.
+
+In one piece, since a verdict is one table of rules: which finding outweighs which can only be judged where all findings
+are made.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.hangs import Hang
 from slurmft.policy.stop import END, step_of
 from slurmft.policy.symptoms import cause_of_text, end_of
-from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Verdict
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect, Verdict
 
 # --- Which ranks had not entered a collective that others wait in: the flight recorders of all ranks, compared ---
 # A wait on the device does not show in Python stacks. A recorder knows for each process group how far its rank

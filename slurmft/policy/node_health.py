@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from operator import attrgetter
 
-from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import SEEN_BY_CHECKS, WEIGHTS, ManualEntry, Observation, Rules, Standing, State, standing
+from slurmft.policy.verdict import Kind
 
 # --- node health ---
 

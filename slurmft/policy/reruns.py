@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
-from slurmft.policy.evidence import Suspect
+from slurmft.policy.verdict import Suspect
 
 # --- The verdict of a rejected result that was computed again: on the hardware, on the software, or none ---
 

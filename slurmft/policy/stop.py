@@ -1,4 +1,5 @@
-"""At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5).
+"""At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5); and how often agents report,
+before silence means a loss.
 
 A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluation. It is one integer,
 ``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.policy.verdict import Evidence, Kind, Suspect
 
 # --- stragglers ---
 

@@ -13,7 +13,7 @@ from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from slurmft.policy.evidence import Evidence, Kind
+from slurmft.policy.verdict import Evidence, Kind
 
 # --- How much of an exclusion list a request can spare: the weakest suspicion is dropped first ---
 

@@ -1,4 +1,4 @@
-"""Limits for the values of all settings, faults that can be injected, and who may wait for a connection."""
+"""Faults that can be injected, who may wait for a connection, and which version of a kept folder a node starts from."""
 
 from __future__ import annotations
 

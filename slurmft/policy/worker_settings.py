@@ -1,4 +1,5 @@
-"""Everything of the configuration that workers need: one object, which the agent writes and workers read.
+"""Everything of the configuration that workers need, as one object that the agent writes and workers read; and how
+batches are split among ranks and made smaller.
 
     environment[WORKER_VARIABLE] = settings.as_text()       # the agent
     settings = WorkerSettings.from_environment(os.environ)  # a worker, and each process that it starts

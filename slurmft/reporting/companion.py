@@ -31,10 +31,10 @@ from slurmft.reporting.metrics import RunMetrics, families
 from slurmft.storage.journal import Entry, JournalTail, Place
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system import processes
+from slurmft.system.authentication import token_in
 from slurmft.system.exposition import Family
 from slurmft.system.files import read_json, read_text, write_json
 from slurmft.system.foreign_text import one_line
-from slurmft.system.token_file import token_in
 
 # --- notify ---
 # Messages about chosen events of a run: to a command, or to a webhook. In a process of its own, which may wait.

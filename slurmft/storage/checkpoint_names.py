@@ -1,4 +1,5 @@
-"""Names in a checkpoint directory, and the mark of a checkpoint that runs die from. Needs no torch.
+"""Names in a checkpoint directory and in the memory of nodes, and marks of checkpoints: verified, doubted, or one that
+runs die from. Needs no torch.
 
 <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
     manifest.json       the commit marker

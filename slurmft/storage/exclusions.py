@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
-from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import MAX_WEIGHT, WEIGHTS, ManualEntry, Observation, Rules, worth_keeping
+from slurmft.policy.verdict import Kind
 from slurmft.storage.patience import translated, writing
 from slurmft.storage.run_folder import followed
 from slurmft.storage.soft_lock import SoftLock

@@ -1,4 +1,8 @@
-"""The run folder: the only module that knows which file lies where, and the only home of filelock."""
+"""The run folder: the only module that knows which file lies where, and the only home of filelock.
+
+In one piece, since names, owners and locks decide together what a reader of the folder may believe; a path that is
+built elsewhere would escape those checks.
+"""
 
 from __future__ import annotations
 

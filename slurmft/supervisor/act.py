@@ -16,7 +16,6 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.final_ends import End, ExitAction, end_of, explicit_action, why_no_requeue, why_superfluous
 from slurmft.policy.interval import FailureHistory, mtbf_s
 from slurmft.policy.job_identity import JobIdentity, OwnJob
@@ -32,6 +31,9 @@ from slurmft.policy.verdict import (
     Action,
     Cause,
     Decision,
+    Evidence,
+    Kind,
+    Suspect,
     Verdict,
 )
 from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
@@ -39,11 +41,11 @@ from slurmft.scheduler import jobs as scheduler_jobs
 from slurmft.scheduler import own_jobs, slurm, successor
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.slurm import ignoring_signals
-from slurmft.storage.attempt_facts import noted_batches, noted_resuming
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import PatientJournal, patiently
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner, RunFolder
+from slurmft.storage.verdicts import noted_batches, noted_resuming
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
 from slurmft.supervisor.evidence import budget_of
 from slurmft.supervisor.guardian import any_kept

@@ -1,4 +1,5 @@
-"""The supervisor's side of the control channel: connected agents, calls to them, and their reports.
+"""The supervisor's side of the control channel: connected agents, calls to them, their reports, and the end of those
+that outlive it.
 
 A malformed message closes the connection that it came by.
 """

@@ -1,4 +1,4 @@
-"""One attempt, from the start of its agents to its verdict. ``recovery.act`` does what follows from the verdict."""
+"""One attempt, from the start of its agents to its verdict. ``supervisor.act`` does what follows from the verdict."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ from slurmft.ipc.messages import (
     WorkerExited,
 )
 from slurmft.ipc.pages import RESCUE_S
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.final_ends import ExitAction, codes_of
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import Cause, Verdict
+from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.nodes import expand, in_order
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import take_order

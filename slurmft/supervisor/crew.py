@@ -1,4 +1,6 @@
-"""The agents of one start of a job. They and their warm zygotes outlive attempts, so that a restart is a fork."""
+"""The agents of one start of a job, and the folders of an attempt that they share. They and their warm zygotes outlive
+attempts, so that a restart is a fork.
+"""
 
 from __future__ import annotations
 

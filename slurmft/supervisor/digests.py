@@ -12,9 +12,8 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import DigestsReport
 from slurmft.policy.digests import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.judge import Corruption
-from slurmft.policy.verdict import Cause
+from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect
 from slurmft.storage.checkpoint_names import Doubt, note_doubt, note_verified
 from slurmft.storage.journal import Event, EventName
 from slurmft.supervisor.cluster import Start

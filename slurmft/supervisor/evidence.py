@@ -17,7 +17,6 @@ from pathlib import Path
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
 from slurmft.policy.decide import Budget, PastEnd, budget_for
-from slurmft.policy.evidence import Evidence
 from slurmft.policy.judge import Report, StepWords, Testimony, WorkerEnd, claimed
 from slurmft.policy.symptoms import (
     bug_of,
@@ -27,7 +26,15 @@ from slurmft.policy.symptoms import (
     last_words,
     without_own_lines,
 )
-from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Action, Cause, Verdict, has_progressed
+from slurmft.policy.verdict import (
+    EXIT_RERUN_ELSEWHERE,
+    EXIT_VALIDATION_FAILED,
+    Action,
+    Cause,
+    Evidence,
+    Verdict,
+    has_progressed,
+)
 from slurmft.scheduler.srun_lines import parse_srun_lines
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, RunFolder

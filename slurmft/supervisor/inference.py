@@ -32,11 +32,10 @@ from slurmft.ipc.messages import (
     Shutdown,
     SignalReport,
 )
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.grace import REQUEUE_COST_S
 from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths
 from slurmft.policy.stop import longest_silence_s, ping_interval_s
-from slurmft.policy.verdict import EXIT_USAGE, Cause, Verdict
+from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed

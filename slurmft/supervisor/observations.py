@@ -19,11 +19,10 @@ from slurmft.policy.judge import WorkerEnd
 from slurmft.policy.symptoms import last_words
 from slurmft.policy.verdict import Action, steps_at_risk
 from slurmft.storage import timings as storage_timings
-from slurmft.storage.attempt_facts import noted_source
 from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.timings import MAX_COSTS, MAX_SAVES, Timings
-from slurmft.storage.verdicts import read_verdict
+from slurmft.storage.verdicts import noted_source, read_verdict
 
 # --- How fast an attempt is, from its ranks' reports: steps, saves, and how long a stop takes ---
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, StorageError
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.judge import held_against
 from slurmft.policy.suspicion import State, observed, standing, suspect_gpus
@@ -23,6 +22,9 @@ from slurmft.policy.verdict import (
     Action,
     Cause,
     Decision,
+    Evidence,
+    Kind,
+    Suspect,
     Verdict,
 )
 from slurmft.scheduler import nodes as scheduler_nodes

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import TimingsReport
-from slurmft.policy.evidence import Suspect
-from slurmft.policy.verdict import Cause
+from slurmft.policy.verdict import Cause, Suspect
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.grace import workload_of

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmftError, StorageUnavailable, UsageError
 from slurmft.ipc.channel import BadMessage, Channel, connect
-from slurmft.policy.evidence import Suspect
 from slurmft.policy.stop import LEASE_S, RENEW_S, Silence, may_claim
-from slurmft.policy.verdict import Cause, Verdict
+from slurmft.policy.verdict import Cause, Suspect, Verdict
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import current_job
 from slurmft.scheduler.parsing import JobEnding

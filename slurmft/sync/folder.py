@@ -1,4 +1,9 @@
-"""One kept folder, from its restore to its last upload, in a thread of its own: another one's store may be silent."""
+"""One kept folder: its contents and versions, its restore, and its uploads, in a thread of its own, since another one's
+store may be silent.
+
+In one piece, since restore and upload are the two directions of the same manifest and of the same record beside the
+folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where versions are stored: a folder that all nodes share. ``object_store`` has what fsspec can reach."""
+"""Where versions are stored: a folder that all nodes share, or whatever fsspec can reach."""
 
 from __future__ import annotations
 

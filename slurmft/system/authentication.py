@@ -1,15 +1,25 @@
-"""Keys for one purpose each, and tags by which a stream of bytes proves that it was sent by a holder of its key.
-
-HMAC-SHA256 throughout: of the keyed hashes in Python's standard library it is the fastest on processors with
-instructions for SHA, which is what clusters have (``bench/results/peer_copies.md``).
+"""Tokens in files that their owner alone can read, keys for one purpose each, and tags by which a stream of bytes
+proves that it was sent by a holder of its key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import re
 import secrets
 import struct
+from pathlib import Path
+
+from slurmft.errors import UsageError
+from slurmft.system.files import read_text
+
+# --- authentication ---
+# Keys for one purpose each, and tags by which a stream of bytes proves that it was sent by a holder of its key.
+#
+# HMAC-SHA256 throughout: of the keyed hashes in Python's standard library it is the fastest on processors with
+# instructions for SHA, which is what clusters have (``bench/results/peer_copies.md``).
 
 TAG_BYTES = hashlib.sha256().digest_size
 NONCE_BYTES = 32
@@ -60,3 +70,25 @@ class PieceTags:
     def is_next(self, piece: bytes | memoryview, tag: bytes | memoryview) -> bool:
         """Whether this is the next piece, with its tag. Compared in constant time."""
         return hmac.compare_digest(self.next_tag(piece), tag)
+
+
+# --- A token in a file that its owner alone can read: never on a command line ---
+
+MAX_TOKEN_BYTES = 4096
+
+
+def token_in(path: Path, *, at_least: int = 16) -> str:
+    """The token in a file that its owner alone can read.
+
+    Raises:
+        UsageError: others can, it is another user's, it cannot be read, or holds no token.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise UsageError(f"others may read the token in {path}", hint=f"chmod 600 {path}")
+        token = read_text(path, owners={os.geteuid()}, limit_bytes=MAX_TOKEN_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the token in {path}: {error}") from error
+    if len(token) < at_least or not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise UsageError(f"{path} must hold one token of at least {at_least} printable characters without spaces")
+    return token

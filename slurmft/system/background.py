@@ -1,4 +1,6 @@
-"""Tasks that run beside the main line of a process; one that fails is never silent."""
+"""Tasks that run beside the main line of a process, of which none fails silently; a child of the agent, and sleep that
+was too long.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The connection of a session and the checkpoint managers of the same process; neither needs the other.
+"""What a session and the checkpoint managers of a process share: their connection (neither needs the other), random
+state, and groups of ranks.
 
 The session knows when a step is complete, when the run must stop, and when a rank has failed. A manager knows the state
 to save, and when a save in the background has become durable.

@@ -1,4 +1,7 @@
-"""The re-run state machine: a result that looks wrong is computed again, here and on other hardware, and judged."""
+"""The re-run state machine: a result that looks wrong is computed again, here and on other hardware, and judged.
+
+In one piece, since it is one state machine: each part reads or changes the state of the iteration that is being judged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.errors import UsageError
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.reruns import (
     MAX_ROUNDS_IN_PLACE,
     Injection,
@@ -37,12 +39,11 @@ from slurmft.policy.reruns import (
     strikes,
     variability,
 )
-from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, WorkerVerdict, add_evidence, write_verdict
 from slurmft.trainer.savers import host_group
-from slurmft.worker.generators import IterationStart
-from slurmft.worker.rerun_data import RerunDataIterator
+from slurmft.worker.rerun_data import IterationStart, RerunDataIterator
 
 # --- How every rank learns that one of them has rejected a result, without a collective of its own while none has ---
 # With DDP the flag rides on the gradients: a rank that rejects a result makes its own gradients NaN before they are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import json
 import re
@@ -210,6 +211,50 @@ def test_no_arrow_back_up_is_listed_without_need():
         if not in_circles(rooms_of(package, but=arrows - {arrow}))
     }  # fmt: skip
     assert needless == set()
+
+
+SMALL = {
+    "__main__": "`python -m slurmft`",
+    "cli/metrics": "a verb, imported by its name",
+    "cli/schema": "a verb, imported by its name",
+    "checkpoint/warm_up": "a program, imported by its name in a process that waits",
+    "sync/entry": "a program of its own (python -m)",
+    "worker/call": "a program of its own (python -m)",
+    "worker/pair_check": "a program of its own (python -m)",
+    "worker/shared_weights": "a public name, which must not import the rest of the worker",
+    "integrations/accelerate": "public names of its own, for loops of Accelerate",
+    "examples/byte_gpt_engine": "an example, to be copied",
+    "examples/drill": "an example, which the drill submits",
+}
+"""Modules below 80 lines that stand alone though one module at most imports them, and why."""
+
+SMALL_LINES, LARGE_LINES = 80, 1000
+
+
+def lines_of(name: str) -> int:
+    module = f"{name}.py" if f"{name}.py" in MODULES else f"{name}/__init__.py"
+    return (ROOT / module).read_text(encoding="utf-8").count("\n")
+
+
+def test_a_small_module_belongs_to_its_only_importer():
+    importers = collections.Counter(target for targets in imports_within().values() for target in targets)
+    small = {
+        name for name in imports_within()
+        if lines_of(name) < SMALL_LINES and importers[name] <= 1 and f"{name}.py" in MODULES and name != "__init__"
+    }  # fmt: skip
+    assert small == set(SMALL), "merge it with its importer, or say here why it stands alone; or it is gone"
+
+
+def test_a_large_module_says_why_it_stands_in_one_piece():
+    silent = [
+        name for name in imports_within()
+        if lines_of(name) > LARGE_LINES and "In one piece, since " not in _words_of_docstring(name)
+    ]  # fmt: skip
+    assert silent == []
+
+
+def _words_of_docstring(name: str) -> str:
+    return " ".join((ast.get_docstring(tree(f"{name}.py")) or "").split())
 
 
 def test_only_the_trainers_own_code_imports_the_worker():

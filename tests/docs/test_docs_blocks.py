@@ -20,8 +20,8 @@ from docs_pages import PAGES, REPOSITORY, Block, blocks, commands, prose
 from slurmft.cli.main import cli
 from slurmft.config import run as configuration
 from slurmft.errors import ConfigError
-from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import Observation
+from slurmft.policy.verdict import Kind
 from slurmft.storage.exclusions import ExclusionList
 
 DAY_S = 86_400.0

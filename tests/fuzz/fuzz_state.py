@@ -18,12 +18,12 @@ from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.inference.handover import read_handover, read_update
 from slurmft.operations import status
 from slurmft.operations.rescue import is_unfinished, rescues_without_progress
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.suspicion import Rules, standing
+from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.reporting.live import Watcher, heat, slowest
 from slurmft.reporting.metrics import families, looks_at
 from slurmft.reporting.report import Fleet, page_of, report_of
-from slurmft.storage import attempt_facts, checkpoint_names, history, run_folder, timings
+from slurmft.storage import checkpoint_names, history, run_folder, timings, verdicts
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import WorkerVerdict, add_evidence, read_evidence, read_verdict, write_verdict
@@ -50,8 +50,8 @@ def leave_state(folder: Path) -> None:
         folder / "checkpoints", checkpoint_names.Doubt(generation=1, after_step=9, reason="differs")
     )
     attempt = next(path for path in sorted((folder / "attempts").iterdir()) if path.is_dir())
-    attempt_facts.note_batches(attempt, [8], 2)
-    attempt_facts.note_resuming(attempt, "step-00000004.g0.c2", source="disk")
+    verdicts.note_batches(attempt, [8], 2)
+    verdicts.note_resuming(attempt, "step-00000004.g0.c2", source="disk")
     suspect = Suspect(node="n1", gpu="GPU-1", rank=0)
     write_verdict(folder / "verdicts" / "7.0.0.rank-0.json", WorkerVerdict(cause="unknown", suspects=(suspect,)))
     evidence = Evidence(kind=Kind.STRAGGLER, suspect=suspect, message="slow", at=1.7e9, step=4)
@@ -100,7 +100,7 @@ def read_state(folder: Path, exclusion_list: Path) -> Iterator[str]:
         *(lambda path=path: read_verdict(path) for path in sorted((folder / "verdicts").glob("*.json"))),
         *(lambda path=path: read_evidence(path) for path in sorted((folder / "verdicts").glob("*.jsonl"))),
         *(lambda path=path, read=read: read(path) for path in sorted((folder / "attempts").iterdir())
-          for read in (attempt_facts.noted_batches, attempt_facts.noted_resuming, attempt_facts.noted_source)),
+          for read in (verdicts.noted_batches, verdicts.noted_resuming, verdicts.noted_source)),
     ]  # fmt: skip
     for number, read in enumerate(readers):
         try:

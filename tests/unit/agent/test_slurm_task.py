@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from submitit.slurm.slurm import SlurmJobEnvironment
 
-from slurmft.agent.environment import worker_environment
 from slurmft.agent.torchrun import trainers_environment
+from slurmft.agent.workers import worker_environment
 from slurmft.config.run import validate
 from slurmft.ipc.messages import StartWorkers
 from slurmft.scheduler.nodes import in_order

@@ -19,8 +19,7 @@ import pytest
 from waiting import until_async
 
 from slurmft.agent import workers as agent_workers
-from slurmft.agent.environment import worker_environment
-from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
+from slurmft.agent.workers import Worker, Workers, reserve_port, worker_environment, zygote_arguments
 from slurmft.agent.zygote import why_not_to_fork
 from slurmft.config.run import validate
 from slurmft.config.sections import PRELOAD

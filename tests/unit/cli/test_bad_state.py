@@ -351,12 +351,9 @@ def test_what_another_user_may_not_read_hides_nothing(runs, tmp_path, forbid, me
 def as_nobody(work):
     """In this process, for a moment: its files are then somebody else's. What it imports must be there before."""
     for module in (
-        "cli.submit",
-        "cli.explain",
-        "cli.logs",
-        "cli.requeue",
-        "cli.stop",
+        "cli.control",
         "cli.status",
+        "cli.submit",
         "operations.control",
         "operations.rescue",
         "supervisor.run",
@@ -478,7 +475,7 @@ def test_an_error_of_the_operating_system_that_nobody_foresaw(runs, monkeypatch,
     def refuse(_run: RunFolder) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
-    monkeypatch.setattr("slurmft.cli.explain.story", refuse)
+    monkeypatch.setattr("slurmft.cli.status.story", refuse)
     monkeypatch.setattr(sys, "argv", ["slurmft", "explain", "good"])
     with pytest.raises(SystemExit) as ended:
         main()

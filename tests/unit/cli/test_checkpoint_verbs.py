@@ -19,7 +19,7 @@ from slurmft.checkpoint.holding import reading
 from slurmft.checkpoint.image_file import image_file, index_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.cli.checkpoint import checkpoint
-from slurmft.cli.inject import inject
+from slurmft.cli.control import inject
 from slurmft.config import run as configuration
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, Quarantine, write_quarantine

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slurmft.cli.exclude import exclude
-from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import WEIGHTS, Observation
+from slurmft.policy.verdict import Kind
 from slurmft.storage.exclusions import ExclusionList
 
 HOUR = 3600.0

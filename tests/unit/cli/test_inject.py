@@ -19,7 +19,7 @@ from torch import nn
 
 from slurmft.agent.agent import strike
 from slurmft.agent.workers import Worker
-from slurmft.cli import inject as verb
+from slurmft.cli import control as verb
 from slurmft.config import run as configuration
 from slurmft.errors import ConfigError, LaunchError, StorageError, UsageError
 from slurmft.ipc.messages import Inject, Injected
@@ -29,7 +29,7 @@ from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import MAX_AGE_S, ORDER_FILE, RunFolder, give_order, is_pending, take_order
 from slurmft.supervisor.attempt import Injections
 from slurmft.system.background import Background
-from slurmft.worker.faults import InjectedFault, InjectedFaults
+from slurmft.worker.session import InjectedFault, InjectedFaults
 
 KILL = {"fault": "kill", "who": "me@here", "rank": 3, "node": "", "after_s": 1.5}
 

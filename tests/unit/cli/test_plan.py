@@ -11,9 +11,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from slurmft.cli.plan import plan
-from slurmft.config.planning import PlanConfig
 from slurmft.config.run import load_section
 from slurmft.errors import ConfigError, UsageError
+from slurmft.planning.plan import PlanConfig
 
 SITE = Path(__file__).parents[3] / "configs" / "plan.yaml"
 SMALL = ("--set", "work_days=1", "--seeds", "2")

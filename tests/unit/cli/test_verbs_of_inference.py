@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 import slurmft
-from slurmft.cli.infer import infer
-from slurmft.cli.serve import serve
+from slurmft.cli.inference import infer, serve
 from slurmft.config.run import load
 from slurmft.errors import UsageError
 from slurmft.inference.endpoint import headers_file

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.agent.environment import worker_environment
+from slurmft.agent.workers import worker_environment
 from slurmft.config.run import RunConfig, validate
 from slurmft.config.sections import CheckpointConfig
 from slurmft.errors import ConfigError

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from waiting import until
 
-from slurmft.agent.environment import common_environment
-from slurmft.agent.workers import Workers
+from slurmft.agent.workers import Workers, common_environment
 from slurmft.config.run import RunConfig, validate
 from slurmft.ipc.zygote_start import MAX_BYTES, VARIABLE, Zygote, begun_for
 from slurmft.supervisor.cluster import environment_for

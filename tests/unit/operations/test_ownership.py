@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from slurmft.cli import advise, checkpoint, doctor, drill, exclude, inject, join, requeue, stop, submit
+from slurmft.cli import checkpoint, control, exclude, plan, site, submit
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations import rescue
 from slurmft.operations.run_configuration import refuse_foreign_configuration
@@ -224,13 +224,13 @@ def test_ten_thousand_folders_of_others_cost_little_and_one_line(run, monkeypatc
 
 
 ACTING = {
-    "stop": (stop.stop, []),
-    "save": (stop.save, []),
-    "requeue": (requeue.requeue, []),
-    "requeue --rescue": (requeue.requeue, ["--rescue"]),
-    "inject": (inject.inject, ["kill"]),
-    "join": (join.join, []),
-    "join --here": (join.join, ["--here"]),
+    "stop": (control.stop, []),
+    "save": (control.save, []),
+    "requeue": (control.requeue, []),
+    "requeue --rescue": (control.requeue, ["--rescue"]),
+    "inject": (control.inject, ["kill"]),
+    "join": (control.join, []),
+    "join --here": (control.join, ["--here"]),
     "checkpoint rm": (checkpoint.rm, ["1"]),
 }
 
@@ -249,16 +249,16 @@ def test_a_verb_that_acts_refuses_another_users_run_and_writes_nothing(run, verb
 
 CONFIGURED = {
     "submit": (submit.submit, ["--dry-run"]),
-    "drill": (drill.drill, ["--dry-run"]),
-    "advise": (advise.advise, []),
-    "doctor": (doctor.doctor, []),
+    "drill": (site.drill, ["--dry-run"]),
+    "advise": (plan.advise, []),
+    "doctor": (site.doctor, []),
     "exclude add": (exclude.add, ["n1", "--reason", "x", "--config"]),
 }
 
 
 @pytest.mark.parametrize("verb", CONFIGURED)
 def test_the_configuration_of_another_users_run_is_not_acted_on(run, verb, monkeypatch):
-    monkeypatch.setattr(drill.slurm, "available", lambda: True)
+    monkeypatch.setattr(site.slurm, "available", lambda: True)
     run.config.write_text(f"command: x\nrun_folder: {run.path}\nexclusions: {{path: {run.path.parent}/nodes.json}}\n")
     for path in (run.path, *run.path.iterdir()):
         os.chown(path, OTHER, OTHER)
@@ -412,7 +412,7 @@ def test_root_acts_only_for_users_who_can_log_in(monkeypatch, owner, shell, is_s
 def test_root_itself_is_no_owner(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path))
     with pytest.raises(UsageError, match="which are not root's"):
-        CliRunner().invoke(requeue.requeue, ["--rescue", "--as-owner"], catch_exceptions=False, standalone_mode=False)
+        CliRunner().invoke(control.requeue, ["--rescue", "--as-owner"], catch_exceptions=False, standalone_mode=False)
 
 
 def test_the_batch_script_is_private(tmp_path):

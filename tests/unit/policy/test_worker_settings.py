@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.agent.environment import settings_of, worker_environment
+from slurmft.agent.workers import settings_of, worker_environment
 from slurmft.config.run import validate
 from slurmft.errors import ConfigError
 from slurmft.ipc.messages import StartWorkers

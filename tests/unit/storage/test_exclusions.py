@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from of_each import of_each
 
 from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
-from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import (
     WEIGHTS,
     ManualEntry,
@@ -33,6 +32,7 @@ from slurmft.policy.suspicion import (
     suspect_gpus,
     worth_keeping,
 )
+from slurmft.policy.verdict import Kind
 from slurmft.storage import exclusions
 from slurmft.storage.exclusions import MERGE_FROM, ExclusionList, Exclusions
 from slurmft.system import files

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from of_each import of_each
 
 from slurmft.agent import hangs
-from slurmft.cli import progress
+from slurmft.cli import watch
 from slurmft.cli.main import cli
 from slurmft.config.run import load
 from slurmft.errors import SlurmftError
@@ -24,10 +24,10 @@ from slurmft.health.results import read_results, write_result
 from slurmft.ipc import stacks
 from slurmft.operations.status import overviews
 from slurmft.operations.sweep import heartbeat_url
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.node_health import Checkup
+from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.scheduler import slurm
-from slurmft.storage import attempt_facts, checkpoint_names, fence, history, run_folder, timings, verdicts
+from slurmft.storage import checkpoint_names, fence, history, run_folder, timings, verdicts
 from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
 from slurmft.supervisor import evidence
@@ -77,8 +77,8 @@ READERS: dict[str, tuple[str, Reader]] = {
     "learned timeouts": ("ft_state.json", lambda path: history.read_ft_state(path.parent, "w")),
     "learned timeouts, written": ("ft_state.json", lambda path: history.write_ft_state(path.parent, "w", {})),
     "stragglers": ("stragglers.json", lambda path: history.read_stragglers(path.parent, "w")),
-    "batches": ("micro-batch.json", lambda path: attempt_facts.noted_batches(path.parent)),
-    "resuming": ("resuming.json", lambda path: attempt_facts.noted_resuming(path.parent)),
+    "batches": ("micro-batch.json", lambda path: verdicts.noted_batches(path.parent)),
+    "resuming": ("resuming.json", lambda path: verdicts.noted_resuming(path.parent)),
     "configuration": ("config.yaml", load),
     "results of probes": ("n1.json", lambda path: read_results(path.parent)),
     "result of a probe, written": (
@@ -97,7 +97,7 @@ READERS: dict[str, tuple[str, Reader]] = {
         "attempts/7.0.0/x.rank_3", lambda path: evidence.collect(RunFolder(path.parents[2]), ATTEMPT, []),
     ),
     "srun's words": ("attempts/7.0.0/srun.err", lambda path: evidence.step_words(path.parent)),
-    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: progress._final_digest(RunFolder(path.parents[2]))),
+    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: watch._final_digest(RunFolder(path.parents[2]))),
     "texts to train on": ("a.txt", lambda path: data._head(path, 1 << 20)),
     "output": ("controller.log", _appended),
     "run lock": (".lock", lambda path: _locked(RunFolder(path.parent))),

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from slurmft.errors import StorageUnavailable
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
-from slurmft.policy.verdict import Cause, Verdict
+from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import WorkerVerdict, add_evidence, parse_evidence, read_evidence, write_verdict

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmft.agent.agent import Whereabouts
 from slurmft.config.run import RunConfig, validate
 from slurmft.errors import ConfigError, LaunchError, RunBusy, StorageUnavailable
-from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.operations import rescue
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import own_jobs

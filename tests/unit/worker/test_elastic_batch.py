@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmft.agent.environment import worker_environment
+from slurmft.agent.workers import worker_environment
 from slurmft.config.run import validate
 from slurmft.ipc.messages import StartWorkers
 from slurmft.worker.session import Batches

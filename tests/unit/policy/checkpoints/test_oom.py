@@ -9,7 +9,7 @@ from worker_variable import worker_variable
 
 from slurmft.errors import UsageError
 from slurmft.policy.worker_settings import MAX_DIVISOR, Irreducible, Smaller, divisor_in, pieces, smaller
-from slurmft.storage.attempt_facts import BATCH_FILE, AskedBatches, noted_batches
+from slurmft.storage.verdicts import BATCH_FILE, AskedBatches, noted_batches
 from slurmft.worker.session import Batches
 
 

@@ -15,9 +15,9 @@ from slurmft.checkpoint.catalog import KEPT_QUARANTINED, Catalog
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
 from slurmft.policy.verdict import PLANNED, Cause
-from slurmft.storage.attempt_facts import noted_resuming
 from slurmft.storage.checkpoint_names import QUARANTINE, Quarantine, read_quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event
+from slurmft.storage.verdicts import noted_resuming
 from slurmft.supervisor.act import quarantined_in, trials_of
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.evidence import Suspect
 from slurmft.policy.reruns import (
     LossWindow,
     Outcome,
@@ -22,6 +21,7 @@ from slurmft.policy.reruns import (
     strikes,
     variability,
 )
+from slurmft.policy.verdict import Suspect
 
 INF, NAN = math.inf, math.nan
 numbers = st.floats(allow_nan=True, allow_infinity=True)

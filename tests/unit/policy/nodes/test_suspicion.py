@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.suspicion import (
     FADED,
     HALF_LIFE_HOURS,
@@ -24,6 +23,7 @@ from slurmft.policy.suspicion import (
     weigh,
     worth_keeping,
 )
+from slurmft.policy.verdict import Evidence, Kind, Suspect
 
 NOW = 1_800_000_000.0
 HOUR, DAY = 3600.0, 86_400.0

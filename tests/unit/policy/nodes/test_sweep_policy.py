@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.evidence import Kind
 from slurmft.policy.node_health import (
     Checkup,
     HealthRules,
@@ -17,6 +16,7 @@ from slurmft.policy.node_health import (
     sweep_plan,
 )
 from slurmft.policy.suspicion import ManualEntry, Observation, Rules, State, standing
+from slurmft.policy.verdict import Kind
 
 NOW = 1_000_000.0
 HEALTH, RULES = HealthRules(), Rules()

@@ -136,11 +136,11 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 
 def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from slurmft.storage import history as ft_state\n"
+        "import sys; from pathlib import Path; from slurmft.storage.history import write_ft_state\n"
         "number = 0\n"
         "while True:\n"
         "    number += 1\n"
-        "    ft_state.write(Path(sys.argv[1]), 'a', {'step': [float(number)] * 200})\n"
+        "    write_ft_state(Path(sys.argv[1]), 'a', {'step': [float(number)] * 200})\n"
         "    print(number, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as writer:

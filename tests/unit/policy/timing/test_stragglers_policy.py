@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.evidence import Kind
 from slurmft.policy.stragglers import (
     Limits,
     ReportShape,
@@ -25,6 +24,7 @@ from slurmft.policy.stragglers import (
     score,
     step_slowdown,
 )
+from slurmft.policy.verdict import Kind
 
 NAN, INF = math.nan, math.inf
 

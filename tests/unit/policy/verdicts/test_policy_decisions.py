@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.policy.decide import PATIENT, Budget, PastEnd, budget_for, decide
-from slurmft.policy.evidence import Suspect
 from slurmft.policy.final_ends import ExitAction, explicit_action, lists_as_texts, parse_codes, unambiguous
-from slurmft.policy.verdict import BUDGETED, FREE, PLANNED, Action, Cause, Decision, Verdict, by_cause
+from slurmft.policy.verdict import BUDGETED, FREE, PLANNED, Action, Cause, Decision, Suspect, Verdict, by_cause
 
 FINISH, CONTINUE, STOP = Action.FINISH, Action.CONTINUE, Action.STOP
 BAD = (Suspect(node="n3", gpu="GPU-1", rank=6), Suspect(node="n1"), Suspect(node="n3", rank=7))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.judge import (
     CLAIMABLE,
     DECIDING,
@@ -26,7 +25,7 @@ from slurmft.policy.judge import (
 )
 from slurmft.policy.judge import Testimony as Heard  # pytest takes a name that begins with Test for tests
 from slurmft.policy.symptoms import cause_of_log, cause_of_text, codes_of_children, exceptions_in, last_words
-from slurmft.policy.verdict import Cause, Verdict
+from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 
 # symptoms
 

@@ -14,9 +14,9 @@ import pytest
 
 from slurmft.config.run import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
-from slurmft.policy.evidence import Kind
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation
+from slurmft.policy.verdict import Kind
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from slurmft.agent.environment import worker_environment
+from slurmft.agent.workers import worker_environment
 from slurmft.config.run import validate
 from slurmft.ipc.messages import StartWorkers
 from slurmft.policy.interval import FailureHistory, mtbf_s

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from slurmft.config.run import validate
-from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.values import Fault, Order
-from slurmft.policy.verdict import Cause, Verdict
+from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import FolderThread, PatientJournal

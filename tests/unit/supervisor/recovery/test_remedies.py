@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from slurmft.config.run import validate
-from slurmft.policy.evidence import Evidence, Kind
-from slurmft.policy.verdict import Action, Cause, Decision, Verdict
-from slurmft.storage.attempt_facts import note_batches, note_resuming
+from slurmft.policy.verdict import Action, Cause, Decision, Evidence, Kind, Verdict
 from slurmft.storage.checkpoint_names import MANIFEST, read_quarantine, usable
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.storage.verdicts import note_batches, note_resuming
 from slurmft.supervisor.act import Remedies, batch_divisor_of
 from slurmft.supervisor.cluster import Start
 

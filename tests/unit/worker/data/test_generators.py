@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slurmft.trainer import savers
-from slurmft.worker.generators import IterationStart
+from slurmft.worker.rerun_data import IterationStart
 
 
 def remembers(start: IterationStart) -> bool:

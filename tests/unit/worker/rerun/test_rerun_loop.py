@@ -16,14 +16,13 @@ from torch import nn
 
 from slurmft.config.sections import RerunConfig
 from slurmft.errors import ConfigError, UsageError
-from slurmft.policy.evidence import Kind, Suspect
 from slurmft.policy.reruns import Injection, Mode, Phase, RerunSettings, Seen
+from slurmft.policy.verdict import Kind, Suspect
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
 from slurmft.trainer import savers
-from slurmft.worker.generators import IterationStart
 from slurmft.worker.rerun import Proceedings, Rejection, RerunStateMachine, Row
-from slurmft.worker.rerun_data import RerunDataIterator, batch_hash
+from slurmft.worker.rerun_data import IterationStart, RerunDataIterator, batch_hash
 
 Spoil = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(step, run of this step, loss) -> loss"""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.policy.evidence import Kind
+from slurmft.policy.verdict import Kind
 from slurmft.storage.verdicts import read_evidence, read_verdict
 
 TRAINER = Path(__file__).parents[3] / "slurm/trainers/rerun.py"

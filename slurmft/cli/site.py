@@ -1,4 +1,4 @@
-"""``slurmft drill``."""
+"""``slurmft doctor`` and ``slurmft drill``: whether this cluster is ready for a run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,54 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 from slurmft.cli.arguments import Amount, own_configuration
 from slurmft.cli.main import console, say, say_block, say_json
 from slurmft.errors import UsageError
-from slurmft.operations.site import carry_out, prepared
+from slurmft.operations.site import as_lines, carry_out, diagnose, prepared
 from slurmft.policy.site import passed
 from slurmft.scheduler import slurm
 from slurmft.scheduler.jobs import preempt_argv, signal_argv
 from slurmft.system.foreign_text import one_line
 
+# --- ``slurmft doctor`` ---
+
 FORMAT = 1
+_EXIT_CODES_OF_DOCTOR = """\b
+Exit codes:
+  0   all of it works; notes are facts to know
+  1   warnings: it works, worse than it could
+  2   problems: something that this run needs does not work; also bad usage
+  69  there is no Slurm on this machine
+  75  Slurm did not answer
+"""
+
+
+@click.command(epilog=_EXIT_CODES_OF_DOCTOR)
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+def doctor(*, config: Path | None, as_json: bool) -> int:
+    """Say what will and will not work on this cluster, and what to do about it.
+
+    For the run of CONFIG, or for any. Asks Slurm a few questions, tries locks and replacing in the run folder's
+    filesystem, looks at the room there, and at what an administrator has set up: hooks, health.yaml, results of nodes,
+    and who may change what root relies on. Changes nothing.
+    """
+    settings = own_configuration(config) if config is not None else None
+    found = diagnose(settings, os.environ, here=Path.cwd())
+    if as_json:
+        facts = [asdict(finding) for finding in found.findings]
+        say_json({"format": FORMAT, "exit_code": found.exit_code, "findings": facts})
+    else:
+        for line in as_lines(found.findings):
+            say(line)
+    return found.exit_code
+
+
+# --- ``slurmft drill`` ---
+
 _WORDS = {True: ("pass", "green"), False: ("FAIL", "red"), None: ("-", "")}
-_EXIT_CODES = """\b
+_EXIT_CODES_OF_DRILL = """\b
 Exit codes:
   0   all of it worked
   1   something failed; the table says what. Or Slurm refused
@@ -31,7 +64,7 @@ Exit codes:
 """
 
 
-@click.command(epilog=_EXIT_CODES)
+@click.command(epilog=_EXIT_CODES_OF_DRILL)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.qos=low.")
 @click.option("--preempt-with", default="", metavar="PARTITION",
@@ -62,6 +95,9 @@ def drill(
     if as_json:
         say_json({"format": FORMAT, "exit_code": code, "rows": [asdict(row) for row in table]})
         return code
+    from rich.table import Table  # doctor does without
+    from rich.text import Text
+
     shown = Table(box=None, pad_edge=False)
     for title in ("", "", "what happened"):
         shown.add_column(title, overflow="fold")

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.agent.environment import worker_environment
+from slurmft.agent.workers import worker_environment
 from slurmft.config import run as configuration
 from slurmft.ipc.messages import StartWorkers
-from slurmft.policy.site import (
+from slurmft.policy.hangs import (
     HANDLING_VARIABLE,
     HEARTBEAT_VARIABLE,
     MIN_HEARTBEAT_S,
     heartbeat_s,
-    variables,
+    watchdog_variables,
     why_not_to_trust,
 )
 from slurmft.trainer import streams
@@ -69,9 +69,9 @@ def test_the_page_says_what_is_computed(limit_s):
 
 
 def test_what_the_user_has_set_stays():
-    assert variables({}, timeout_s=600, limit_s=60) == {HANDLING_VARIABLE: "3", HEARTBEAT_VARIABLE: "660"}
-    assert variables({HANDLING_VARIABLE: "0"}, timeout_s=60, limit_s=60) == {HEARTBEAT_VARIABLE: "480"}
-    assert HANDLING_VARIABLE not in variables({"NCCL_ASYNC_ERROR_HANDLING": "1"}, timeout_s=60, limit_s=60)
+    assert watchdog_variables({}, timeout_s=600, limit_s=60) == {HANDLING_VARIABLE: "3", HEARTBEAT_VARIABLE: "660"}
+    assert watchdog_variables({HANDLING_VARIABLE: "0"}, timeout_s=60, limit_s=60) == {HEARTBEAT_VARIABLE: "480"}
+    assert HANDLING_VARIABLE not in watchdog_variables({"NCCL_ASYNC_ERROR_HANDLING": "1"}, timeout_s=60, limit_s=60)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,5 @@ def test_the_page_lists_every_collective_of_this_package():
         for path in root.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))
     } - {"examples.plain_ddp"}  # fmt: skip
     listed = set(re.findall(r"^\| `([\w.]+)`", page.read_text(encoding="utf-8"), re.MULTILINE))
-    assert users - {"trainer.host_group"} <= listed, "training.groups has the group made"
-    assert {"checkpoint.team", "worker.pacing"} <= users
+    assert users - {"trainer.savers"} <= listed, "worker.groups has the group made"
+    assert {"checkpoint.agreement", "worker.saves"} <= users
