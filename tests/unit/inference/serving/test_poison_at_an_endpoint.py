@@ -109,6 +109,7 @@ class Node:
         ]
         self.servers = [RouterServer(each, self.config) for each in self.routers]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = False
 
     async def begin(self) -> list[int]:
         await self.pool.begin(epoch=1, generation=1)
@@ -118,11 +119,12 @@ class Node:
         return ports
 
     async def close(self) -> None:
-        for each in (*self.servers, *self.routers, self.pool):
-            await each.close()
+        self._is_over = True
         for number in list(self._processes):
             self._kill(number)
         await asyncio.gather(*self._tasks)
+        for each in (self.pool, *self.servers, *self.routers):
+            await each.close()
 
     def _start(self, number: int, socket: str, life: int) -> None:
         settings = ReplicaSettings(socket=socket, config=str(self.file), generation=1, node=0, replica=number,
@@ -135,9 +137,11 @@ class Node:
             self._processes[number] = process
             code = await process.wait()
             del self._processes[number]
-            self.pool.on_exit(number, code)
+            if not self._is_over:
+                self.pool.on_exit(number, code)
 
-        self._tasks.add(asyncio.create_task(live()))
+        if not self._is_over:
+            self._tasks.add(asyncio.create_task(live()))
 
     def _kill(self, number: int) -> None:
         if number in self._processes:
