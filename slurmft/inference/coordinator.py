@@ -35,7 +35,7 @@ from slurmft.ipc.messages import (
     RequestsReturned,
     RequestsWanted,
 )
-from slurmft.policy.inference import Death, evidence_of, is_poison
+from slurmft.policy.inference import Death, evidence_of, is_poison, is_suspect
 from slurmft.storage.journal import EventName
 
 # --- leases ---
@@ -139,7 +139,7 @@ class RequestRedistributor:
             for low, high in self._part_of(agent, first, last):
                 self._state[low:high] = OPEN
                 count += high - low
-                suspects = [index for index in self._deaths if low <= index < high and self._is_suspect(index)]
+                suspects = [each for each, deaths in self._deaths.items() if low <= each < high and is_suspect(deaths)]
                 self._suspects.extend(suspects)
                 for run in _without((low, high), suspects):
                     heapq.heappush(self._open, run)
@@ -162,7 +162,7 @@ class RequestRedistributor:
                 given_up.append((index, evidence_of(deaths)))
                 continue
             self._state[index] = OPEN
-            if self._is_suspect(index):
+            if is_suspect(deaths):
                 self._suspects.append(index)
             else:
                 heapq.heappush(self._open, (index, index + 1))
@@ -187,10 +187,6 @@ class RequestRedistributor:
     def _part_of(self, agent: int, first: int, last: int) -> list[Run]:
         is_held = (self._state[first:last] == LEASED) & (self._holder[first:last] == agent)
         return [(first + low, first + high) for low, high in _runs(np.flatnonzero(is_held))]
-
-    def _is_suspect(self, index: int) -> bool:
-        deaths = self._deaths[index]
-        return len(deaths) > 1 or deaths[0].alone
 
     def _forget_ended(self, agent: int) -> None:
         leases = self._held[agent]

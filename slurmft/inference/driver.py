@@ -597,16 +597,16 @@ class HttpEngine:
 
         assert self._session is not None
         body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "1"}], "prompt": "1"}
-        try:
+        with contextlib.suppress(ValueError, LookupError, TypeError, aiohttp.ClientError, OSError, Again):
             async with self._session.get(f"{self._base}/v1/models") as response:
-                with contextlib.suppress(ValueError, LookupError, TypeError):
-                    body["model"] = json.loads(await _content(response))["data"][0]["id"]
-            async with self._session.post(self._base + self.request_path, json=body) as response:
-                status, text = response.status, (await _content(response)).decode(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, OSError, Again) as error:
-            raise LaunchError(f"a first request has no answer: {error or type(error).__name__}") from error
-        if status in (401, 403) or status >= 500:
-            raise LaunchError(f"a first request to {self.request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
+                body["model"] = json.loads(await _content(response))["data"][0]["id"]
+        try:
+            answer = (await smallest_answer(self, {"id": "canary", "body": body}))["response"]
+        except Again as error:
+            raise LaunchError(f"a first request to {self.request_path}: {error}") from error
+        if answer["status_code"] in (401, 403) or answer["status_code"] >= 500:
+            raise LaunchError(f"a first request to {self.request_path} gets HTTP {answer['status_code']}: "
+                              f"{json.dumps(answer['body'])[:MAX_TOLD]}")  # fmt: skip
 
     async def tokens(self) -> float:
         """From the engine's metrics since the first look, and by the pieces of streams."""
@@ -819,14 +819,15 @@ async def works(engine: Engine, proof: Mapping[str, Any] | None) -> bool:
 
     It decides wherever an engine is only suspected: it has made no progress for long, or fails what it is asked.
     """
-    if proof is None:
-        return False
+    with contextlib.suppress(Again):
+        return proof is not None and is_good(await smallest_answer(engine, proof))
+    return False
+
+
+async def smallest_answer(engine: Engine, proof: Mapping[str, Any]) -> Answer:
+    """To the smallest request of the kind of another one, or to that where none is known. Raises as ``answer`` does."""
     path = str(proof.get("url", engine.request_path))
-    try:
-        answer = (await engine.answer([{**proof, "body": smallest(path, proof["body"]) or proof["body"]}]))[0]
-    except Again:
-        return False
-    return is_good(answer)
+    return (await engine.answer([{**proof, "body": smallest(path, proof["body"]) or proof["body"]}]))[0]
 
 
 class Driver:

@@ -175,6 +175,12 @@ class Gate:
         """The engine makes no progress: routers avoid it, and where it ends so, what it had was the reason perhaps."""
 
         self._routers: set[_Control] = set()
+        self._line: list[_Control] = []
+        """Routers that want the engine for one request alone; it is kept for them, and the first one has it."""
+
+        self._round = 0
+        """How often it was kept, after it was free."""
+
         self._gone = 0
         self._server: asyncio.Server | None = None
         self._beats: asyncio.Task[None] | None = None
@@ -243,12 +249,19 @@ class Gate:
     def joined(self, router: _Control) -> None:
         """A router has proved itself."""
         self._routers.add(router)
-        router.tell(self._words())
+        router.tell(self._words(router))
 
     def left(self, router: _Control) -> None:
         """Its connection has ended."""
         self._routers.discard(router)
         self._gone += router.begun
+        self.line_up(router, 0)
+
+    def line_up(self, router: _Control, turn: int) -> None:
+        """A router wants the engine for one request alone (each has a ``turn`` of its own); 0: no more."""
+        router.turn, self._round = turn, self._round + (not self._line)
+        self._line = [each for each in self._line if each is not router] + [router] * (turn > 0)
+        self._tell_all()
 
     def changed(self) -> None:
         """A router has begun or ended requests."""
@@ -271,11 +284,14 @@ class Gate:
 
     def _tell_all(self) -> None:
         for router in self._routers:
-            router.tell(self._words())
+            router.tell(self._words(router))
 
-    def _words(self) -> bytes:
+    def _words(self, router: _Control) -> bytes:
+        # whose turn it is begins when all others have said that they begin nothing more
+        is_next = self._line[:1] == [router] and all(each.yields == self._round for each in self._routers - {router})
         told = {"phase": self.phase, "in_flight": self.in_flight, "crashed": self._crashed,
-                "suspected": self.is_suspected}  # fmt: skip
+                "suspected": self.is_suspected, "turn": router.turn * is_next,
+                "kept": self._round * bool(self._line)}  # fmt: skip
         return json.dumps(told).encode() + b"\n"
 
 
@@ -340,6 +356,7 @@ class _Control(asyncio.Protocol):
         self.begun = self.done = 0
         self.working, self.patience, self.good, self.bad = 0, 1.0, 0, 0
         self.proof: tuple[str, str, bool] | None = None
+        self.turn = self.yields = 0
         self.heard_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
 
@@ -355,14 +372,17 @@ class _Control(asyncio.Protocol):
         try:
             for line in lines:
                 told = json.loads(line)
-                before, begun, done = (self.begun, self.done), int(told["begun"]), int(told["done"])
+                before, begun, done = (self.begun, self.done, self.yields), int(told["begun"]), int(told["done"])
                 self.begun = max(self.begun, begun)
                 self.done = min(max(self.done, done), self.begun)
                 self.working, self.patience = int(told.get("working", 0)), float(told.get("patience", 1.0))
                 self.good, self.bad = map(int, told.get("outcomes", (0, 0)))
                 if (proof := told.get("proof")) is not None:
                     self.proof = str(proof[0]), str(proof[1]), bool(proof[2])
-                is_news = is_news or (begun, done) != before
+                self.yields = int(told.get("yields", 0))
+                is_news = is_news or (begun, done, self.yields) != before
+                if (turn := int(told.get("turn", 0))) != self.turn:
+                    self._gate.line_up(self, turn)
             if is_news:
                 self._gate.changed()
         except (ValueError, KeyError, TypeError, IndexError):

@@ -317,13 +317,15 @@ class ReplicaPool:
         ready = [each for each in self.replicas if each.phase is Phase.READY]
         now_s = time.monotonic()
         for replica in ready:
-            is_proven = replica.answered > 0 or not self._queue
-            if self._suspects and not replica.in_flight and not replica.alone and is_proven:
+            # one at a time, as long as the others have something else to do
+            may = not self._queue or (replica.answered > 0 and not any(each.alone for each in ready))
+            if self._suspects and not replica.in_flight and not replica.alone and may:
                 self._partials.pop(self._suspects[0], None)  # what it has so far may be what kills
                 self._hand_over(replica, [self._suspects.popleft()], now_s)
                 replica.alone = True
         ready.sort(key=lambda each: -each.room())
-        emptied = [each.number for each in ready if each.answered > 0][: len(self._suspects)]  # each for a suspect
+        is_wanted = bool(self._suspects) and not any(each.alone for each in ready)
+        emptied = [each.number for each in ready if each.answered > 0][:is_wanted]  # for a suspect
         fed = [each for each in ready if each.number not in emptied]
         for replica, share in [(each, share) for share in (0.0, AHEAD) for each in fed]:
             count = min(replica.room(int(share * replica.slots)), len(self._queue))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
@@ -14,8 +15,8 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, knock
-from slurmft.policy.inference import poisonous, weight
-from slurmft.policy.serving import Breaker, Load, choose
+from slurmft.policy.inference import Death
+from slurmft.policy.serving import Breaker, Load, choose, place_alone
 from slurmft.system.background import overslept_s
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ KEPT_S = 4.0
 AGAIN_S = 0.2
 TELL_S = 0.02
 LOOK_S = 0.25
+EMPTY_LOOK_S = 0.01
+
+TURNS = itertools.count(1)
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +46,11 @@ log = logging.getLogger(__name__)
 class Leaving(Protocol):
     """Something that a replica works on."""
 
-    crashed: set[str]
+    deaths: list[Death]
     """Replicas that crashed while they worked on it."""
 
-    is_poison: bool
-    """It has crashed them."""
+    sent_s: float
+    """When the last one got it."""
 
     is_work: bool
     """It is more than a look at the engine."""
@@ -105,9 +109,6 @@ class Replica:
         self.errands: set[Leaving] = set()
         """What is to be told at once when it is lost."""
 
-        self._suspects: set[Leaving] = set()
-        """Those of them that were on a crashed engine."""
-
         self.phase = ""
         """As it says itself; empty before its first word."""
 
@@ -127,6 +128,11 @@ class Replica:
         """Requests of this router."""
 
         self._others = 0
+        self._answered_s = 0.0
+        self._turn = self._has_turn = self._round = 0
+        """That in which a suspect of this router wants to be alone on it, the one that its gate says it is, and that in
+        which it is kept for suspects."""
+
         self._heard_s = 0.0
         self.breaker = Breaker()
         self.gone = asyncio.Event()
@@ -150,26 +156,25 @@ class Replica:
         """For the choice; None where it is not in the rotation."""
         if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
             return None
-        suspected = weight([len(each.crashed) for each in self._suspects]) if self._suspects else 0
-        is_avoided = self.is_suspected or self.breaker.is_open(now_s)
-        return Load(self.name, self.in_flight, avoided=is_avoided, suspected=suspected)
+        is_avoided, is_kept = self.is_suspected or self.breaker.is_open(now_s), bool(self._turn or self._round)
+        return Load(self.name, self.in_flight, avoided=is_avoided, kept=is_kept, proven=self._good > 0)
 
     def takes(self, errand: Leaving) -> None:
         """It works on this from now on."""
         self.errands.add(errand)
+        errand.sent_s = time.monotonic()
         if self.proof is None and errand.proof is not None:
             self.proof = (*errand.proof, False)
-        if errand.crashed:
-            self._suspects.add(errand)
 
     def leaves(self, errand: Leaving) -> None:
         """It does not work on this any more."""
         self.errands.discard(errand)
-        self._suspects.discard(errand)
 
     def did(self, *, well: bool) -> None:
         """It has answered a request that is more than a look, or had no answer of its own."""
-        self.breaker = self.breaker.succeeded() if well else self.breaker.failed(time.monotonic())
+        now_s = time.monotonic()
+        self.breaker = self.breaker.succeeded() if well else self.breaker.failed(now_s)
+        self._answered_s = now_s if well else self._answered_s
         self._good, self._bad = self._good + well, self._bad + (not well)
         self._tell_soon()
 
@@ -183,6 +188,23 @@ class Replica:
         self.done += 1
         self._tell_soon()
         self._on_room()
+
+    def keep(self, *, is_wanted: bool) -> None:
+        """Have it for one request alone, behind those of other routers; or no longer."""
+        if is_wanted or self._turn:
+            self._turn = next(TURNS) if is_wanted else 0
+            self._tell()
+
+    async def emptied(self) -> bool:
+        """Wait until it has nothing else to do, and is to get nothing else; whether it came to that."""
+        if not self._turn:
+            self.keep(is_wanted=True)
+        while not (self.gone.is_set() or self.is_suspected):
+            if self._has_turn == self._turn and not self.in_flight:
+                return True
+            await asyncio.sleep(EMPTY_LOOK_S)
+        self.keep(is_wanted=False)
+        return False
 
     async def knock(self, what: bytes) -> socket.socket:
         """A connection to its gate.
@@ -260,6 +282,9 @@ class Replica:
         self._others = max(0, int(told["in_flight"]) - (self.begun - self.done))
         before, self.phase = (self.phase, self.gone.is_set()), str(told["phase"])
         self.is_suspected = bool(told.get("suspected"))
+        kept, self._round, self._has_turn = self._round, int(told.get("kept", 0)), int(told.get("turn", 0))
+        if self._round != kept:
+            self._tell()  # with what was begun before: from now on it gets nothing more
         if self.phase == "ended":
             self.has_crashed = bool(told.get("crashed"))
             self._lose()
@@ -274,19 +299,14 @@ class Replica:
     def _lose(self) -> None:
         if not self.gone.is_set():
             self.gone.set()
-            if self.has_crashed or self.is_suspected:
-                self._blame()
-            for errand in list(self.errands):
+            how = "a crash" if self.has_crashed else "a hang" if self.is_suspected else ""
+            is_alone = sum(each.is_work for each in self.errands) == 1 and not self._others
+            # the next to be tried alone is what came last before it answered nothing more
+            for errand in sorted(self.errands, key=lambda each: abs(each.sent_s - self._answered_s)):
+                if how and errand.is_work:
+                    errand.deaths.append(Death(self.name, alone=is_alone, how=how))
                 errand.lost()
             self._on_change()
-
-    def _blame(self) -> None:
-        place = self.name.partition("#")[0]
-        errands = list(self.errands)
-        guilty = poisonous([len(each.crashed - {place}) for each in errands])
-        for number, errand in enumerate(errands):
-            errand.is_poison = number == guilty
-            errand.crashed.add(place)
 
     def _tell_soon(self) -> None:
         if self._telling is None:
@@ -301,7 +321,8 @@ class Replica:
         """What the gate is told: numbers of requests begun and done, and of those that it has those that are work, the
         patience of the largest, how many were answered and failed, and one that was answered."""
         working = [each.patience for each in self.errands if each.is_work]
-        told = {"begun": self.begun - self._base, "done": self.done - self._base, "working": len(working)}
+        told = {"begun": self.begun - self._base, "done": self.done - self._base, "working": len(working),
+                "turn": self._turn, "yields": self._round}  # fmt: skip
         return told | {"patience": max(working, default=1.0), "proof": self.proof, "outcomes": (self._good, self._bad)}
 
 
@@ -333,9 +354,17 @@ class Replicas:
                 )
         self._on_change()
 
-    def choose(self, limit: int, without: Collection[str], *, is_suspect: bool = False) -> Replica | None:
+    def choose(self, limit: int, without: Collection[str]) -> Replica | None:
         """The one that takes the next request; None where none has room."""
-        name = choose(self.loads(), limit=limit, without=without, is_suspect=is_suspect)
+        name = choose(self.loads(), limit=limit, without=without)
+        return None if name is None else self.by_name[name]
+
+    def keep(self, without: Collection[str] | None) -> Replica | None:
+        """The one that is kept for suspects of this router, and no other; ``without``, where they failed before."""
+        name = None if without is None else place_alone(self.loads(), without)
+        for each in self.by_name.values():
+            if each.name != name:
+                each.keep(is_wanted=False)
         return None if name is None else self.by_name[name]
 
     def loads(self) -> list[Load]:

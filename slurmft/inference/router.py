@@ -44,9 +44,18 @@ from slurmft.inference.batches import Batches
 from slurmft.inference.certificates import context_for
 from slurmft.inference.endpoint import SETTINGS_VARIABLE, RouterSettings, folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
-from slurmft.inference.replicas import Replica, Replicas
+from slurmft.inference.replicas import EMPTY_LOOK_S, Replica, Replicas
 from slurmft.policy.engines import PROVABLE, is_open, model_in, normal, patience_for
-from slurmft.policy.inference import KILLS, Outcome, outcome_of_status, retry_after_s
+from slurmft.policy.inference import (
+    KILLS,
+    SOON_S,
+    Death,
+    Outcome,
+    is_poison,
+    is_suspect,
+    outcome_of_status,
+    retry_after_s,
+)
 from slurmft.policy.serving import (
     Entry,
     Failure,
@@ -151,12 +160,10 @@ class Errand:
         self._limit: asyncio.Timeout | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._is_lost = self._is_passing = self._is_late = False
-        self.crashed: set[str] = set()
+        self.deaths: list[Death] = []
         """Replicas that crashed while they worked on it."""
 
-        self.is_poison = False
-        """It has crashed them."""
-
+        self.sent_s = 0.0
         self.is_work = request.method not in LOOKS
         self.patience = patience_for(body) if self.is_work else 1.0
         model = model_in(body) if request.path in PROVABLE else ""
@@ -170,9 +177,7 @@ class Errand:
         router.budget = router.budget.came()
         began_s = time.monotonic()
         while True:
-            replica = await router.replica_for(
-                self._deadline_s, without, is_suspect=bool(self.crashed), priority=self._trip.priority
-            )
+            is_alone, replica = await self._place(without)
             if replica is None:
                 return self._give_up("deadline", 504, "no replica had room before the deadline of the request")
             self._trip.replica, self._trip.tries = replica.name, self._trip.tries + 1
@@ -186,11 +191,13 @@ class Errand:
                 return answer
             finally:
                 replica.end()
-            if self.is_poison:
+                if is_alone:
+                    router.one_less_alone(replica)
+            if is_poison(self.deaths):
                 router.remember_poison(self._request, self._body)
                 told = (
-                    f"this request has crashed {len(self.crashed)} replicas, or they made no progress while they had "
-                    f"it (inference.hang_timeout_s): {', '.join(sorted(self.crashed))}"
+                    f"this request has crashed {len(self.deaths)} replicas, or they made no progress while they had "
+                    f"it (inference.hang_timeout_s): {', '.join(each.replica for each in self.deaths)}"
                 )
                 return self._give_up("poison", UNPROCESSABLE, told)
             failed += 1
@@ -215,6 +222,16 @@ class Errand:
             if not others:
                 without.clear()
             await asyncio.sleep(then.pause_s)
+
+    async def _place(self, without: set[str]) -> tuple[bool, Replica | None]:
+        """Whether it is to be alone, and the replica; None where there is none before the deadline."""
+        router, is_sure = self._router, is_suspect(self.deaths)
+        if is_suspect(self.deaths, router.wait_alone_s):
+            left_s = max(0.0, self._deadline_s - time.monotonic())
+            replica = await router.replica_alone(left_s if is_sure else min(left_s, SOON_S), without)
+            if replica is not None or is_sure:
+                return True, replica
+        return False, await router.replica_for(self._deadline_s, without, priority=self._trip.priority)
 
     def lost(self) -> None:
         """The replica that works on it is gone."""
@@ -524,6 +541,9 @@ class Router:
         self._poison: dict[bytes, float] = {}
         """Digests of requests that have crashed replicas, and until when they are refused."""
 
+        self.suspects, self._one_alone = 0, asyncio.Lock()
+        """Requests that may have crashed replicas, and are alone on one or wait for that."""
+
         self.held_bytes = 0
         """Of the bodies of all requests."""
 
@@ -684,14 +704,14 @@ class Router:
     # The replicas
 
     async def replica_for(
-        self, deadline_s: float, without: set[str], *, is_suspect: bool = False, priority: Priority = Priority.NORMAL
+        self, deadline_s: float, without: set[str], *, priority: Priority = Priority.NORMAL
     ) -> Replica | None:  # fmt: skip
         """One that has room, with the request begun on it; None where there is none before the deadline."""
         is_woken, line = False, self._waiting[priority]
         while True:
             is_next = is_woken or not self._before(priority)
             limit = priority.share_of(self._terms.concurrency)
-            if is_next and (replica := self.replicas.choose(limit, without, is_suspect=is_suspect)) is not None:
+            if is_next and (replica := self.replicas.choose(limit, without)) is not None:
                 replica.begin()
                 if is_woken:
                     self._wake()  # there may be room for more
@@ -707,6 +727,47 @@ class Router:
             is_woken = await self._woken(line, waiting, left_s)
             if not is_woken:
                 return None
+
+    @property
+    def wait_alone_s(self) -> float:
+        """How long one more suspect would wait until it is alone."""
+        return self.suspects * self._mean_s
+
+    async def replica_alone(self, within_s: float, without: set[str]) -> Replica | None:
+        """One with nothing else to do, with a suspect begun on it; None where there is none in time.
+
+        ``one_less_alone`` follows. Suspects of this router wait here for each other, and those of others at the gate.
+        """
+        self.suspects, replica = self.suspects + 1, None
+        try:
+            async with asyncio.timeout(within_s):
+                await self._one_alone.acquire()
+                try:
+                    while (kept := self.replicas.keep(without)) is None or not await kept.emptied():
+                        await asyncio.sleep(EMPTY_LOOK_S)
+                    replica = kept
+                    replica.begin()
+                finally:
+                    if replica is None:
+                        self._one_alone.release()
+        except TimeoutError:
+            pass
+        finally:
+            if replica is None:
+                self._one_suspect_less()
+        return replica
+
+    def one_less_alone(self, replica: Replica) -> None:
+        """A suspect that was alone has ended, however; the next one follows on the same replica."""
+        self._one_alone.release()
+        self._one_suspect_less(replica)
+
+    def _one_suspect_less(self, replica: Replica | None = None) -> None:
+        self.suspects -= 1
+        if not self.suspects:
+            self.replicas.keep(None)
+        elif replica is not None:
+            replica.keep(is_wanted=True)
 
     def _before(self, priority: Priority) -> int:
         """How many wait that have their turn before one more of this priority."""

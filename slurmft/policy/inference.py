@@ -130,11 +130,14 @@ class NodeDeaths:
         return node if most >= max(DEATHS, TIMES_OTHERS * second) else None
 
 
-# --- Requests that kill engines: a death makes suspects of all that were in flight, and only one alone is proof ---
+# --- Requests that kill engines: a death makes suspects of all that were in flight, and only those alone are proof ---
 
 KILLS = 2
 """Replicas that a request must have killed while it was alone on them."""
 
+SOON_S = 30.0
+"""One that was at a single death is tried alone where its turn comes within so long; the others go on as before.
+Engines die of other things as well, and where answers take minutes most would wait in vain."""
 
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 """Signals that come from outside of an engine."""
@@ -154,6 +157,15 @@ class Death:
     """The end, in words: signal, exit code or hang."""
 
 
+def is_suspect(deaths: Sequence[Death], wait_s: float = math.inf) -> bool:
+    """Whether a request is tried with nothing beside it from now on.
+
+    Args:
+        wait_s: until its turn would come.
+    """
+    return len(deaths) > 1 or any(death.alone or wait_s <= SOON_S for death in deaths)
+
+
 def is_poison(deaths: Sequence[Death]) -> bool:
     """Whether the request killed ``KILLS`` replicas alone: it is not tried again."""
     return len({death.replica for death in deaths if death.alone}) >= KILLS
@@ -162,24 +174,6 @@ def is_poison(deaths: Sequence[Death]) -> bool:
 def has_crashed(code: int) -> bool:
     """Whether an engine ended by its own fault, perhaps that of a request; ``code`` as ``Popen.returncode``."""
     return code != 0 and -code not in OUTSIDE
-
-
-def poisonous(crashes: Sequence[int]) -> int | None:
-    """Which of the requests on an engine of an endpoint that has crashed is to blame; None where it is not clear.
-
-    Engines of an endpoint work on many requests at once, and none of them can wait until it is alone. All on a crashed
-    engine are suspects, and are spread over the others: fewer have been on one more with each crash, in the end one.
-
-    Args:
-        crashes: of other engines with each of them, before this one.
-    """
-    most = max(crashes, default=0)
-    return crashes.index(most) if most >= KILLS - 1 and crashes.count(most) == 1 else None
-
-
-def weight(crashes: Sequence[int]) -> int:
-    """By how much other suspects are to be kept from an engine that works on some: most by those with most crashes."""
-    return sum(64 ** min(each, 8) for each in crashes)
 
 
 def evidence_of(deaths: Sequence[Death]) -> str:

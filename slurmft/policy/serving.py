@@ -303,21 +303,32 @@ class Load:
     avoided: bool = False
     """It fails what it gets, although it lives."""
 
-    suspected: int = 0
-    """The weight of the requests on it that may have crashed another one."""
+    kept: bool = False
+    """For a request that may have killed engines, and is to be alone on it."""
+
+    proven: bool = True
+    """It has answered something."""
 
 
-def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = (), is_suspect: bool = False) -> str | None:
+def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) -> str | None:
     """The replica with the fewest requests in flight, the first of several; None where none has room.
 
     One of ``without``, where the request has failed before, is taken where no other has room; one that is avoided only
-    where the rotation has no other: a wait for a good one is better than another failure. A request that may have
-    crashed an engine goes where such have the least weight.
+    where the rotation has no other: a wait for a good one is better than another failure.
     """
     able = [each for each in loads if not each.avoided] or loads
-    free = [each for each in able if each.in_flight < limit]
+    free = [each for each in able if each.in_flight < limit and not each.kept]
     fresh = [each for each in free if each.name not in without] or free
-    return min(fresh, key=lambda each: (is_suspect and each.suspected, each.in_flight)).name if fresh else None
+    return min(fresh, key=lambda each: each.in_flight).name if fresh else None
+
+
+def place_alone(loads: Sequence[Load], without: Collection[str]) -> str | None:
+    """The replica on which a suspect is tried with nothing beside it: one that works, and is soon empty.
+
+    They are tried on one replica, one after the other, whichever router has them: the others go on meanwhile.
+    """
+    able = [each for each in [each for each in loads if each.kept] or loads if not each.avoided]
+    return min(able, key=lambda each: (each.name in without, not each.proven, each.in_flight)).name if able else None
 
 
 @dataclass(frozen=True, slots=True)

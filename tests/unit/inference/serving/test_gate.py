@@ -37,9 +37,60 @@ def test_one_port_answers_on_every_address(host: str | None) -> None:
             connection = await knock(address, port, KEY, CONTROL)
             reader, writer = await asyncio.open_connection(sock=connection)
             assert json.loads(await reader.readline()) == {"phase": "ready", "in_flight": 0, "crashed": False,
-                                                           "suspected": False}  # fmt: skip
+                                                           "suspected": False, "turn": 0, "kept": 0}  # fmt: skip
             await end(writer)
         gate.close()
+
+    run(work())
+
+
+def test_routers_have_the_engine_for_one_request_alone_in_turn_and_when_all_others_have_said_so() -> None:
+    async def work() -> None:
+        gate = Gate(KEY, refuse)
+        port, said = await gate.listen("127.0.0.1"), dict[str, asyncio.StreamWriter]()
+        heard: dict[str, dict[str, int]] = {name: {} for name in "abc"}
+
+        async def listen(name: str) -> None:
+            connection = await knock("127.0.0.1", port, KEY, CONTROL)
+            reader, said[name] = await asyncio.open_connection(sock=connection)
+            while line := await reader.readline():
+                heard[name] = json.loads(line)
+
+        def say(name: str, **told: int) -> None:
+            said[name].write(json.dumps({"begun": 0, "done": 0, **told}).encode() + b"\n")
+
+        async def until_has_turn(name: str, turn: int) -> None:
+            await until_async(lambda: heard[name]["turn"] == turn)
+            assert [heard[other]["turn"] for other in "abc" if other != name] == [0, 0]
+
+        listening = [asyncio.create_task(listen(name)) for name in "abc"]
+        await until_async(lambda: all(heard.values()))
+        say("a", turn=7)
+        await until_async(lambda: all(each["kept"] for each in heard.values()))
+        first = heard["a"]["kept"]
+        say("b", yields=first, begun=1)
+        await until_async(lambda: heard["a"]["in_flight"] == 1)
+        assert heard["a"]["turn"] == 0, "one has not said yet what it had begun before"
+        say("c", yields=first)
+        await until_has_turn("a", 7)
+        say("b", yields=first, begun=1, done=1, turn=8)
+        say("a", yields=first, turn=9)  # its next one is behind that of the other
+        await until_has_turn("b", 8)
+        await end(said["b"])
+        await until_async(lambda: heard["a"]["turn"] == 9)
+        say("a")
+        await until_async(lambda: heard["c"]["kept"] == 0)
+        say("a", turn=10)
+        await until_async(lambda: heard["c"]["kept"] > first)
+        say("c", yields=first)
+        await until_async(lambda: heard["a"]["kept"] > first)
+        assert heard["a"]["turn"] == 0, "that was said of another time"
+        say("c", yields=heard["c"]["kept"])
+        await until_async(lambda: heard["a"]["turn"] == 10)
+        for name in "ac":
+            await end(said[name])
+        gate.close()
+        await asyncio.gather(*listening, return_exceptions=True)
 
     run(work())
 

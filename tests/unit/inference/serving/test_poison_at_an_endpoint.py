@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+import yaml
 from aiohttp import web
-from serving_world import Handle, World, run, serving
+from serving_world import TOKEN, Handle, World, run, serving
+from waiting import until_async
 
-from slurmft.policy.inference import has_crashed, poisonous
+from slurmft.config.inference import InferenceConfig
+from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
+from slurmft.inference.endpoint import key_of, prepare
+from slurmft.inference.pool import ReplicaPool
+from slurmft.inference.router import Router, RouterServer
+from slurmft.ipc.messages import ReplicaDied, ReplicaPhase, Sent
+from slurmft.policy.inference import has_crashed
 
 POISON = b'{"prompt": "POISON"}'
 
@@ -68,8 +82,118 @@ def test_how_an_engine_ends_says_whether_it_has_crashed(code: int, crashed: bool
     assert has_crashed(code) == crashed
 
 
-@pytest.mark.parametrize(
-    ("crashes", "guilty"), [([], None), ([0], None), ([0, 0], None), ([0, 1], 1), ([1, 1, 0], None), ([2, 1, 1], 0)]
-)
-def test_only_a_single_suspect_is_to_blame(crashes: list[int], guilty: int | None) -> None:
-    assert poisonous(crashes) == guilty
+WORDS = Path(__file__).parents[2] / "support" / "word_engine.py"
+HANG_S = 3.0
+
+
+class Node:
+    """A node with its replicas as processes, watched as by its agent, and two routers."""
+
+    def __init__(self, folder: Path, replicas: int) -> None:
+        given = {"engine": {"command": [sys.executable, str(WORDS), "{port}", "0.02", "/dev/null"]},
+                 "serving": {"routers": 2}, "replicas_per_node": replicas, "hang_timeout_s": HANG_S,
+                 "max_retries": 6, "max_restarts": 2, "base_delay_s": 0.01}  # fmt: skip
+        self.file = folder / "config.yaml"
+        self.file.write_text(yaml.safe_dump({"run_folder": str(folder), "inference": given}))
+        prepare(folder, None)
+        self.config = InferenceConfig(**given)
+        self.deaths: list[ReplicaDied] = []
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._places: dict[int, dict[str, Any]] = {}
+        self.pool = ReplicaPool(
+            self.config, run_folder=folder, folder=folder, node=0, host="n0", start=self._start, kill=self._kill,
+            last_words=lambda number: "", report=self._report,
+        )  # fmt: skip
+        self.routers = [
+            Router(self.config, node=f"n{each}", token=TOKEN, engine_token="", key=key_of(folder)) for each in "01"
+        ]
+        self.servers = [RouterServer(each, self.config) for each in self.routers]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = False
+
+    async def begin(self) -> list[int]:
+        await self.pool.begin(epoch=1, generation=1)
+        ports = [await each.listen("127.0.0.1", 0) for each in self.servers]
+        wanted = self.config.replicas_per_node
+        await until_async(lambda: all(each.replicas.ready == wanted for each in self.routers))
+        return ports
+
+    async def close(self) -> None:
+        self._is_over = True
+        for number in list(self._processes):
+            self._kill(number)
+        await asyncio.gather(*self._tasks)
+        for each in (self.pool, *self.servers, *self.routers):
+            await each.close()
+
+    def _start(self, number: int, socket: str, life: int) -> None:
+        settings = ReplicaSettings(socket=socket, config=str(self.file), generation=1, node=0, replica=number,
+                                   life=life, device="")  # fmt: skip
+
+        async def live() -> None:
+            environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
+            argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
+            process = await asyncio.create_subprocess_exec(*argv, env=environment, start_new_session=True)
+            self._processes[number] = process
+            code = await process.wait()
+            del self._processes[number]
+            if not self._is_over:
+                self.pool.on_exit(number, code)
+
+        if not self._is_over:
+            self._tasks.add(asyncio.create_task(live()))
+
+    def _kill(self, number: int) -> None:
+        if number in self._processes:
+            os.killpg(self._processes[number].pid, signal.SIGKILL)
+
+    def _report(self, sent: Sent) -> None:
+        match sent:
+            case ReplicaDied():
+                self.deaths.append(sent)
+                self._places.pop(sent.replica, None)
+            case ReplicaPhase(phase="ready"):
+                name = f"n0.0/{sent.replica}#{sent.life}.{sent.port}"
+                self._places[sent.replica] = {"name": name, "hosts": ["127.0.0.1"], "port": sent.port}
+        for router in self.routers:
+            router.replicas.take({"expected": len(self.pool.replicas), "replicas": list(self._places.values())})
+
+
+def test_two_requests_that_stall_engines_at_the_same_time_are_told_from_twenty_that_do_not() -> None:
+    """With real drivers and engines, which are killed as they hang: no engine dies without cause."""
+
+    async def work() -> None:
+        with tempfile.TemporaryDirectory() as name:
+            node = Node(Path(name), 3)
+            try:
+                ports = await node.begin()
+                async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+
+                    async def ask(number: int, **more: Any) -> tuple[int, dict[str, Any]]:
+                        body = {"model": "words", "prompt": f"once {number}", "max_tokens": 20, **more}
+                        url = f"http://127.0.0.1:{ports[number % 2]}/v1/completions"
+                        async with client.post(url, json=body) as answer:
+                            return answer.status, await answer.json()
+
+                    assert [status for status, _ in await asyncio.gather(*map(ask, range(6)))] == [200] * 6
+                    ordinary = [asyncio.create_task(ask(number)) for number in range(10)]
+                    await until_async(lambda: sum(each.load for each in node.routers) == 10)
+                    stalling = [asyncio.create_task(ask(number, stall=600)) for number in (0, 1)]
+                    ordinary += [asyncio.create_task(ask(number)) for number in range(10, 20)]
+                    found = await asyncio.gather(*ordinary)
+                    assert [status for status, _ in found] == [200] * 20, found
+                    for status, told in await asyncio.gather(*stalling):
+                        assert status == 422 and "this request has crashed" in told["error"]["message"], told
+                    assert all("hang_timeout_s" in each.how and each.failures == 0 for each in node.deaths)
+                    assert len(node.deaths) <= 6, "each request one in company, and two alone"
+                    assert not any(each.suspects for each in node.routers)
+                    await until_async(lambda: all(each.replicas.ready for each in node.routers))
+                    await until_async(
+                        lambda: not any(load.kept for each in node.routers for load in each.replicas.loads())
+                    )
+                    assert (await ask(0))[0] == (await ask(1))[0] == 200
+                    assert (await ask(0, stall=600))[0] == 422, "it is remembered"
+            finally:
+                await node.close()
+
+    run(work(), within_s=150)

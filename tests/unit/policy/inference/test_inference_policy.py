@@ -17,7 +17,9 @@ from slurmft.policy.engines import (
     with_another_path,
 )
 from slurmft.policy.inference import (
+    KILLS,
     RAISE_AFTER,
+    SOON_S,
     Death,
     Outcome,
     Restarts,
@@ -25,6 +27,7 @@ from slurmft.policy.inference import (
     devices_of,
     evidence_of,
     is_poison,
+    is_suspect,
     outcome_of_status,
     retry_after_s,
 )
@@ -110,6 +113,48 @@ def test_only_a_request_that_killed_two_alone_is_poison(deaths, poison):
     assert is_poison(found) is poison
     if poison:
         assert "2 times" in evidence_of(found) and "SIGSEGV" in evidence_of(found)
+
+
+@pytest.mark.parametrize(
+    ("alone", "wait_s", "suspect"),
+    [
+        ([], 0.0, False), ([False], 0.0, True), ([False], SOON_S, True), ([False], SOON_S + 1, False),
+        ([True], SOON_S + 1, True), ([False, False], SOON_S + 1, True), ([False, True], 1e9, True),
+    ],
+)  # fmt: skip
+def test_which_request_is_tried_alone(alone, wait_s, suspect):
+    deaths = [Death(str(number), alone=each, how="hang") for number, each in enumerate(alone)]
+    assert is_suspect(deaths, wait_s) is suspect
+
+
+@given(st.integers(2, 40), st.data())
+def test_whatever_kills_at_the_same_time_is_found_and_nothing_else(count, data):
+    """Requests on a few engines, of which any with a poisonous one dies; a turn alone is soon, or not."""
+    guilty = data.draw(st.sets(st.integers(0, count - 1), max_size=4), label="guilty")
+    engines = data.draw(st.integers(1, 6), label="engines")
+    deaths: dict[int, list[Death]] = {each: [] for each in range(count)}
+    lives, is_open = 0, set(deaths)
+
+    def try_together(some: set[int]) -> None:
+        nonlocal lives, is_open
+        lives += 1
+        if some & guilty:
+            for each in some:
+                deaths[each].append(Death(f"life {lives}", alone=len(some) == 1, how="hang"))
+        else:
+            is_open -= some
+
+    while is_open:
+        waits = data.draw(st.sampled_from([0.0, SOON_S + 1]))
+        alone = {each for each in is_open if is_suspect(deaths[each], waits)}
+        for first in range(engines):
+            if some := {each for each in is_open - alone if each % engines == first}:
+                try_together(some)
+        for each in alone:
+            try_together({each})
+        is_open -= {each for each in is_open if is_poison(deaths[each])}
+    assert {each for each in deaths if is_poison(deaths[each])} == guilty
+    assert all(len(deaths[each]) <= KILLS + 2 for each in deaths), "two in company at most, and the proof"
 
 
 def test_restarts_have_a_pause_that_doubles_and_an_end():

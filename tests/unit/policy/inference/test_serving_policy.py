@@ -29,6 +29,7 @@ from slurmft.policy.serving import (
     choose,
     end_to_end,
     entry_of,
+    place_alone,
     seconds_asked,
 )
 
@@ -49,10 +50,29 @@ LOADS = st.lists(
         ([Load("a", 0, avoided=True), Load("b", 3)], (), "b"),
         ([Load("a", 0, avoided=True), Load("b", 4)], (), None),
         ([Load("a", 2, avoided=True), Load("b", 1, avoided=True)], (), "b"),
+        ([Load("a", 0, kept=True), Load("b", 3)], (), "b"), ([Load("a", 0, kept=True)], (), None),
     ],
 )  # fmt: skip
 def test_which_replica_gets_a_request(loads, without, chosen):
     assert choose(loads, limit=4, without=without) == chosen
+
+
+@pytest.mark.parametrize(
+    ("loads", "without", "chosen"),
+    [
+        ([], (), None),
+        ([Load("a", 3), Load("b", 1)], (), "b"),
+        ([Load("a", 3), Load("b", 1)], ("b",), "a"),
+        ([Load("a", 3), Load("b", 0, proven=False)], (), "a"),
+        ([Load("a", 0, proven=False)], (), "a"),
+        ([Load("a", 0, avoided=True), Load("b", 9)], (), "b"),
+        ([Load("a", 0, avoided=True)], (), None),
+        ([Load("a", 0), Load("b", 9, kept=True)], ("b",), "b"),
+        ([Load("a", 0), Load("b", 1, kept=True, avoided=True)], (), None),
+    ],
+)  # fmt: skip
+def test_on_which_replica_a_suspect_is_tried_alone(loads, without, chosen):
+    assert place_alone(loads, without) == chosen
 
 
 @given(LOADS, st.integers(1, 9), st.sets(st.text("abcdefgh", min_size=1, max_size=3)))
