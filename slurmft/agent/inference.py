@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import sys
@@ -26,7 +25,8 @@ from slurmft.inference.handover import OWN_CONFIG, is_config_name
 from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.replica_health import AutoRestartManager
 from slurmft.inference.router_settings import SETTINGS_VARIABLE as ROUTER_VARIABLE
-from slurmft.inference.router_settings import RouterSettings
+from slurmft.inference.router_settings import RouterLives, RouterSettings
+from slurmft.ipc.channel import BadMessage, line_of
 from slurmft.ipc.messages import (
     BeginReplicas,
     Call,
@@ -105,9 +105,7 @@ class NodeRouter:
         """The replicas as of now."""
         if call.epoch != self._epoch:
             return
-        told = {"expected": call.expected, "replicas": [each.as_mapping() for each in call.replicas],
-                "leave": not call.router, "closing": bool(call.closing)}  # fmt: skip
-        self._members, self._wanted = json.dumps(told).encode() + b"\n", call.router
+        self._members, self._wanted = line_of(call), call.router
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self._socket, limit=MAX_LINE_BYTES)
             self._background.start(self._watch())
@@ -166,20 +164,17 @@ class NodeRouter:
             self._start_now()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ValueError, KeyError, TypeError, OSError, asyncio.CancelledError):
+        with contextlib.suppress(BadMessage, ValueError, OSError, asyncio.CancelledError):
             self._writer = writer
             self._pass_on()
             while line := await reader.readline():
-                self._hear(json.loads(line))
+                self._hear(RouterLives.parse(line, "what the router says"))
         writer.close()
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
-        is_first, self._heard_s = self._heard_s is None, time.monotonic()
-        if message["kind"] == "ready":
-            self._port = int(message["port"])
-        now = answered, load = int(message.get("answered", 0)), int(message.get("load", 0))
-        if is_first or now != (self._answered, self._load):
-            self._answered, self._load = answered, load
+    def _hear(self, told: RouterLives) -> None:
+        is_first, self._heard_s, self._port = self._heard_s is None, time.monotonic(), told.port
+        if is_first or (told.answered, told.load) != (self._answered, self._load):
+            self._answered, self._load = told.answered, told.load
             self._tell("ready")
 
     async def _watch(self) -> None:

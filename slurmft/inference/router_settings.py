@@ -1,17 +1,14 @@
-"""What an agent tells the router that it starts; without aiohttp, which agents need not have."""
+"""What an agent and the router that it starts tell each other; without aiohttp, which agents need not have."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Self
+from slurmft.ipc.channel import Count, Fields, OpenPort, PortNumber, written
 
 SETTINGS_VARIABLE = "SLURMFT_ROUTER"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterSettings:
-    """What the agent tells a router."""
+class RouterSettings(Fields, frozen=True, kw_only=True):
+    """What the agent tells a router at its start; later ``Members``, as the supervisor sends them."""
 
     socket: str
     config: str
@@ -21,15 +18,16 @@ class RouterSettings:
     hosts: tuple[str, ...]
     """Names and addresses of the node, for a certificate of the run's own."""
 
-    port: int
+    port: PortNumber
     """0: a free one."""
 
-    def as_text(self) -> str:
-        """For the environment."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """As ``as_text`` wrote it."""
-        found = json.loads(text)
-        return cls(**{**found, "hosts": tuple(found["hosts"])})
+class RouterLives(Fields, frozen=True, kw_only=True):
+    """What a router tells its agent, first when it listens."""
+
+    port: OpenPort
+    answered: Count = written(0)
+    """Requests in its life."""
+
+    load: Count = written(0)
+    """Requests that wait in it, or that it has given to replicas."""
