@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from slurmft.errors import StorageError
 from slurmft.storage.patience import writing
-from slurmft.system.files import read_bytes, read_json, read_text, replace_atomically, trusted_owners, write_json
+from slurmft.system.files import read_as, read_bytes, read_text, replace_atomically, trusted_owners, write_json
 from slurmft.system.token_file import token_in
 
 MAX_ADDRESSES = 16
@@ -78,22 +78,7 @@ class HighAvailabilityCluster:
         Raises:
             StorageError: the file cannot be read or believed.
         """
-        path = run_folder / "endpoints.json"
-        found = read_json(path, owners=trusted_owners(run_folder)) or {"routers": []}
-        try:
-            routers = [
-                RouterAddress(
-                    int(each["number"]),
-                    str(each["node"]),
-                    tuple(map(str, each["hosts"])),
-                    int(each["port"]),
-                    bool(each["tls"]),
-                )
-                for each in found["routers"]
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"{path} is damaged: {error}") from error
-        return cls(tuple(routers))
+        return read_as(cls, run_folder / "endpoints.json", owners=trusted_owners(run_folder)) or cls()
 
     def write(self, run_folder: Path) -> None:
         """Replace ``endpoints.json``.
@@ -101,17 +86,7 @@ class HighAvailabilityCluster:
         Raises:
             StorageError: it cannot be written.
         """
-        routers: Sequence[Mapping[str, Any]] = [
-            {
-                "number": each.number,
-                "node": each.node,
-                "hosts": list(each.hosts),
-                "port": each.port,
-                "tls": each.tls,
-                "urls": each.urls,
-            }
-            for each in self.routers
-        ]
+        routers = [{**asdict(each), "urls": each.urls} for each in self.routers]
         with writing(run_folder / "endpoints.json"):
             write_json(run_folder / "endpoints.json", {"routers": routers})
 
