@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import sys
@@ -20,12 +19,13 @@ from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, common_envi
 from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
 from slurmft.inference.driver import EXIT_CODE, SETTINGS_VARIABLE, ReplicaSettings, how_it_ended
-from slurmft.inference.endpoint import MAX_ADDRESSES, RouterSettings, is_local
-from slurmft.inference.endpoint import SETTINGS_VARIABLE as ROUTER_VARIABLE
+from slurmft.inference.endpoint import MAX_ADDRESSES, is_local
 from slurmft.inference.handover import OWN_CONFIG, is_config_name
 from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.replica_health import AutoRestartManager
+from slurmft.ipc.channel import BadMessage, line_of
 from slurmft.ipc.messages import (
+    ROUTER_VARIABLE,
     BeginReplicas,
     Call,
     Drain,
@@ -33,7 +33,9 @@ from slurmft.ipc.messages import (
     Members,
     RenewReplica,
     ReplicaPhase,
+    RouterLives,
     RouterPhase,
+    RouterSettings,
     Sent,
 )
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
@@ -103,9 +105,7 @@ class NodeRouter:
         """The replicas as of now."""
         if call.epoch != self._epoch:
             return
-        told = {"expected": call.expected, "replicas": [each.as_mapping() for each in call.replicas],
-                "leave": not call.router, "closing": bool(call.closing)}  # fmt: skip
-        self._members, self._wanted = json.dumps(told).encode() + b"\n", call.router
+        self._members, self._wanted = line_of(call), call.router
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self._socket, limit=MAX_LINE_BYTES)
             self._background.start(self._watch())
@@ -164,20 +164,17 @@ class NodeRouter:
             self._start_now()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ValueError, KeyError, TypeError, OSError, asyncio.CancelledError):
+        with contextlib.suppress(BadMessage, ValueError, OSError, asyncio.CancelledError):
             self._writer = writer
             self._pass_on()
             while line := await reader.readline():
-                self._hear(json.loads(line))
+                self._hear(RouterLives.parse(line, "what the router says"))
         writer.close()
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
-        is_first, self._heard_s = self._heard_s is None, time.monotonic()
-        if message["kind"] == "ready":
-            self._port = int(message["port"])
-        now = answered, load = int(message.get("answered", 0)), int(message.get("load", 0))
-        if is_first or now != (self._answered, self._load):
-            self._answered, self._load = answered, load
+    def _hear(self, told: RouterLives) -> None:
+        is_first, self._heard_s, self._port = self._heard_s is None, time.monotonic(), told.port
+        if is_first or (told.answered, told.load) != (self._answered, self._load):
+            self._answered, self._load = told.answered, told.load
             self._tell("ready")
 
     async def _watch(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.agent.zygote import LEFT_S, PACKET_BYTES
+from slurmft.agent.zygote import LEFT_S, PACKET_BYTES, ForkRequest
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import StartWorkers, WorkerFacts
 from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SUFFIX, TIMING_PAGE_VARIABLE, Page, Slot, State, TimingPage
@@ -403,18 +403,12 @@ class Workers:
         pages |= self._timing_page(worker, generation) if timed else {}
         pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
         self._send(
-            {
-                "rank": rank,
-                "environment": environment | pages,
-                "python": arguments is not None,
-                "argv": arguments or list(command),
-                "folder": str(folder),
-                "log": str(logs / f"rank-{rank}.log"),
-                "verdict": str(verdict),
-                "stacks": str(worker.stacks),
-                "adopts": adopts,
-            }
-        )
+            ForkRequest(
+                rank=rank, environment=environment | pages, python=arguments is not None,
+                argv=arguments or list(command), folder=str(folder), log=str(logs / f"rank-{rank}.log"),
+                verdict=str(verdict), stacks=str(worker.stacks), adopts=adopts,
+            )
+        )  # fmt: skip
 
     def _forget(self) -> None:
         """Leave the workers of an earlier attempt behind; their zygote goes on, or a new one begins."""
@@ -511,13 +505,11 @@ class Workers:
     def _living(self) -> list[Worker]:
         return [worker for worker in self.by_rank.values() if worker.alive and worker.pid]
 
-    def _send(self, request: dict[str, object]) -> None:
+    def _send(self, request: ForkRequest) -> None:
         if self._socket is None:
             raise RuntimeError("start_zygote first")
-        # in a file: an environment may be larger than what a socket holds while the zygote is still importing
-        path = self.folder / f"request-{request['rank']}.json"
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(request), encoding="utf-8")
+        path = self.folder / f"request-{request.rank}.json"
+        request.write(path)
         self._socket.send(json.dumps({"request": str(path)}).encode())
 
     def _read(self) -> None:

@@ -30,7 +30,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.ipc import stacks
@@ -67,6 +67,32 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 _WARM_UP = "slurmft.checkpoint.warm_up"
 _OPTIONAL = ("torch", "numpy")
 """Programs that train nothing do without."""
+
+
+class ForkRequest(NamedTuple):
+    """The worker that the agent asks for, in a file: an environment may be larger than what a socket holds."""
+
+    rank: int
+    environment: dict[str, str]
+    python: bool
+    """``argv`` is what Python is to run; else it is a program of its own."""
+
+    argv: list[str]
+    folder: str
+    log: str
+    verdict: str
+    stacks: str
+    adopts: bool
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """As the agent wrote it."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """For the zygote."""
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(self._asdict()), encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -152,7 +178,7 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
             kill_left(ended | children, LEFT_S, _others(adopts, children, ahead))
             return None
         path = Path(json.loads(packet)["request"])
-        request, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
+        request, folder = ForkRequest.read(path), path.parent
         adopts = adopts or _adopts(request)
         kill_left(ended, LEFT_S, _others(adopts, children, ahead))
         ended.clear()
@@ -160,8 +186,8 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
             gpu_in_use = why_not_to_fork()
             if (pid := forked()) == 0:
                 return functools.partial(_become, request, gpu_in_use)
-        children[pid] = request["environment"][MARK_VARIABLE]
-        _send(agent, {"kind": "started", "rank": request["rank"], "pid": pid})
+        children[pid] = request.environment[MARK_VARIABLE]
+        _send(agent, {"kind": "started", "rank": request.rank, "pid": pid})
 
 
 def _handed_over(request: Path, ahead: dict[int, int]) -> int:
@@ -192,7 +218,7 @@ def _await_request(takes: int, gpu_in_use: str, folder: Path) -> int:
         request = pipe.read()
     if not request:
         os._exit(0)
-    return _become(json.loads(Path(os.fsdecode(request)).read_text(encoding="utf-8")), gpu_in_use)
+    return _become(ForkRequest.read(Path(os.fsdecode(request))), gpu_in_use)
 
 
 def _forget_ended(ahead: dict[int, int]) -> int:
@@ -224,10 +250,10 @@ def _others(adopts: bool, children: Mapping[int, str], ahead: Mapping[int, int])
     return {*children, *ahead} if adopts else None
 
 
-def _adopts(request: dict[str, Any]) -> bool:
-    if is_wanted := bool(request.get("adopts")):
+def _adopts(request: ForkRequest) -> bool:
+    if request.adopts:
         adopt_orphans()
-    return is_wanted
+    return request.adopts
 
 
 def _end(children: set[int]) -> None:
@@ -257,7 +283,7 @@ def why_not_to_fork(descriptors: Path = Path("/proc/self/fd")) -> str:
     return ""
 
 
-def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
+def _become(request: ForkRequest, gpu_in_use: str = "") -> int:
     """Turn this child into the worker: signals, session, output, environment, then the user's program."""
     # workers must not inherit signals that the starting shell ignored: SIGINT and SIGQUIT, behind &
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
@@ -265,32 +291,32 @@ def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     _adopts(request)
-    with appending(request["log"]) as log:
+    with appending(request.log) as log:
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(request.environment)
     stacks.ignore_stop_signal(os.environ)
     for module, generator in (("numpy", "random"), ("torch", "default_generator")):
         if (owner := getattr(sys.modules.get(module), generator, None)) is not None:
             owner.seed()  # else all workers draw alike, after every start; Python's own generator does so by itself
-    if gpu_in_use and request["python"]:
+    if gpu_in_use and request.python:
         text = f"{gpu_in_use} in the process that workers are forked from, so that none of them could use a GPU"
         hint = "something uses CUDA while it is imported (sitecustomize?); or set fault_tolerance.preload: false"
         sys.stderr.write(f"slurmft: {text}\n  hint: {hint}\n")
-        _leave_verdict(Path(request["verdict"]), text)
+        _leave_verdict(Path(request.verdict), text)
         return EXIT_USAGE
     try:
-        os.chdir(request["folder"])
-        if request["python"]:
-            stacks.arm(Path(request["stacks"]))
-            return run_python(request["argv"], Path(request["verdict"]))
-        _execute(request["argv"])
+        os.chdir(request.folder)
+        if request.python:
+            stacks.arm(Path(request.stacks))
+            return run_python(request.argv, Path(request.verdict))
+        _execute(request.argv)
     except OSError as error:
-        sys.stderr.write(f"slurmft: cannot start {request['argv'][0]!r} in {request['folder']}: {error}\n")
+        sys.stderr.write(f"slurmft: cannot start {request.argv[0]!r} in {request.folder}: {error}\n")
         return 127
 
 

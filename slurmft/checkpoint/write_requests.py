@@ -236,7 +236,7 @@ def order_of(settings: CheckpointSettings, metrics: Mapping[str, float], distrus
         best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
         distrusted=tuple(sorted(path.name for path in distrusted)),
     )  # fmt: skip
-    return CommitOrder(metrics=metrics, attempt=os.environ.get("SLURMFT_ATTEMPT", ""), keep=keep)
+    return CommitOrder(metrics=dict(metrics), attempt=os.environ.get("SLURMFT_ATTEMPT", ""), keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,92 +318,61 @@ class Standing:
 
 def request_line(request: WriteRequest) -> bytes:
     """The request as the writer reads it."""
-    order = request.commit
-    return _line(
-        {
-            "kind": "write",
-            "identity": _numbers(request.identity),
-            "shard": request.shard,
-            "shards": request.shards,
-            "snapshot": str(request.snapshot.absolute()),
-            "image": str(request.image.absolute()),
-            "folder": str(request.folder.absolute()),
-            "is_written": request.is_written,
-            "urgent": request.urgent,
-            "max_bytes_per_s": request.max_bytes_per_s,
-            "goes_to_peers": request.goes_to_peers,
-            "keeps": None if request.keeps is None else _numbers(request.keeps),
-            "is_step_copy": request.is_step_copy,
-            "commit": None if order is None else _order_value(order),
-        }
-    )
+    return _line({"kind": "write", **_plain(request)})
 
 
 def request_from(value: Mapping[str, Any]) -> WriteRequest:
     """The reverse of ``request_line``, of the object in the line."""
-    order = value["commit"]
-    return WriteRequest(
-        identity=Identity(*value["identity"]),
-        shard=value["shard"],
-        shards=value["shards"],
-        snapshot=Path(value["snapshot"]),
-        image=Path(value["image"]),
-        folder=Path(value["folder"]),
-        commit=None if order is None else _order(order),
-        urgent=value["urgent"],
-        max_bytes_per_s=value["max_bytes_per_s"],
-        is_written=value["is_written"],
-        goes_to_peers=value["goes_to_peers"],
-        keeps=None if value["keeps"] is None else Identity(*value["keeps"]),
-        is_step_copy=value["is_step_copy"],
-    )
+    order, keeps = value["commit"], value["keeps"]
+    objects = {
+        "identity": identity_from(value),
+        "keeps": None if keeps is None else Identity(*keeps),
+        "commit": None if order is None else _order(**order),
+        **{name: Path(value[name]) for name in ("snapshot", "image", "folder")},
+    }
+    return WriteRequest(**{name: each for name, each in value.items() if name != "kind"} | objects)
 
 
 def abandon_line(identity: Identity) -> bytes:
     """Asks the writer to leave a save, whether it waits or is being written."""
-    return _line({"kind": "abandon", "identity": _numbers(identity)})
-
-
-def hurry_line() -> bytes:
-    """Asks the writer to lift the bandwidth cap of what it is writing."""
-    return _line({"kind": "hurry"})
-
-
-def close_line() -> bytes:
-    """Asks the writer to end when nothing is left to do."""
-    return _line({"kind": "close"})
+    return _line({"kind": "abandon", "identity": identity})
 
 
 def report_line(report: Report) -> bytes:
     """The report as the client reads it."""
-    values = {name: getattr(report, name) for name in Report.__slots__ if name != "identity"}
-    return _line({**values, "identity": _numbers(report.identity)})
+    return _line(report)
 
 
 def report_from(line: bytes) -> Report:
     """The reverse of ``report_line``."""
     value = json.loads(line)
-    return Report(**{**value, "identity": Identity(*value["identity"])})
+    return Report(**value | {"identity": identity_from(value)})
 
 
 def identity_from(value: Mapping[str, Any]) -> Identity:
-    """Which save an ``abandon`` is about."""
+    """The save that a line is about."""
     return Identity(*value["identity"])
 
 
-def _order_value(order: CommitOrder) -> dict[str, Any]:
-    keep = {name: getattr(order.keep, name) for name in Keep.__slots__}
-    return {"metrics": dict(order.metrics), "attempt": order.attempt, "keep": keep}
+def _order(metrics: Mapping[str, float], attempt: str, keep: Mapping[str, Any]) -> CommitOrder:
+    kept = Keep(**{**keep, "distrusted": tuple(keep["distrusted"])})
+    return CommitOrder(metrics=metrics, attempt=attempt, keep=kept)
 
 
-def _order(value: Mapping[str, Any]) -> CommitOrder:
-    keep = {**value["keep"], "distrusted": tuple(value["keep"]["distrusted"])}
-    return CommitOrder(metrics=value["metrics"], attempt=value["attempt"], keep=Keep(**keep))
+def _plain(value: Any) -> Any:
+    """A path, or a dataclass of this module, for JSON."""
+    if isinstance(value, Path):
+        return str(value.absolute())
+    facts = {name: getattr(value, name) for name in value.__slots__}
+    return [*facts.values()] if isinstance(value, Identity) else facts
 
 
-def _numbers(identity: Identity) -> list[int]:
-    return [identity.step, identity.generation, identity.commit]
+def _line(value: Any) -> bytes:
+    return json.dumps(value, default=_plain).encode() + b"\n"  # never a line break inside, even in names of folders
 
 
-def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"  # never a line break inside, even in names of folders
+HURRY_LINE = _line({"kind": "hurry"})
+"""Asks the writer to lift the bandwidth cap of what it is writing."""
+
+CLOSE_LINE = _line({"kind": "close"})
+"""Asks the writer to end when nothing is left to do."""

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmft.checkpoint.write_requests import (
+    CLOSE_LINE,
+    HURRY_LINE,
     IGNORED,
     LIFETIME_S,
     Lane,
@@ -33,8 +35,6 @@ from slurmft.checkpoint.write_requests import (
     Report,
     WriteRequest,
     abandon_line,
-    close_line,
-    hurry_line,
     report_from,
     request_line,
 )
@@ -291,7 +291,7 @@ class WriterClient:
     def hurry(self) -> None:
         """Lift the bandwidth cap of what is being written now."""
         with self._changed:
-            self._tell(hurry_line())
+            self._tell(HURRY_LINE)
         self._awaken()
 
     def poll(self) -> list[Report]:
@@ -478,7 +478,7 @@ class WriterClient:
             if not self._closing:
                 return False
             if self._writer is not None:
-                self._writer.send(close_line())
+                self._writer.send(CLOSE_LINE)
                 self._writer.let_go()
                 self._writer = None
             return True

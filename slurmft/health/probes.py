@@ -8,14 +8,11 @@ import errno
 import math
 import os
 import re
-import select
 import shutil
-import signal
 import socket
 import stat
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +44,7 @@ from slurmft.health.node import (
 )
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
 from slurmft.system.isolation import Answer, Errand, run_all
+from slurmft.system.processes import end_group, output_of
 
 # --- Probes of local filesystems: space and inodes, remounts after errors, bytes that come back ---
 
@@ -612,7 +610,7 @@ def _resolve(name: str) -> dict[str, str]:
 
 MAX_OUTPUT_BYTES = 64 * 1024
 MAX_DETAIL = 500
-POLL_S, GONE_S = 0.01, 0.2
+GONE_S = 0.2
 _PERFDATA = re.compile(r"\s*(?:'(?:[^']|'')*'|[^\s='|]+)=(-?\d{1,15}(?:\.\d{1,15})?)([A-Za-z%]{0,8})(?:;\S*)?(?=\s|$)")
 
 
@@ -633,12 +631,11 @@ def user_probe(scene: Scene, name: str, probe: UserProbe) -> ProbeResult:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return unknown(name, f"{probe.command[0]}: {reason}", remedy="look at user_probes in the configuration")
-    output = _output_of(process, time.monotonic() + limit)
-    if process.poll() is None:
-        _end(process)
+    (output,), code = output_of(process, limit, MAX_OUTPUT_BYTES)
+    end_group(process, GONE_S)
+    if code is None:
         return unknown(name, f"no answer within {limit:.1f} s", remedy="raise timeout_s, or make it faster")
-    _end(process)
-    return result_of_output(name, process.returncode, output, probe)
+    return result_of_output(name, code, output, probe)
 
 
 def result_of_output(name: str, code: int, output: bytes, probe: UserProbe) -> ProbeResult:
@@ -665,36 +662,6 @@ def first_number(perfdata: str) -> tuple[float | None, str]:
         return None, ""
     value = float(match[1])
     return (value, match[2]) if math.isfinite(value) else (None, "")
-
-
-def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """The beginning of its output until it ends or is too late. Not until the end of the stream, which a background
-    process of it may hold open."""
-    assert process.stdout is not None
-    kept, descriptor = bytearray(), process.stdout.fileno()
-    ended = False
-    while time.monotonic() < deadline:
-        ready = select.select([descriptor], [], [], 0 if ended else POLL_S)[0]
-        piece = os.read(descriptor, 1 << 16) if ready else b""
-        kept += piece[: MAX_OUTPUT_BYTES - len(kept)]
-        if ended and not piece:
-            break
-        ended = process.poll() is not None
-        if ready and not piece:  # it has closed the stream, and may go on
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            break
-    return bytes(kept)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and all of its group; one that is stuck in the kernel is left behind."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GONE_S)
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 # --- Which probes there are, and how long each may take ---

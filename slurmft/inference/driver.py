@@ -28,10 +28,10 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
 from slurmft.config.run import load
@@ -40,6 +40,7 @@ from slurmft.inference.ledger import segments_of
 from slurmft.inference.partials import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in
 from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
+from slurmft.ipc.channel import Fields
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.engines import counter_in, engine_kind, patience_for, smallest, with_another_path
 from slurmft.policy.inference import Outcome, Slots, is_good, is_out_of_memory, outcome_of_status, retry_after_s
@@ -160,8 +161,7 @@ def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaSettings:
+class ReplicaSettings(Fields, frozen=True, kw_only=True):
     """What the agent tells a driver."""
 
     socket: str
@@ -176,15 +176,6 @@ class ReplicaSettings:
 
     device: str
     """For a callable; empty: whatever there is."""
-
-    def as_text(self) -> str:
-        """For the environment."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """As ``as_text`` wrote it."""
-        return cls(**json.loads(text))
 
 
 # --- Tries of one request: exponential backoff with jitter, and what the engine itself asks for ---
@@ -1181,7 +1172,7 @@ def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], OneReplica]) 
     """Run a driver of this kind as the environment describes it; returns the exit code."""
 
     async def run() -> int:
-        settings = ReplicaSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))
+        settings = ReplicaSettings.parse(os.environ.pop(SETTINGS_VARIABLE).encode(), SETTINGS_VARIABLE)
         config = load(Path(settings.config))
         assert config.inference is not None
         return await kind(settings, config.inference, config.run_folder).run()

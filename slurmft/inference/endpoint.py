@@ -11,18 +11,17 @@ serving/            mode 0700
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from slurmft.errors import StorageError
 from slurmft.storage.patience import writing
 from slurmft.system.authentication import token_in
-from slurmft.system.files import read_bytes, read_json, read_text, replace_atomically, trusted_owners, write_json
+from slurmft.system.files import read_as, read_bytes, read_text, replace_atomically, trusted_owners, write_json
 
 # --- The files of an endpoint in its run folder, and the cluster of its routers ---
 
@@ -81,22 +80,7 @@ class HighAvailabilityCluster:
         Raises:
             StorageError: the file cannot be read or believed.
         """
-        path = run_folder / "endpoints.json"
-        found = read_json(path, owners=trusted_owners(run_folder)) or {"routers": []}
-        try:
-            routers = [
-                RouterAddress(
-                    int(each["number"]),
-                    str(each["node"]),
-                    tuple(map(str, each["hosts"])),
-                    int(each["port"]),
-                    bool(each["tls"]),
-                )
-                for each in found["routers"]
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"{path} is damaged: {error}") from error
-        return cls(tuple(routers))
+        return read_as(cls, run_folder / "endpoints.json", owners=trusted_owners(run_folder)) or cls()
 
     def write(self, run_folder: Path) -> None:
         """Replace ``endpoints.json``.
@@ -104,17 +88,7 @@ class HighAvailabilityCluster:
         Raises:
             StorageError: it cannot be written.
         """
-        routers: Sequence[Mapping[str, Any]] = [
-            {
-                "number": each.number,
-                "node": each.node,
-                "hosts": list(each.hosts),
-                "port": each.port,
-                "tls": each.tls,
-                "urls": each.urls,
-            }
-            for each in self.routers
-        ]
+        routers = [{**asdict(each), "urls": each.urls} for each in self.routers]
         with writing(run_folder / "endpoints.json"):
             write_json(run_folder / "endpoints.json", {"routers": routers})
 
@@ -188,34 +162,3 @@ def token_of(run_folder: Path) -> str:
 def is_local(environment: Mapping[str, str]) -> bool:
     """Whether the run lives on this machine alone, so that nothing of it listens to others."""
     return environment.get("SLURMD_NODENAME", "").startswith("127.")  # as ``supervisor.cluster`` sets it there
-
-
-# --- What an agent tells the router that it starts; without aiohttp, which agents need not have ---
-
-SETTINGS_VARIABLE = "SLURMFT_ROUTER"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterSettings:
-    """What the agent tells a router."""
-
-    socket: str
-    config: str
-    """The run's configuration."""
-
-    node: str
-    hosts: tuple[str, ...]
-    """Names and addresses of the node, for a certificate of the run's own."""
-
-    port: int
-    """0: a free one."""
-
-    def as_text(self) -> str:
-        """For the environment."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """As ``as_text`` wrote it."""
-        found = json.loads(text)
-        return cls(**{**found, "hosts": tuple(found["hosts"])})

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
+from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, line_of, written
 from slurmft.policy.values import Strangers
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
 from slurmft.system.background import overslept_s
@@ -156,6 +158,48 @@ Connect = Callable[[Callable[[], asyncio.Protocol]], Any]
 log = logging.getLogger(__name__)
 
 
+class ReplicaTold(Fields, frozen=True, kw_only=True):
+    """What a gate tells its routers."""
+
+    phase: str
+    """``ready``, ``draining`` or ``ended``."""
+
+    in_flight: Count
+    """Requests of all routers."""
+
+    crashed: bool = written(False)
+    suspected: bool = written(False)
+    turn: Count = written(0)
+    """Of the router that is told, when it has the engine for that request alone; 0: it has not."""
+
+    kept: Count = written(0)
+    """The round in which routers begin nothing, since one waits for its turn; 0: they may."""
+
+
+class RouterTold(Fields, frozen=True, kw_only=True):
+    """What a router tells a gate: numbers of requests since their connection."""
+
+    begun: Count
+    done: Count
+    working: Count = written(0)
+    """Of those that it has here, those that an engine has to work on, and ..."""
+
+    patience: Seconds = written(1.0)
+    """... the most that one of them needs."""
+
+    proof: tuple[str, str, bool] | None = None
+    """Path and model of a request that shows how small ones look, and whether it was answered."""
+
+    outcomes: tuple[Count, Count] = written((0, 0))
+    """How many the engine has answered, and how many it has failed."""
+
+    turn: Count = written(0)
+    """It wants the engine for one request alone, a new number for each; 0: it does not."""
+
+    yields: Count = written(0)
+    """The newest round that it has heard of: it begins nothing in it."""
+
+
 class Gate:
     """Listens for routers.
 
@@ -216,21 +260,21 @@ class Gate:
     @property
     def in_flight(self) -> int:
         """Requests that the routers have here."""
-        return sum(each.begun - each.done for each in self._routers)
+        return sum(each.told.begun - each.told.done for each in self._routers)
 
     @property
     def working(self) -> int:
         """Those of them that an engine has to work on."""
-        return sum(each.working for each in self._routers)
+        return sum(each.told.working for each in self._routers)
 
     @property
     def patience(self) -> float:
         """The most that one of them needs."""
-        return max((each.patience for each in self._routers), default=1.0)
+        return max((each.told.patience for each in self._routers), default=1.0)
 
     def proof(self, *, is_answered: bool) -> dict[str, Any] | None:
         """A request that shows how small ones look: path and model. ``is_answered``: one with an answer."""
-        found = (each.proof for each in self._routers if each.proof is not None)
+        found = (each.told.proof for each in self._routers if each.told.proof is not None)
         best = max(found, key=lambda each: each[2], default=None)
         if best is None or is_answered > best[2]:
             return None
@@ -239,12 +283,13 @@ class Gate:
     @property
     def outcomes(self) -> tuple[int, int]:
         """Requests that the engine has answered, and that it has failed, as those routers say that are there."""
-        return sum(each.good for each in self._routers), sum(each.bad for each in self._routers)
+        told = [each.told.outcomes for each in self._routers]
+        return sum(good for good, _ in told), sum(bad for _, bad in told)
 
     @property
     def ended(self) -> int:
         """Requests that have ended. Those of a router that is gone have."""
-        return self._gone + sum(each.done for each in self._routers)
+        return self._gone + sum(each.told.done for each in self._routers)
 
     def joined(self, router: _Control) -> None:
         """A router has proved itself."""
@@ -254,7 +299,7 @@ class Gate:
     def left(self, router: _Control) -> None:
         """Its connection has ended."""
         self._routers.discard(router)
-        self._gone += router.begun
+        self._gone += router.told.begun
         self.line_up(router, 0)
 
     def line_up(self, router: _Control, turn: int) -> None:
@@ -288,11 +333,11 @@ class Gate:
 
     def _words(self, router: _Control) -> bytes:
         # whose turn it is begins when all others have said that they begin nothing more
-        is_next = self._line[:1] == [router] and all(each.yields == self._round for each in self._routers - {router})
-        told = {"phase": self.phase, "in_flight": self.in_flight, "crashed": self._crashed,
-                "suspected": self.is_suspected, "turn": router.turn * is_next,
-                "kept": self._round * bool(self._line)}  # fmt: skip
-        return json.dumps(told).encode() + b"\n"
+        others = self._routers - {router}
+        is_next = self._line[:1] == [router] and all(each.told.yields == self._round for each in others)
+        return line_of(ReplicaTold(phase=self.phase, in_flight=self.in_flight, crashed=self._crashed,
+                                   suspected=self.is_suspected, turn=router.turn * is_next,
+                                   kept=self._round * bool(self._line)))  # fmt: skip
 
 
 class _Visitor(asyncio.Protocol):
@@ -353,10 +398,8 @@ class _Control(asyncio.Protocol):
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self._rest = gate, b""
-        self.begun = self.done = 0
-        self.working, self.patience, self.good, self.bad = 0, 1.0, 0, 0
-        self.proof: tuple[str, str, bool] | None = None
-        self.turn = self.yields = 0
+        self.told = RouterTold(begun=0, done=0)
+        self.turn = 0
         self.heard_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
 
@@ -371,21 +414,17 @@ class _Control(asyncio.Protocol):
         is_news = False
         try:
             for line in lines:
-                told = json.loads(line)
-                before, begun, done = (self.begun, self.done, self.yields), int(told["begun"]), int(told["done"])
-                self.begun = max(self.begun, begun)
-                self.done = min(max(self.done, done), self.begun)
-                self.working, self.patience = int(told.get("working", 0)), float(told.get("patience", 1.0))
-                self.good, self.bad = map(int, told.get("outcomes", (0, 0)))
-                if (proof := told.get("proof")) is not None:
-                    self.proof = str(proof[0]), str(proof[1]), bool(proof[2])
-                self.yields = int(told.get("yields", 0))
-                is_news = is_news or (begun, done, self.yields) != before
-                if (turn := int(told.get("turn", 0))) != self.turn:
-                    self._gate.line_up(self, turn)
+                told, before = RouterTold.parse(line, "what a router says"), self.told
+                begun = max(before.begun, told.begun)
+                done = min(max(before.done, told.done), begun)
+                self.told = replace(told, begun=begun, done=done, proof=told.proof or before.proof)
+                now = told.begun, told.done, told.yields
+                is_news = is_news or now != (before.begun, before.done, before.yields)
+                if told.turn != self.turn:
+                    self._gate.line_up(self, told.turn)
             if is_news:
                 self._gate.changed()
-        except (ValueError, KeyError, TypeError, IndexError):
+        except BadMessage:
             self.end()
         if len(self._rest) > MAX_LINE_BYTES:
             self.end()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from slurmft.errors import StorageError, UsageError
+from slurmft.errors import UsageError
 from slurmft.storage.patience import write_state, writing
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.files import read_json, replace_atomically
+from slurmft.system.files import read_as, replace_atomically
 
 # --- ``handover.json`` of a run folder: the job to which the owner wants to hand an endpoint over ---
 # While it names a predecessor that owns the run, the successor is a candidate: it may start agents and replicas beside
@@ -44,20 +42,7 @@ def read_handover(run_folder: Path) -> Handover | None:
     Raises:
         StorageError: the file cannot be read or believed.
     """
-    path = run_folder / HANDOVER_FILE
-    if (value := read_json(path)) is None:
-        return None
-    if not all(isinstance(value.get(key), str) for key in ("predecessor", "successor")):
-        raise StorageError(f"{path} is damaged", hint="move it away")
-    return _from(value)
-
-
-def _from(value: Mapping[str, Any]) -> Handover:
-    tries = value.get("tries")
-    return Handover(
-        predecessor=value["predecessor"], successor=value["successor"], reason=str(value.get("reason", "")),
-        tries=tries if type(tries) is int else 1, waits=str(value.get("waits", "")),
-    )  # fmt: skip
+    return read_as(Handover, run_folder / HANDOVER_FILE)
 
 
 def write_handover(run_folder: Path, handover: Handover) -> None:
@@ -125,14 +110,7 @@ def read_update(run: RunFolder) -> Update | None:
     Raises:
         StorageError: the file cannot be read or believed.
     """
-    path = _folder(run) / "state.json"
-    if (value := read_json(path)) is None:
-        return None
-    try:
-        return Update(number=int(value["number"]), state=State(value["state"]), reason=str(value.get("reason", "")),
-                      renewed=int(value.get("renewed", 0)), total=int(value.get("total", 0)))  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(f"{path} is damaged: {error}", hint="move it away") from error
+    return read_as(Update, _folder(run) / "state.json")
 
 
 def write_update(run: RunFolder, update: Update) -> None:
@@ -141,7 +119,7 @@ def write_update(run: RunFolder, update: Update) -> None:
     Raises:
         StorageError: the run folder cannot be written.
     """
-    write_state(_folder(run) / "state.json", {**asdict(update), "state": update.state.value})
+    write_state(_folder(run) / "state.json", asdict(update))
 
 
 def ask(run: RunFolder, text: str) -> Update:

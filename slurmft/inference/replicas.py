@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, knock
+from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, ReplicaTold, RouterTold, knock
+from slurmft.ipc.channel import BadMessage, line_of
+from slurmft.ipc.messages import Members
 from slurmft.policy.inference import Death
 from slurmft.policy.serving import Breaker, Load, choose, place_alone
 from slurmft.system.background import overslept_s
@@ -255,13 +256,13 @@ class Replica:
                 self._tell()
                 beats = asyncio.ensure_future(self._beat())
                 while line := await reader.readline():
-                    self._hear(json.loads(line))
+                    self._hear(ReplicaTold.parse(line, f"what {self.name} says"))
                 self._lose()  # the gate is gone, and that means its process
                 await asyncio.sleep(AGAIN_S)
             except NotTheGate as error:
                 log.debug("%s: %s", self.name, error)
                 await asyncio.sleep(AGAIN_S)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, BadMessage) as error:
                 log.debug("%s: %s", self.name, error)
                 if self._heard_s:
                     self._lose()
@@ -277,16 +278,16 @@ class Replica:
             await asyncio.sleep(BEAT_S)
             self._tell()
 
-    def _hear(self, told: Mapping[str, Any]) -> None:
+    def _hear(self, told: ReplicaTold) -> None:
         self._heard_s = time.monotonic()
-        self._others = max(0, int(told["in_flight"]) - (self.begun - self.done))
-        before, self.phase = (self.phase, self.gone.is_set()), str(told["phase"])
-        self.is_suspected = bool(told.get("suspected"))
-        kept, self._round, self._has_turn = self._round, int(told.get("kept", 0)), int(told.get("turn", 0))
+        self._others = max(0, told.in_flight - (self.begun - self.done))
+        before, self.phase = (self.phase, self.gone.is_set()), told.phase
+        self.is_suspected = told.suspected
+        kept, self._round, self._has_turn = self._round, told.kept, told.turn
         if self._round != kept:
             self._tell()  # with what was begun before: from now on it gets nothing more
         if self.phase == "ended":
-            self.has_crashed = bool(told.get("crashed"))
+            self.has_crashed = told.crashed
             self._lose()
             return
         if self.gone.is_set():
@@ -315,15 +316,16 @@ class Replica:
     def _tell(self) -> None:
         self._telling = None
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(json.dumps(self._words()).encode() + b"\n")
+            self._writer.write(line_of(self._words()))
 
-    def _words(self) -> dict[str, Any]:
-        """What the gate is told: numbers of requests begun and done, and of those that it has those that are work, the
-        patience of the largest, how many were answered and failed, and one that was answered."""
+    def _words(self) -> RouterTold:
+        """What the gate is told."""
         working = [each.patience for each in self.errands if each.is_work]
-        told = {"begun": self.begun - self._base, "done": self.done - self._base, "working": len(working),
-                "turn": self._turn, "yields": self._round}  # fmt: skip
-        return told | {"patience": max(working, default=1.0), "proof": self.proof, "outcomes": (self._good, self._bad)}
+        return RouterTold(
+            begun=self.begun - self._base, done=self.done - self._base, working=len(working),
+            patience=max(working, default=1.0), proof=self.proof, outcomes=(self._good, self._bad),
+            turn=self._turn, yields=self._round,
+        )  # fmt: skip
 
 
 class Replicas:
@@ -336,21 +338,16 @@ class Replicas:
         self._closing: set[asyncio.Task[None]] = set()
         self._watching = asyncio.ensure_future(self._watch())
 
-    def take(self, members: Mapping[str, Any]) -> None:
+    def take(self, members: Members) -> None:
         """The members as the agent passed them on: those that are not named any more are gone."""
-        self.expected, self.closing = int(members["expected"]), bool(members.get("closing"))
-        named = {str(each["name"]): each for each in members["replicas"]}
+        self.expected, self.closing = members.expected, bool(members.closing)
+        named = {each.name: each for each in members.replicas}
         for name in [name for name in self.by_name if name not in named]:
             self._forget(self.by_name.pop(name))
         for name, each in named.items():
             if name not in self.by_name:
                 self.by_name[name] = Replica(
-                    name,
-                    each["hosts"],
-                    int(each["port"]),
-                    self._key,
-                    on_change=self._on_change,
-                    on_room=self._on_room,
+                    name, each.hosts, each.port, self._key, on_change=self._on_change, on_room=self._on_room
                 )
         self._on_change()
 

@@ -42,9 +42,11 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
 from slurmft.inference.certificates import context_for
-from slurmft.inference.endpoint import SETTINGS_VARIABLE, RouterSettings, folder_of, is_local, key_of, token_of
+from slurmft.inference.endpoint import folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import EMPTY_LOOK_S, Replica, Replicas
+from slurmft.ipc.channel import line_of
+from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
 from slurmft.policy.engines import PROVABLE, is_open, model_in, normal, patience_for
 from slurmft.policy.inference import (
     KILLS,
@@ -1261,13 +1263,10 @@ async def serve(settings: RouterSettings) -> int:
     server = RouterServer(router, section, access)
     reader, writer = await asyncio.open_unix_connection(settings.socket, limit=MAX_LINE_BYTES)
 
-    def say(**message: Any) -> None:
-        writer.write(json.dumps(message).encode() + b"\n")
-
     async def say_alive() -> None:
         while True:
+            writer.write(line_of(RouterLives(port=port, answered=router.answered, load=router.load)))
             await asyncio.sleep(ALIVE_S)
-            say(kind="alive", answered=router.answered, load=router.load)
 
     host, context = "127.0.0.1" if is_local(os.environ) else None, None
     if section.serving.tls_own:
@@ -1280,16 +1279,15 @@ async def serve(settings: RouterSettings) -> int:
     router.batches.begin(f"{'https' if section.serving.is_https else 'http'}://127.0.0.1:{port}")
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection would hold requests up
-    say(kind="ready", port=port)
     living = asyncio.create_task(say_alive())
 
     async def obey() -> None:
         leaving: asyncio.Task[None] | None = None
         with contextlib.suppress(OSError):
             while line := await reader.readline():
-                told = json.loads(line)
+                told = Members.parse(line, "what the agent says")
                 router.replicas.take(told)
-                if told.get("leave") and leaving is None:
+                if not told.router and leaving is None:
                     leaving = asyncio.create_task(server.leave())
                     leaving.add_done_callback(lambda _task: obeying.cancel())
 
@@ -1307,7 +1305,9 @@ async def serve(settings: RouterSettings) -> int:
 
 def main() -> int:
     """Run the router that the environment describes."""
-    return run_below_agent(lambda: serve(RouterSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))))
+    return run_below_agent(
+        lambda: serve(RouterSettings.parse(os.environ.pop(ROUTER_VARIABLE).encode(), ROUTER_VARIABLE))
+    )
 
 
 if __name__ == "__main__":

@@ -110,19 +110,28 @@ def encoded(message: Body | msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
         return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
 
 
+def line_of(message: msgspec.Struct) -> bytes:
+    """The message as a pipe or a local socket carries it; ``Fields.parse`` reads it."""
+    return encoded(message) + b"\n"
+
+
 def body_of(line: bytes) -> Body:
     """The message that a line holds; NaN and infinities, which earlier versions send as such, are None.
 
     Raises:
         BadMessage: it holds none.
     """
-    try:
-        message = json.loads(line, parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:  # the second one: brackets in brackets
-        raise BadMessage("a line is not JSON") from error
+    message = _json(line)
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise BadMessage("a line is not a message")
     return message
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:  # the second one: brackets in brackets
+        raise BadMessage("a line is not JSON") from error
 
 
 async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> tuple[Channel, Body]:
@@ -222,6 +231,10 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """
         return read(found, cls, what)  # type: ignore[no-any-return]
 
+    def as_text(self) -> str:
+        """As JSON, for the environment of a process."""
+        return encoded(self).decode()
+
     def as_mapping(self) -> Body:
         """The inverse of ``parse``."""
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
@@ -276,7 +289,7 @@ def read(found: bytes | Body, kind: Any, what: str) -> Any:
         try:
             return msgspec.json.decode(found, type=kind)
         except (ValueError, RecursionError):  # what is no JSON for msgspec may be for json: NaN, half a surrogate pair
-            found = body_of(found)
+            found = _json(found)
     while True:
         try:
             return msgspec.convert(found, kind)

@@ -446,6 +446,35 @@ class Members(Call[Done], frozen=True, kw_only=True, tag="members"):
     """The node's replicas that are to be on; None: all."""
 
 
+ROUTER_VARIABLE = "SLURMFT_ROUTER"
+
+
+class RouterSettings(Fields, frozen=True, kw_only=True):
+    """What an agent tells a router at its start, in ROUTER_VARIABLE; later ``Members`` of the supervisor."""
+
+    socket: str
+    config: str
+    """The run's configuration."""
+
+    node: str
+    hosts: tuple[str, ...]
+    """Names and addresses of the node, for a certificate of the run's own."""
+
+    port: PortNumber
+    """0: a free one."""
+
+
+class RouterLives(Fields, frozen=True, kw_only=True):
+    """What a router tells its agent, first when it listens."""
+
+    port: OpenPort
+    answered: Count = written(0)
+    """Requests in its life."""
+
+    load: Count = written(0)
+    """Requests that wait in it, or that it has given to replicas."""
+
+
 class RenewReplica(Call[Done], frozen=True, kw_only=True, tag="renew replica"):
     """Start a replica anew with another configuration, once it has finished what it has."""
 

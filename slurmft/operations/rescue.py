@@ -9,8 +9,6 @@ import ctypes
 import logging
 import os
 import pwd
-import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError, LaunchError, SlurmError, SlurmftError, SlurmUnavailable, StorageError
@@ -39,7 +36,7 @@ from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.evidence import progressed
 from slurmft.supervisor.lease import Lease
 from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
-from slurmft.system import files
+from slurmft.system import files, processes
 
 # --- Jobs that Slurm holds because a node could not start them, which is what a failing Prolog does by default ---
 
@@ -147,7 +144,6 @@ OWNER_LIMIT_S = 100
 
 OUTPUT_LIMIT_BYTES = 64 * 1024
 MAX_LINES, MAX_LINE = 50, 300
-DRAIN_S = 0.2
 ROTATION_S = 300
 
 
@@ -229,7 +225,9 @@ def _as_owner(account: pwd.struct_passwd, root: Path, only: Path | None, deadlin
     except OSError as error:
         why = f"{error.strerror or error}; can they read {sys.prefix}?"
         return Rescued(problems=[f"no process as {account.pw_name}: {why}"])
-    out, err, code = _until_ended(process, [stream for stream in (process.stdout, process.stderr) if stream])
+    (out, err), code = processes.output_of(process, OWNER_LIMIT_S, OUTPUT_LIMIT_BYTES)
+    if code is None:
+        processes.end_group(process, 1.0)
     warnings = _lines(account, err)
     if code != 0:
         return Rescued(done=_lines(account, out), problems=[f"{account.pw_name}: {_ending(code)}", *warnings])
@@ -255,42 +253,8 @@ def _environment(account: pwd.struct_passwd, root: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _until_ended(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]]) -> tuple[bytes, bytes, int | None]:
-    """Its output, within limits, and its exit code; it is killed when it exceeds one of them (None)."""
-    deadline, said = time.monotonic() + OWNER_LIMIT_S, [bytearray() for _ in streams]
-    with selectors.DefaultSelector() as waiting:
-        for number, stream in enumerate(streams):
-            os.set_blocking(stream.fileno(), False)
-            waiting.register(stream, selectors.EVENT_READ, number)
-        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            ready = waiting.select(min(DRAIN_S, left_s))
-            if not ready and process.poll() is not None:
-                break  # a process that it left behind holds its pipes
-            for key, _ in ready:
-                if not (part := os.read(key.fd, OUTPUT_LIMIT_BYTES)):
-                    waiting.unregister(key.fileobj)
-                said[key.data] += part
-            if max(map(len, said)) > OUTPUT_LIMIT_BYTES:
-                break
-    code = _ended(process, 1.0 if time.monotonic() < deadline else 0.0)
-    for stream in streams:
-        stream.close()
-    return bytes(said[0]), bytes(said[-1]), code
-
-
-def _ended(process: subprocess.Popen[bytes], within_s: float) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(within_s)
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep it stays behind
-        process.wait(1.0)
-    return None
-
-
 def _ending(code: int | None) -> str:
-    return "ended after its limit of time or output" if code is None else f"ended with exit code {code}"
+    return f"not done in {OWNER_LIMIT_S} s" if code is None else f"ended with exit code {code}"
 
 
 def _lines(account: pwd.struct_passwd, text: bytes) -> list[str]:

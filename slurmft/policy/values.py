@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -63,7 +62,7 @@ class Order:
     """A request for a fault."""
 
     fault: Fault
-    who: str
+    who: str = ""
     rank: int | None = None
     """The rank to hit; by chance when neither it nor a node is given."""
 
@@ -74,13 +73,7 @@ class Order:
 
     def as_json(self) -> dict[str, Any]:
         """For the request's file."""
-        return {
-            "fault": self.fault.value,
-            "who": self.who,
-            "rank": self.rank,
-            "node": self.node,
-            "after_s": self.after_s,
-        }
+        return asdict(self)
 
 
 def order_of(value: Any) -> Order:
@@ -89,19 +82,18 @@ def order_of(value: Any) -> Order:
     Raises:
         ValueError: it is invalid; says why.
     """
-    if not isinstance(value, Mapping):
-        raise ValueError("it is not an object")
-    fault, rank, node = value.get("fault"), value.get("rank"), value.get("node", "")
-    after_s, who = value.get("after_s", 0.0), value.get("who", "")
-    if fault not in tuple(Fault) or fault not in (*BY_SIGNAL, *IN_SESSION):
-        raise ValueError(f"{str(fault)[:40]!r} is not a fault of a rank")
-    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**31):
-        raise ValueError(f"rank {str(rank)[:40]!r} is none")
-    if not isinstance(node, str) or len(node) > 255 or not isinstance(who, str):
-        raise ValueError("its node or its author is not a text")
-    if type(after_s) not in (int, float) or not math.isfinite(after_s) or not 0 <= after_s <= MAX_AFTER_S:
-        raise ValueError(f"after_s={str(after_s)[:40]} is not between 0 and {MAX_AFTER_S:.0f} seconds")
-    return Order(fault=Fault(fault), who=who[:200], rank=rank, node=node, after_s=float(after_s))
+    import msgspec  # as in ``files.as_record``
+
+    order = msgspec.convert(value, Order)
+    if order.fault not in (*BY_SIGNAL, *IN_SESSION):
+        raise ValueError(f"{order.fault.value!r} is not a fault of a rank")
+    if order.rank is not None and not 0 <= order.rank < 2**31:
+        raise ValueError(f"there is no rank {order.rank}")
+    if len(order.node) > 255:
+        raise ValueError("the name of its node is too long")
+    if not 0 <= order.after_s <= MAX_AFTER_S:
+        raise ValueError(f"after_s={order.after_s} is not between 0 and {MAX_AFTER_S:.0f} seconds")
+    return replace(order, who=order.who[:200])
 
 
 # --- strangers ---

@@ -17,12 +17,11 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.system.files import read_bytes, read_json, trusted_owners, write_json
+from slurmft.system.files import Record, read_as, read_bytes, trusted_owners, write_json
 
 # --- digest record ---
 # ``digests.json`` in a checkpoint directory: checkpoints whose replicas agreed, and those from when they did not.
@@ -42,6 +41,10 @@ class Doubt:
     generation: int
     after_step: int
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.generation, self.after_step) < 0:
+            raise ValueError("a doubt is about a negative number")
 
     def covers(self, step: int, generation: int) -> bool:
         """Whether that checkpoint is one of them."""
@@ -66,8 +69,8 @@ class DigestRecord:
         return (step, generation) in self.verified and self.doubt(step, generation) is None
 
 
-def read_mark(path: Path, directory: Path) -> dict[str, Any]:
-    """What a mark in a checkpoint directory says; nothing where there is none, or none that can be believed.
+def read_mark(kind: type[Record], path: Path, directory: Path) -> Record | None:
+    """What a mark in a checkpoint directory says; None where there is none, or none that can be believed.
 
     A mark lets checkpoints be removed, so only those of the owner of ``directory``, of root and of this user count.
 
@@ -75,14 +78,14 @@ def read_mark(path: Path, directory: Path) -> dict[str, Any]:
         NewerFormat: a newer slurmft wrote it.
     """
     try:
-        return read_json(path, owners=trusted_owners(directory)) or {}
+        return read_as(kind, path, owners=trusted_owners(directory))
     except FileNotFoundError:
-        return {}
+        return None
     except NewerFormat:
         raise
     except (OSError, StorageError) as error:
         log.warning("%s says nothing: %s", path, error)
-        return {}
+        return None
 
 
 def read_digests(directory: Path) -> DigestRecord:
@@ -91,22 +94,7 @@ def read_digests(directory: Path) -> DigestRecord:
     Raises:
         NewerFormat: a newer slurmft wrote it.
     """
-    value = read_mark(directory / DIGESTS, directory)
-    try:
-        return DigestRecord(
-            verified=tuple((_number(step), _number(generation)) for step, generation in value.get("verified", [])),
-            doubts=tuple(
-                Doubt(
-                    generation=_number(each["generation"]),
-                    after_step=_number(each["after_step"]),
-                    reason=str(each.get("reason", "")),
-                )
-                for each in value.get("doubts", [])
-            ),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        log.warning("%s is damaged and says nothing: %s", directory / DIGESTS, error)
-        return DigestRecord()
+    return read_mark(DigestRecord, directory / DIGESTS, directory) or DigestRecord()
 
 
 def note_verified(directory: Path, step: int, generation: int) -> None:
@@ -137,17 +125,7 @@ def note_doubt(directory: Path, doubt: Doubt) -> None:
 
 def _write(directory: Path, record: DigestRecord) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    doubts = [
-        {"generation": each.generation, "after_step": each.after_step, "reason": each.reason} for each in record.doubts
-    ]
-    value = {"verified": [list(each) for each in record.verified], "doubts": doubts}
-    write_json(directory / DIGESTS, value, mode=directory.stat().st_mode & 0o644)
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:40]!r} is not a number of steps or a generation")
-    return value
+    write_json(directory / DIGESTS, asdict(record), mode=directory.stat().st_mode & 0o644)
 
 
 # --- checkpoint names ---
@@ -212,7 +190,7 @@ def _place(one: Identity) -> tuple[int, int]:
 class Quarantine:
     """Why runs do not begin with a checkpoint any more."""
 
-    reason: str
+    reason: str = ""
     from_scratch: bool = False
     """Where this one was the last, the run begins anew."""
 
@@ -223,16 +201,15 @@ def write_quarantine(checkpoint: Path, quarantine: Quarantine) -> None:
     Raises:
         OSError: it is not marked.
     """
-    value = {"reason": quarantine.reason, "from_scratch": quarantine.from_scratch}
     # readable by the same people as the files beside it
-    write_json(checkpoint / QUARANTINE, value, mode=checkpoint.stat().st_mode & 0o644)
+    write_json(checkpoint / QUARANTINE, asdict(quarantine), mode=checkpoint.stat().st_mode & 0o644)
 
 
 def read_quarantine(checkpoint: Path) -> Quarantine | None:
     """The mark, or a doubt of its replicas; None where there is neither that can be believed."""
     try:
-        if mark := read_mark(checkpoint / QUARANTINE, checkpoint.parent):
-            return Quarantine(reason=str(mark.get("reason", "")), from_scratch=mark.get("from_scratch") is True)
+        if (mark := read_mark(Quarantine, checkpoint / QUARANTINE, checkpoint.parent)) is not None:
+            return mark
         if (identity := Identity.parse(checkpoint.name)) is None:
             return None
         doubt = read_digests(checkpoint.parent).doubt(identity.step, identity.generation)

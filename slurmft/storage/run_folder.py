@@ -35,10 +35,12 @@ from slurmft.storage.soft_lock import SoftLock
 from slurmft.system import processes
 from slurmft.system.files import (
     FORMAT,
+    MOVE_AWAY,
     UnsafeFile,
     number,
     open_regular,
     parse_json,
+    read_as,
     read_json,
     read_part,
     refuse_uncreatable,
@@ -290,11 +292,11 @@ class JobsFile:
         value = read_json(self.path) or {}
         jobs = value.get("jobs", [])
         if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
-            raise StorageError(f"{self.path} does not hold a list of jobs", hint="move it away and run again")
+            raise StorageError(f"{self.path} does not hold a list of jobs", hint=MOVE_AWAY)
         for job in jobs:  # one that is not an id makes squeue forget all others in the same question
             is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
             if not is_id and not job.startswith(LOCAL_PREFIX):
-                raise StorageError(f"{self.path} names a job {job[:40]!r}", hint="move it away and run again")
+                raise StorageError(f"{self.path} names a job {job[:40]!r}", hint=MOVE_AWAY)
         known = value.get("known")
         records = known if isinstance(known, dict) else {}
         return jobs, {str(job): identity_from(facts) for job, facts in records.items() if isinstance(facts, dict)}
@@ -567,13 +569,13 @@ class Owner:
     pid: int
     """The supervisor's process id on that host."""
 
-    birth: str
+    birth: str = ""
     """Distinguishes that process from a later one with the same id (``system.processes``)."""
 
-    folder: str
+    folder: str = ""
     """Where the run folder lay, and ..."""
 
-    inode: int
+    inode: int = 0
     """... the identity of the folder, so that a copy of it is recognized."""
 
     cycle: int = 0
@@ -694,29 +696,10 @@ class RunFolder:
 
     def owner(self) -> Owner | None:
         """The newest attempt's owner; None before the first."""
-        value = read_json(self._owner)
-        if value is None:
-            return None
-        try:
-            job = str(value["job"])
-            if not _JOB.fullmatch(job):  # it becomes part of names of files
-                raise ValueError(f"{job[:40]!r} is no job")
-            return Owner(
-                job=job,
-                restart=int(value["restart"]),
-                generation=int(value["generation"]),
-                cluster=str(value["cluster"]),
-                host=str(value["host"]),
-                pid=int(value["pid"]),
-                birth=str(value.get("birth", "")),
-                folder=str(value.get("folder", "")),
-                inode=int(value.get("inode", 0)),
-                cycle=int(value.get("cycle", 0)),
-                standby=value.get("standby") is True,
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            reason = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged: {error}"
-            raise StorageError(f"{self._owner} {reason}", hint="move it away and run again") from error
+        owner = read_as(Owner, self._owner)
+        if owner is not None and not _JOB.fullmatch(owner.job):  # it becomes part of names of files
+            raise StorageError(f"{self._owner} is damaged: {owner.job[:40]!r} is no job", hint=MOVE_AWAY)
+        return owner
 
     def refuse_foreign(self) -> None:
         """Return when the folder, and the files that slurmft executes or believes, are the caller's.

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmft.errors import StorageError
 from slurmft.policy.verdict import Evidence, Kind, Suspect
-from slurmft.system.files import FORMAT, append_line, number, parse_json, read_json, read_text, write_json
+from slurmft.system.files import FORMAT, append_line, number, parse_json, read_as, read_json, read_text, write_json
 
 # --- A worker's reports about itself and about hardware: its verdict when it ends, evidence at any time ---
 # Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that no lock is needed. They
@@ -155,6 +155,16 @@ class AskedBatches:
     asked: tuple[int, ...]
     divisor: int
 
+    def __post_init__(self) -> None:
+        if not self.asked or min(*self.asked, self.divisor) <= 0:
+            raise ValueError("there is no such micro-batch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Resuming:
+    checkpoint: str = ""
+    source: str = ""
+
 
 def note_batches(folder: Path, asked: Collection[int], divisor: int) -> None:
     """Leave it; a folder that cannot take it does not end the attempt."""
@@ -165,10 +175,7 @@ def note_batches(folder: Path, asked: Collection[int], divisor: int) -> None:
 def noted_batches(folder: Path) -> AskedBatches | None:
     """The facts that were left; None where there are none that can be believed."""
     with contextlib.suppress(StorageError):
-        value = read_json(folder / BATCH_FILE) or {}
-        asked, divisor = value.get("asked"), value.get("divisor")
-        if isinstance(asked, list) and asked and _positive(*asked, divisor):
-            return AskedBatches(asked=tuple(asked), divisor=int(divisor or 1))
+        return read_as(AskedBatches, folder / BATCH_FILE)
     return None
 
 
@@ -181,20 +188,14 @@ def note_resuming(folder: Path, checkpoint: str, *, source: str = "") -> None:
 def noted_resuming(folder: Path) -> str | None:
     """The checkpoint that the attempt began with, as far as is known."""
     with contextlib.suppress(StorageError):
-        name = (read_json(folder / RESUMING_FILE) or {}).get("checkpoint")
-        if isinstance(name, str) and name and Path(name).name == name:
-            return name
+        found = read_as(_Resuming, folder / RESUMING_FILE)
+        if found is not None and found.checkpoint and Path(found.checkpoint).name == found.checkpoint:
+            return found.checkpoint
     return None
 
 
 def noted_source(folder: Path) -> str:
     """Where the attempt's state was read from, in words; empty where nothing was read, or that is unknown."""
     with contextlib.suppress(StorageError):
-        source = (read_json(folder / RESUMING_FILE) or {}).get("source")
-        if isinstance(source, str):
-            return source[:500]
+        return (read_as(_Resuming, folder / RESUMING_FILE) or _Resuming()).source[:500]
     return ""
-
-
-def _positive(*values: object) -> bool:
-    return all(type(value) is int and value > 0 for value in values)

@@ -24,7 +24,7 @@ from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.guardian import any_kept
 from slurmft.supervisor.owner import is_this_process
-from slurmft.system.files import open_regular, read_bytes, replace_atomically, trusted_owners
+from slurmft.system.files import as_record, open_regular, parse_json, read_bytes, replace_atomically, trusted_owners
 
 # --- The lease of a run's supervisor in the run folder, where a standby of the same start of the job watches it ---
 
@@ -80,22 +80,15 @@ class Lease:
     def read(self) -> Terms | None:
         """The newest terms; None where there are none that can be read."""
         try:
-            told = json.loads(read_bytes(self._terms, owners=trusted_owners(self._terms.parent)))
-            return _parsed(told)
-        except (OSError, ValueError, TypeError, KeyError, OverflowError):
+            told = parse_json(read_bytes(self._terms, owners=trusted_owners(self._terms.parent)))
+            return as_record(Terms, told, self._terms)
+        except (OSError, ValueError, RecursionError, StorageError):
             return None
 
     @property
     def path(self) -> Path:
         """The file that is touched."""
         return self._touched
-
-
-def _parsed(told: Mapping[str, object]) -> Terms:
-    hosts, port = told["hosts"], told["port"]
-    if not isinstance(hosts, list) or type(port) is not int:
-        raise TypeError("no address")
-    return Terms(hosts=tuple(map(str, hosts)), port=port, secret=str(told["secret"]), standby=str(told["standby"]))
 
 
 # --- A supervisor whose standby has taken the run over: it keeps the batch script alive, and does nothing else ---

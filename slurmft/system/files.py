@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmft.errors import NewerFormat, StorageError
 
@@ -32,6 +32,8 @@ LOG_LIMIT_BYTES = 256 << 20
 """Most bytes of a file that grows: a journal, an exclusion list. A million lines of 250 bytes."""
 
 _CHUNK_BYTES = 1 << 20
+
+Record = TypeVar("Record")
 
 
 class UnsafeFile(OSError):
@@ -527,3 +529,33 @@ def read_json(
     if version > FORMAT:
         raise NewerFormat(f"{path} has format {version!r}; this slurmft reads up to {FORMAT}", hint="upgrade slurmft")
     return value
+
+
+def read_as(
+    kind: type[Record], path: Path, *, limit_bytes: int = STATE_LIMIT_BYTES, owners: Collection[int] | None = None
+) -> Record | None:
+    """The record in ``path``, or None when there is no such file.
+
+    Args:
+        kind: a dataclass; the types of its fields say what is believed. Other keys are those of a newer version.
+
+    Raises:
+        StorageError: as ``read_json``, or it is not of this kind; names the field.
+        NewerFormat: a newer slurmft wrote it.
+    """
+    value = read_json(path, limit_bytes=limit_bytes, owners=owners)
+    return None if value is None else as_record(kind, value, path)
+
+
+def as_record(kind: type[Record], value: Any, path: Path) -> Record:
+    """The record that was read from ``path``, as ``read_as`` returns it.
+
+    Raises:
+        StorageError: it is not of this kind.
+    """
+    import msgspec  # whoever reads no record does not wait for it: a zygote, a writer
+
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise StorageError(f"{path} is damaged: {error}", hint=MOVE_AWAY) from error

@@ -12,6 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 # --- Importing without the garbage collector, which looks at all modules again and again meanwhile ---
 
@@ -39,6 +43,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LISTENS = "0A"
 _LOOPBACK = frozenset({"0100007F", "7F000001", "0000000000000000FFFF00000100007F", "00000000000000000000FFFF7F000001"})
 """127.0.0.1, also as an IPv6 address, on machines of either byte order."""
+
+OUTPUT_LOOK_S = 0.01
 
 _SESSION = 2
 """Index of session among the fields of /proc/PID/stat that follow the process's state (proc(5), field 6)."""
@@ -219,6 +225,44 @@ def _left_of(sessions: Collection[str], is_left: Callable[[int, str], bool], own
             found.add(pid := adopted.pop())
             adopted += children.get(pid, ())
     return found
+
+
+def output_of(process: subprocess.Popen[bytes], within_s: float, limit_bytes: int) -> tuple[list[bytes], int | None]:
+    """The beginning of what it writes to each of its pipes until it ends, and its exit code; None: not in time.
+
+    Not until the end of a pipe, which a process that it has left behind may hold open.
+    """
+    import selectors  # by few; a zygote and a verb of a login node start without
+
+    until_s, is_over = time.monotonic() + within_s, False
+    streams = [each for each in (process.stdout, process.stderr) if each is not None]
+    said = [bytearray() for _ in streams]
+    with selectors.DefaultSelector() as waiting:
+        for number, stream in enumerate(streams):
+            waiting.register(stream, selectors.EVENT_READ, number)
+        while (left_s := until_s - time.monotonic()) > 0:
+            ready = waiting.select(0.0 if is_over else min(OUTPUT_LOOK_S, left_s))
+            for key, _ in ready:
+                if not (part := os.read(key.fd, 1 << 16)):
+                    waiting.unregister(key.fileobj)
+                said[key.data] += part[: limit_bytes - len(said[key.data])]
+            if is_over and (not ready or max(map(len, said)) == limit_bytes):
+                break
+            is_over = process.poll() is not None
+    code = process.poll()
+    for stream in streams:  # one that still writes ends by that
+        stream.close()
+    return [bytes(each) for each in said], code
+
+
+def end_group(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """SIGKILL it, where it still lives, and its group; one that is stuck in the kernel is left behind."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # nothing where it has ended; it may have left its group
+    until_s = time.monotonic() + within_s
+    while process.poll() is None and time.monotonic() < until_s:
+        time.sleep(0.005)
 
 
 def words_of(pid: int) -> list[str]:

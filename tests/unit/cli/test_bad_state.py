@@ -83,7 +83,7 @@ DAMAGED = [
     ("owner.json", b"", "owner.json is not JSON"),
     ("owner.json", b"[" * 100_000, "owner.json is not JSON"),
     ("owner.json", b"\xff\xfe\x00", "cannot read"),
-    ("owner.json", {"format": 1}, "owner.json lacks 'job'"),
+    ("owner.json", {"format": 1}, "owner.json is damaged: Object missing required field `job`"),
     ("owner.json", {**OWNER, "format": 99}, "has format 99; this slurmft reads up to 1; upgrade slurmft"),
     ("owner.json", {**OWNER, "generation": "new"}, "owner.json is damaged"),
     ("owner.json", {**OWNER, "pid": None, "cluster": "local"}, "owner.json is damaged"),

@@ -154,7 +154,7 @@ def test_whom_a_fault_cannot_reach_is_told(tmp_path):
     assert "rank 1 has not been forked yet" in found.refused[1]
     gone = worker(tmp_path, 2, pid=2**22 + 1)
     assert "cannot be reached" in strike([gone], order("kill"), None).refused[0]
-    assert strike([gone], {"fault": "node-loss"}, None).refused == ("'node-loss' is not a fault of a rank",)
+    assert "'node-loss'" in strike([gone], {"fault": "node-loss"}, None).refused[0]
 
 
 # inside a worker

@@ -18,6 +18,7 @@ from waiting import until_async
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.gate import Gate
 from slurmft.inference.router import Router, RouterServer
+from slurmft.ipc.messages import Members, ReplicaPlace
 
 TOKEN, KEY = "a-token-of-these-tests", b"k" * 64
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -89,9 +90,9 @@ class World:
         await until_async(lambda: self.router.replicas.ready == len(self.engines))
 
     def name_members(self, *names: str, expected: int | None = None, closing: bool = False) -> None:
-        places = [{"name": name, "hosts": ["127.0.0.1"], "port": self[name].port} for name in names]
+        places = tuple(ReplicaPlace(name=name, hosts=("127.0.0.1",), port=self[name].port) for name in names)
         expected = len(self.engines) if expected is None else expected
-        self.router.replicas.take({"expected": expected, "replicas": places, "closing": closing})
+        self.router.replicas.take(Members(epoch=1, router=True, expected=expected, replicas=places, closing=closing))
 
     async def ask(self, path: str = "/v1/x", *, headers: dict[str, str] | None = None, body: bytes = b"{}") -> Any:
         """Status, and the answer as JSON."""

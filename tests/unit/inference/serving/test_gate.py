@@ -173,6 +173,28 @@ def test_requests_are_counted_once_also_those_of_a_router_that_is_gone() -> None
     run(work())
 
 
+def test_a_router_may_name_any_model_and_is_hung_up_on_where_it_makes_no_sense() -> None:
+    """Clients choose the names: one that no encoding knows must not cost a router its replicas."""
+
+    async def work() -> None:
+        gate = Gate(KEY, refuse)
+        port = await gate.listen("127.0.0.1")
+        _, writer = await asyncio.open_connection(sock=await knock("127.0.0.1", port, KEY, CONTROL))
+        writer.write(b'{"begun": 3, "done": 1, "outcomes": [1, 0], "proof": ["/v1/x", "\\ud800", true]}\n')
+        await until_async(lambda: gate.in_flight == 2)
+        assert gate.outcomes == (1, 0)
+        assert gate.proof(is_answered=True) == {"id": "proof", "url": "/v1/x", "body": {"model": "\ud800"}}
+        writer.write(b'{"begun": 3, "done": 2}\n')
+        await until_async(lambda: gate.in_flight == 1)
+        assert gate.proof(is_answered=True) is not None, "the newest word has none"
+        writer.write(b'{"begun": "4", "done": 2}\n')
+        await until_async(lambda: gate.ended == 3)
+        await end(writer)
+        gate.close()
+
+    run(work())
+
+
 def test_a_router_that_falls_silent_has_nothing_in_flight_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the replica would be taken for one that hangs: the connection of a dead node does not end by itself."""
     monkeypatch.setattr("slurmft.inference.gate.SILENT_S", 1.0)
