@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from slurm.conftest import preempt
 from slurm.storm import Kind, Storm
 from slurmft.errors import LabError
@@ -27,6 +29,34 @@ def kill_one(storm: Storm, host: str, pattern: str, signal: str = "KILL", *, old
     pid = min(pids, key=int) if oldest else storm.chance.choice(sorted(pids, key=int))
     sent = storm.lab.run_on_as_admin(host, ["kill", f"-{signal}", pid], check=False)
     return f"{signal} on {host}" if sent.returncode == 0 else None
+
+
+class ReplicasStorm(Storm):
+    """A storm over replicas, whose engines and drivers get signals too."""
+
+    engine: ClassVar[str]
+    """Pattern of an engine's command line."""
+
+    def hosts(self) -> list[str]:
+        started = self.last("attempt started")
+        answering = [event for event in self.journal() if event.event == "node answers"]
+        if started is None:
+            return []
+        return sorted({event.details["node"] for event in answering if event.seconds() >= started.seconds()})
+
+    def signal_engine(self, signal: str) -> str | None:
+        hosts = self.hosts()
+        return kill_one(self, self.chance.choice(hosts), self.engine, signal) if hosts else None
+
+    def signal_driver(self, signal: str) -> str | None:
+        if not (hosts := self.hosts()):
+            return None
+        host = self.chance.choice(hosts)
+        if not (pids := self.run.pids(host)):
+            return None
+        rank = self.chance.choice(sorted(pids))
+        sent = self.lab.run_on_as_admin(host, ["kill", f"-{signal}", pids[rank]], check=False)
+        return f"{signal} to replica {rank} on {host}" if sent.returncode == 0 else None
 
 
 def power_off(storm: Storm, host: str) -> str | None:

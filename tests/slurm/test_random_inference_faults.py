@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import pytest
 
-from slurm.cluster_faults import CLUSTER_KINDS, kill_one
+from slurm.cluster_faults import CLUSTER_KINDS, ReplicasStorm
 from slurm.small_disk import SmallDisk
-from slurm.storm import Kind, Storm, errors_in_logs, seeds
+from slurm.storm import Kind, errors_in_logs, seeds
 from slurm.test_inference import BatchRun, new_batch  # noqa: F401 - a fixture
 from slurm.test_random_faults import disk  # noqa: F401 - a fixture
 from slurmft.inference.ledger import segments_of
@@ -24,33 +24,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 MAX_FAULTS = 60
 REQUESTS = 3000
-ENGINE = "^[^ ]*python[^ ]* [^ ]*/engine.py"
 
 
-class InferenceStorm(Storm):
+class InferenceStorm(ReplicasStorm):
     name = "inference"
     run: BatchRun
 
-    def hosts(self) -> list[str]:
-        started = self.last("attempt started")
-        answering = [event for event in self.journal() if event.event == "node answers"]
-        if started is None:
-            return []
-        return sorted({event.details["node"] for event in answering if event.seconds() >= started.seconds()})
-
-    def signal_engine(self, signal: str) -> str | None:
-        hosts = self.hosts()
-        return kill_one(self, self.chance.choice(hosts), ENGINE, signal) if hosts else None
-
-    def signal_driver(self, signal: str) -> str | None:
-        if not (hosts := self.hosts()):
-            return None
-        host = self.chance.choice(hosts)
-        if not (pids := self.run.pids(host)):
-            return None
-        rank = self.chance.choice(sorted(pids))
-        sent = self.lab.run_on_as_admin(host, ["kill", f"-{signal}", pids[rank]], check=False)
-        return f"{signal} to replica {rank} on {host}" if sent.returncode == 0 else None
+    engine = "^[^ ]*python[^ ]* [^ ]*/engine.py"
 
     def tear(self) -> str | None:
         """What a full disk or a power cut leaves: half a line at the end, of segments that are not written to now."""

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
-from slurm.cluster_faults import CLUSTER_KINDS, kill_one
+from slurm.cluster_faults import CLUSTER_KINDS, ReplicasStorm
 from slurm.conftest import eventually
 from slurm.endpoints import EndpointRun
-from slurm.storm import Kind, Storm, errors_in_logs, seeds
+from slurm.storm import Kind, errors_in_logs, seeds
 from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.lab.cluster import Lab
 
@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 MAX_FAULTS = 40
 NODES = 3
-ENGINE = "^[^ ]*python[^ ]* [^ ]*/word_engine.py"
 HERE = Path(__file__).parent
 CLUSTER = (
     "agent",
@@ -81,30 +80,11 @@ class Clients:
         return self._told, self._error
 
 
-class ServingStorm(Storm):
+class ServingStorm(ReplicasStorm):
     name = "serving"
     run: EndpointRun
 
-    def hosts(self) -> list[str]:
-        started = self.last("attempt started")
-        answering = [event for event in self.journal() if event.event == "node answers"]
-        if started is None:
-            return []
-        return sorted({event.details["node"] for event in answering if event.seconds() >= started.seconds()})
-
-    def signal_engine(self, signal: str) -> str | None:
-        hosts = self.hosts()
-        return kill_one(self, self.chance.choice(hosts), ENGINE, signal) if hosts else None
-
-    def signal_driver(self, signal: str) -> str | None:
-        if not (hosts := self.hosts()):
-            return None
-        host = self.chance.choice(hosts)
-        if not (pids := self.run.pids(host)):
-            return None
-        rank = self.chance.choice(sorted(pids))
-        sent = self.lab.run_on_as_admin(host, ["kill", f"-{signal}", pids[rank]], check=False)
-        return f"{signal} to replica {rank} on {host}" if sent.returncode == 0 else None
+    engine = "^[^ ]*python[^ ]* [^ ]*/word_engine.py"
 
     def signal_router(self, signal: str) -> str | None:
         routers = HighAvailabilityCluster.read(self.run.path).routers

@@ -44,7 +44,7 @@ ROWS = [
     (verdict(C.FINISHED), stuck(), FINISH, 0, NONE, False),
     (verdict(C.CANCELLED), fresh(), STOP, 75, NONE, False),
     (verdict(C.CANCELLED), stuck(), STOP, 75, NONE, False),
-    (verdict(C.STOPPED_BY_USER), fresh(), STOP, 75, NONE, False),
+    *[(verdict(C.STOPPED_BY_USER), each, STOP, 75, NONE, False) for each in (fresh(), spent())],
     (replace(verdict(C.STOPPED_BY_USER), last_step=15), fresh(), STOP, 74, NONE, False),
     *[(verdict(cause), each, CONTINUE, 75, NODES, False)
       for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER, C.RECLAIMED)
@@ -55,7 +55,9 @@ ROWS = [
     (verdict(C.PREEMPTED, blame=False), fresh(), CONTINUE, 75, NONE, False),
     (verdict(C.TIME_LIMIT), fresh(), CONTINUE, 75, NODES, False),
     (verdict(C.TIME_LIMIT), spent(), CONTINUE, 75, NODES, False),
+    (verdict(C.TIME_LIMIT), replace(stuck(), idle_cycles=1), CONTINUE, 75, NODES, False),
     (verdict(C.TIME_LIMIT), stuck(), STOP, 93, NONE, False),
+    (replace(verdict(C.TIME_LIMIT), last_step=15), stuck(), STOP, 93, NONE, False),
     (verdict(C.TIME_LIMIT, saved=11), stuck(), CONTINUE, 75, NODES, False),
     (verdict(C.RERUN_ELSEWHERE, 16), fresh(), CONTINUE, 16, NODES, True),
     (verdict(C.RERUN_ELSEWHERE, 16), spent(), CONTINUE, 16, NODES, True),
@@ -95,6 +97,7 @@ ROWS = [
                   (verdict(cause, code), stuck(), STOP, 93, NONE, False),
                   (verdict(cause, code, saved=11), stuck(), CONTINUE, code, NONE, False))],
     *[(verdict(C.WORKER_ERROR, code), fresh(), STOP, code, NONE, False) for code in (2, 126, 127)],
+    (verdict(C.WORKER_ERROR, 1), replace(spent(), failures_so_far=1), CONTINUE, 1, NONE, False),
     *[row for cause, avoid in ((C.LAUNCH_FAILURE, NODES), (C.SUPERVISOR_LOST, NONE), (C.UNKNOWN, NONE))
       for row in ((verdict(cause), fresh(), CONTINUE, 75, avoid, False),
                   (verdict(cause), spent(), STOP, 93, NONE, False),
@@ -155,6 +158,8 @@ MAPPED = {ExitAction.COMPLETE: "42", ExitAction.RESCHEDULE: "2,11-20", ExitActio
         pytest.param(verdict(C.WORKER_ERROR, 99), CONTINUE, 99, False, id="not named"),
         pytest.param(verdict(C.PREEMPTED, 42), CONTINUE, 75, False, id="a planned stop has no code"),
         pytest.param(verdict(C.NODE_LOST), CONTINUE, 75, False, id="nor has a lost node"),
+        pytest.param(verdict(C.PREEMPTED, 1), CONTINUE, 75, False, id="also where FAIL names it"),
+        pytest.param(verdict(C.STOPPED_BY_USER, 42), STOP, 75, False, id="nor has a person's stop"),
     ],
 )
 def test_what_the_configuration_says_beats_the_defaults(given, action, code, elsewhere):

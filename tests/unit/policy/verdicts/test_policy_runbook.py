@@ -1,4 +1,4 @@
-"""Verdict, decision, grace, exit codes: the runbook as tables."""
+"""What a history has spent, verdicts, grace, exit codes; what follows in each state is in ``test_policy_decisions``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmft.policy.final_ends import ExitAction, explicit_action, parse_codes
 from slurmft.policy.grace import JobTimes, cause_of_signal
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.sbatch import OWNED_OPTIONS, SBATCH_OPTIONS
-from slurmft.policy.verdict import PLANNED, Action, Cause, Verdict
+from slurmft.policy.verdict import Action, Cause, Verdict
 from slurmft.storage.journal import Event
 from slurmft.supervisor.evidence import budget_of
 
@@ -29,58 +29,7 @@ def budget(failures: int = 0, *, idle: int = 0) -> Budget:
     return Budget(failures_so_far=failures, max_failures=2, idle_cycles=idle, max_no_progress_cycles=3)
 
 
-FINISH, CONTINUE, STOP = Action.FINISH, Action.CONTINUE, Action.STOP
-
-
-@pytest.mark.parametrize(
-    ("given", "spent", "action", "exit_code"),
-    [
-        (verdict(Cause.FINISHED), budget(), FINISH, 0),
-        (verdict(Cause.FINISHED), budget(99, idle=99), FINISH, 0),
-        (verdict(Cause.PREEMPTED), budget(), CONTINUE, 75),
-        (verdict(Cause.PREEMPTED, last=0), budget(99, idle=99), CONTINUE, 75),
-        (verdict(Cause.SIGNALLED), budget(99), CONTINUE, 75),
-        (verdict(Cause.REQUEUED_BY_USER), budget(99), CONTINUE, 75),
-        (verdict(Cause.STOPPED_BY_USER), budget(), STOP, 75),
-        (verdict(Cause.TIME_LIMIT), budget(99, idle=99), CONTINUE, 75),
-        (verdict(Cause.TIME_LIMIT, first=10, last=10), budget(idle=0), CONTINUE, 75),
-        (verdict(Cause.TIME_LIMIT, first=10, last=10), budget(idle=1), CONTINUE, 75),
-        (verdict(Cause.TIME_LIMIT, first=10, last=10), budget(idle=2), STOP, 93),
-        (verdict(Cause.TIME_LIMIT, first=10, last=15, saved=10), budget(idle=2), STOP, 93),
-        (verdict(Cause.REQUEUED), budget(99), CONTINUE, 75),
-        (verdict(Cause.WORKER_ERROR, code=2), budget(0), STOP, 2),
-        (verdict(Cause.WORKER_ERROR, code=127), budget(0), STOP, 127),
-        (verdict(Cause.CANCELLED), budget(), STOP, 75),
-        (verdict(Cause.VALIDATION_FAILED, code=17), budget(), STOP, 17),
-        (verdict(Cause.RERUN_ELSEWHERE, code=16), budget(99), CONTINUE, 16),
-        (verdict(Cause.WORKER_ERROR, code=1), budget(0), CONTINUE, 1),
-        (verdict(Cause.WORKER_ERROR, code=1), budget(1), CONTINUE, 1),
-        (verdict(Cause.WORKER_ERROR, code=1), budget(2), STOP, 1),
-        (verdict(Cause.SIGNAL_CRASH, code=137), budget(0), CONTINUE, 137),
-        (verdict(Cause.SIGNAL_CRASH, code=139), budget(2), STOP, 139),
-        (verdict(Cause.NODE_LOST), budget(0), CONTINUE, 75),
-        (verdict(Cause.NODE_LOST), budget(2), STOP, 93),
-        (verdict(Cause.LAUNCH_FAILURE), budget(0), CONTINUE, 75),
-        (verdict(Cause.LAUNCH_FAILURE), budget(2), STOP, 93),
-    ],
-    ids=lambda value: value.cause.name if isinstance(value, Verdict) else None,
-)
-def test_the_decision(given, spent, action, exit_code):
-    decision = decide(given, spent)
-    assert (decision.action, decision.exit_code) == (action, exit_code)
-    assert "why" in decision.reason
-
-
-def test_every_cause_has_a_decision():
-    spent = replace(budget(), max_restarts=1)
-    assert {decide(verdict(cause, last=0), spent).action for cause in Cause} == set(Action)
-
-
-@pytest.mark.parametrize("cause", sorted(PLANNED))
-def test_a_planned_stop_never_spends_the_failure_budget(cause):
-    spent = Budget(failures_so_far=10**6, max_failures=0)  # no idle cycle: those bound time limits
-    expected = {Cause.STOPPED_BY_USER: STOP, Cause.RESIZED: Action.RESTART}.get(cause, CONTINUE)
-    assert decide(verdict(cause), spent).action is expected
+FINISH, STOP = Action.FINISH, Action.STOP
 
 
 def test_the_reason_names_the_knob():
@@ -90,24 +39,6 @@ def test_the_reason_names_the_knob():
 
 
 ACTIONS = {ExitAction.COMPLETE: "42", ExitAction.RESCHEDULE: "11-20", ExitAction.FAIL: "1,77"}
-
-
-@pytest.mark.parametrize(
-    ("cause", "code", "action", "exit_code"),
-    [
-        (Cause.WORKER_ERROR, 42, FINISH, 0),
-        (Cause.WORKER_ERROR, 12, CONTINUE, 12),
-        (Cause.WORKER_ERROR, 1, STOP, 1),
-        (Cause.WORKER_ERROR, 99, CONTINUE, 99),
-        (Cause.RERUN_ELSEWHERE, 16, CONTINUE, 16),
-        (Cause.VALIDATION_FAILED, 17, CONTINUE, 17),
-        (Cause.PREEMPTED, 1, CONTINUE, 75),
-        (Cause.STOPPED_BY_USER, 42, STOP, 75),
-    ],
-)
-def test_the_trainers_own_exit_codes_beat_the_defaults(cause, code, action, exit_code):
-    decision = decide(verdict(cause, code=code), budget(), ACTIONS)
-    assert (decision.action, decision.exit_code) == (action, exit_code)
 
 
 def test_a_rescheduled_code_still_spends_the_budget():
