@@ -106,7 +106,7 @@ class NodeRouter:
         if call.epoch != self._epoch:
             return
         told = {"expected": call.expected, "replicas": [each.as_mapping() for each in call.replicas],
-                "leave": not call.router, "closing": bool(call.closing)}  # fmt: skip
+                "leave": not call.router, "closing": bool(call.closing), "wanted": call.wanted}  # fmt: skip
         self._members, self._wanted = json.dumps(told).encode() + b"\n", call.router
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self._socket, limit=MAX_LINE_BYTES)

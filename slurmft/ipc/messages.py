@@ -445,6 +445,9 @@ class Members(Call[Done], frozen=True, kw_only=True, tag="members"):
     on: Ranks | None = None
     """The node's replicas that are to be on; None: all."""
 
+    wanted: Count | None = None
+    """Of all nodes."""
+
 
 class RenewReplica(Call[Done], frozen=True, kw_only=True, tag="renew replica"):
     """Start a replica anew with another configuration, once it has finished what it has."""
