@@ -334,13 +334,14 @@ class Replicas:
     def __init__(self, key: bytes, on_change: Callable[[], None], on_room: Callable[[], None]) -> None:
         self._key, self._on_change, self._on_room = key, on_change, on_room
         self.by_name: dict[str, Replica] = {}
-        self.expected, self.closing = 0, False
+        self.expected, self.wanted, self.closing = 0, 0, False
         self._closing: set[asyncio.Task[None]] = set()
         self._watching = asyncio.ensure_future(self._watch())
 
     def take(self, members: Members) -> None:
         """The members as the agent passed them on: those that are not named any more are gone."""
         self.expected, self.closing = members.expected, bool(members.closing)
+        self.wanted = members.expected if members.wanted is None else members.wanted
         named = {each.name: each for each in members.replicas}
         for name in [name for name in self.by_name if name not in named]:
             self._forget(self.by_name.pop(name))

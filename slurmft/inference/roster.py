@@ -309,7 +309,7 @@ class Roster:
         for agent in self.agents.values():
             agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
                                closing=self._closing or self._heirs == (), replicas=places,
-                               on=self._on_at(agent.node)))  # fmt: skip
+                               on=self._on_at(agent.node), wanted=len(self._on)))  # fmt: skip
 
     def _on_at(self, node: int) -> tuple[int, ...] | None:
         return None if self.wanted is None else tuple(sorted(number for at, number in self._on if at == node))

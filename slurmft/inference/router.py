@@ -446,6 +446,7 @@ class Counted(Protocol):
     """What changes by itself."""
 
     in_flight: int
+    replicas: Replicas
 
     @property
     def degraded(self) -> bool:
@@ -481,6 +482,7 @@ class Metrics:
             "slurmft_requests_waiting": ("Requests that wait for a replica", lambda: router.waiting),
             "slurmft_replicas_ready": ("Replicas in the rotation", lambda: router.ready),
             "slurmft_replicas_expected": ("Replicas that there should be", lambda: router.expected),
+            "slurmft_replicas_wanted": ("Replicas that are to be on for the load", lambda: router.replicas.wanted),
             "slurmft_degraded": ("1 while too few replicas are ready", lambda: float(router.degraded)),
         }
         for name, (text, value) in gauges.items():

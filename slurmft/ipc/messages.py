@@ -445,6 +445,9 @@ class Members(Call[Done], frozen=True, kw_only=True, tag="members"):
     on: Ranks | None = None
     """The node's replicas that are to be on; None: all."""
 
+    wanted: Count | None = None
+    """Of all nodes."""
+
 
 ROUTER_VARIABLE = "SLURMFT_ROUTER"
 

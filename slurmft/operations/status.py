@@ -152,8 +152,8 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
         detail = f"{detail} ({progress.problem})"
     if state == "running" and (waits := _successor_waits(run, owner)):
         detail = f"{detail}; handover: {waits}"
-    if state == "running" and progress.missing:
-        detail = f"{detail}; {one_line(progress.missing)}"
+    if state == "running" and progress.replicas:
+        detail = f"{detail}; {one_line(progress.replicas)}"
     if state == "running" and (update := _update_told(run)):
         detail = f"{detail}; {update}"
     if state == "running" and progress.copied is not None and progress.copied > (progress.saved_step or 0):

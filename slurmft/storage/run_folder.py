@@ -1025,7 +1025,9 @@ class Progress:
     stall_s: float | None = None
     saves_done: int | None = None
     copied: int | None = None
-    missing: str | None = None
+    replicas: str | None = None
+    """Of an endpoint: what is lost, or how many are wanted, in words."""
+
     problem: str = ""
     """The damage of the report, which does not harm the run: the report is not part of its state."""
 
@@ -1040,7 +1042,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
     "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
     "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
-    "copied": (int,), "missing": (str,),
+    "copied": (int,), "replicas": (str,),
 }  # fmt: skip
 
 

@@ -322,8 +322,11 @@ class ServingAttempt(InferenceAttempt):
         self._update: RollingUpdate | None = None
         self._since_s = time.monotonic()
         self._startup_s: float | None = None
-        self._missing = self._scaled = ""
+        self._lost_replicas = self._scaled = ""
         """What status says of lost replicas, and of how many the load needs."""
+
+        self._predecessor_serves = False
+        """Routers of the job before may still have requests for the replicas here."""
 
         self._lenders: list[OwnJob] = []
         """Jobs that lend nodes for lost ones."""
@@ -358,11 +361,8 @@ class ServingAttempt(InferenceAttempt):
         self._roster.publish = self._publish
         if self._crew.has_outlived:
             self._roster.hold(HOLD_S)
-        if (bounds := self._bounds()) is not None:  # what serves already is not stopped before its load is known
-            self._roster.wanted = bounds.most if goes_on else bounds.least
-            self._roster.wants_all = lambda: (
-                self._candidacy is not None or bool(self._update and self._update.is_rolling)
-            )
+        if (bounds := self._bounds()) is not None:
+            self._follow_the_load(bounds, goes_on=goes_on)
         self._coordinator = self.stops.coordinator = self._roster
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
                              replicas=config.nodes * section.replicas_per_node)  # fmt: skip
@@ -491,7 +491,7 @@ class ServingAttempt(InferenceAttempt):
         if mine is None:
             return
         if candidacy.before is not None:
-            self._background.start(self._see_off(candidacy.before))
+            self._take_over_from(candidacy.before)
         self._candidacy = None
         self._start = replace(self._start, generation=mine.generation, candidate=False)
         self._roster.publish_again()
@@ -504,6 +504,10 @@ class ServingAttempt(InferenceAttempt):
         self._roster.requests.done += more
         self._offer()
 
+    def _take_over_from(self, before: Owner) -> None:
+        self._predecessor_serves = True
+        self._background.start(self._see_off(before))
+
     async def _see_off(self, before: Owner) -> None:
         """See to it that the job before ends: one that has lost its batch host keeps the nodes that are left."""
         state: str | None = None
@@ -513,6 +517,7 @@ class ServingAttempt(InferenceAttempt):
                 state = await asyncio.to_thread(see_off, self._run, before)
             except (SlurmError, StorageError, OSError) as error:
                 log.debug("whether job %s is gone: %s", before.job, error)
+        self._predecessor_serves = False
         if state:
             self._journal.append(EventName.PREDECESSOR_CANCELLED, job=before.job, state=state)
 
@@ -527,8 +532,8 @@ class ServingAttempt(InferenceAttempt):
 
     def _write_progress(self) -> None:
         if self._coordinator is not None and not self._start.candidate and not self.stops.superseded:
-            missing = {"missing": said} if (said := self._missing or self._scaled) else {}
-            self._run.write_progress(**self._progress(self._roster.requests.done), **missing)
+            replicas = {"replicas": said} if (said := self._lost_replicas or self._scaled) else {}
+            self._run.write_progress(**self._progress(self._roster.requests.done), **replicas)
 
     # As many replicas as the load needs
 
@@ -539,6 +544,13 @@ class ServingAttempt(InferenceAttempt):
         most = scaled.max or self._config.nodes * section.replicas_per_node
         return Bounds(least=scaled.min, most=most, concurrency=section.concurrency, idle_s=scaled.idle_s)
 
+    def _follow_the_load(self, bounds: Bounds, *, goes_on: bool) -> None:
+        """What serves already is not stopped before its load is known; all are on for an update and a handover."""
+        self._roster.wanted = bounds.most if goes_on else bounds.least
+        self._roster.wants_all = lambda: (
+            self._candidacy is not None or self._predecessor_serves or bool(self._update and self._update.is_rolling)
+        )
+
     async def _scale(self, bounds: Bounds) -> None:
         """Start and stop replicas with the load."""
         state, done = Scale(self._roster.wanted or 0), self._roster.requests.done
@@ -546,7 +558,8 @@ class ServingAttempt(InferenceAttempt):
             await asyncio.sleep(SCALE_S)
             if self.stops.planned is not None or self.stops.superseded:
                 continue
-            requests, before, done = self._roster.load, done, self._roster.requests.done
+            requests = None if self._predecessor_serves else self._roster.load  # it may have more
+            before, done = done, self._roster.requests.done
             if requests is not None and done != before:  # those that come and go between two looks
                 requests = max(1, requests)
             state = state.saw(requests, bounds, time.monotonic())
@@ -565,14 +578,14 @@ class ServingAttempt(InferenceAttempt):
             await asyncio.sleep(PROGRESS_S)
             missing = self._config.nodes - len(self._joined)
             if missing <= 0 or not self._cluster.lost or self.stops.planned is not None:
-                ask_s, told, waits, self._missing = None, 0, "", ""
+                ask_s, told, waits, self._lost_replicas = None, 0, "", ""
                 continue
             if ask_s is None:  # the agent may come back, or be started again
                 ask_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
             elif time.monotonic() > ask_s and isinstance(self._cluster, SlurmCluster):
                 ask_s, waits = time.monotonic() + BORROW_S, await self._borrow(missing)
             found, lost = self._roster.readiness(), ", ".join(sorted(self._cluster.lost))
-            self._missing = f"{found.ready} of {found.expected} replicas are ready (lost: {lost}{waits})"
+            self._lost_replicas = f"{found.ready} of {found.expected} replicas are ready (lost: {lost}{waits})"
             if told != missing:
                 told = missing
                 self._journal.append(EventName.REPLICAS_MISSING, ready=found.ready, expected=found.expected,

@@ -24,7 +24,7 @@ from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.endpoint import key_of, prepare
 from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.router import Router, RouterServer
-from slurmft.ipc.messages import ReplicaDied, ReplicaPhase, Sent
+from slurmft.ipc.messages import Members, ReplicaDied, ReplicaPhase, ReplicaPlace, Sent
 from slurmft.policy.inference import has_crashed
 
 POISON = b'{"prompt": "POISON"}'
@@ -99,7 +99,7 @@ class Node:
         self.config = InferenceConfig(**given)
         self.deaths: list[ReplicaDied] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._places: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, ReplicaPlace] = {}
         self.pool = ReplicaPool(
             self.config, run_folder=folder, folder=folder, node=0, host="n0", start=self._start, kill=self._kill,
             last_words=lambda number: "", report=self._report,
@@ -154,9 +154,10 @@ class Node:
                 self._places.pop(sent.replica, None)
             case ReplicaPhase(phase="ready"):
                 name = f"n0.0/{sent.replica}#{sent.life}.{sent.port}"
-                self._places[sent.replica] = {"name": name, "hosts": ["127.0.0.1"], "port": sent.port}
+                self._places[sent.replica] = ReplicaPlace(name=name, hosts=("127.0.0.1",), port=sent.port)
+        members = Members(epoch=1, router=True, expected=len(self.pool.replicas), replicas=tuple(self._places.values()))
         for router in self.routers:
-            router.replicas.take({"expected": len(self.pool.replicas), "replicas": list(self._places.values())})
+            router.replicas.take(members)
 
 
 def test_two_requests_that_stall_engines_at_the_same_time_are_told_from_twenty_that_do_not() -> None:

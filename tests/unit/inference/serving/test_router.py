@@ -526,3 +526,26 @@ def test_a_router_that_leaves_tells_clients_not_to_use_their_connections_again()
                 await world.ask()
 
     run(work())
+
+
+def test_metrics_say_how_many_replicas_are_in_the_rotation_and_how_many_are_to_be_on() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+
+            def gauges() -> dict[str, float]:
+                lines = world.router.metrics.answer("")[0].decode().splitlines()
+                return {
+                    name: float(value)
+                    for name, value in (line.split() for line in lines if line.startswith("slurmft_replicas_"))
+                }
+
+            assert gauges() == {f"slurmft_replicas_{name}": 1.0 for name in ("ready", "expected", "wanted")}
+            place = {"name": "a", "hosts": ["127.0.0.1"], "port": world["a"].port}
+            world.router.replicas.take({"expected": 1, "replicas": [place], "wanted": 3})
+            assert gauges() == {
+                "slurmft_replicas_ready": 1.0,
+                "slurmft_replicas_expected": 1.0,
+                "slurmft_replicas_wanted": 3.0,
+            }
+
+    run(work())
