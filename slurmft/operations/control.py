@@ -11,7 +11,7 @@ from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
-from slurmft.supervisor.owner import local_owner_lives
+from slurmft.supervisor.owner import local_owner_lives, started_here
 
 NEWEST = 20
 """The newest jobs of a run that Slurm is asked about; earlier ones have ended long ago."""
@@ -47,8 +47,12 @@ def is_alive(run: RunFolder) -> bool:
         SlurmUnavailable: Slurm did not answer.
     """
     owner = run.owner()
+    if owner is not None and owner.cluster == "local" and local_owner_lives(owner):
+        return True
+    if (owner is None or owner.cluster == "local") and started_here(run) is not None:
+        return True
     if owner is not None and owner.cluster == "local":
-        return local_owner_lives(owner)
+        return False
     records = records_of(run)
     return any(record.alive for record in records.values()) or is_unseen(run, records)
 

@@ -21,7 +21,7 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobRecord, why_held, why_never
 from slurmft.storage.journal import TAIL_BYTES, Event, EventName
 from slurmft.storage.run_folder import Owner, RunFolder, progress_of
-from slurmft.supervisor.owner import local_owner_lives
+from slurmft.supervisor.owner import local_owner_lives, started_here
 from slurmft.system.files import MOVE_AWAY, UnsafeFile, check_regular
 from slurmft.system.foreign_text import one_line
 
@@ -267,6 +267,8 @@ def _state(
         return "finished", str(done.get("reason", ""))
     if owner is not None and local_owner_lives(owner):
         return "running", f"process {owner.pid} on {owner.host}"
+    if (owner is None or owner.cluster == "local") and (pid := started_here(run)) is not None:
+        return "running", f"process {pid} on this machine starts it, or ends it"
     if jobs and records is None:
         return "unknown", "Slurm did not answer"
     mine = [record for job in jobs if (record := (records or {}).get(job)) is not None]

@@ -176,12 +176,12 @@ def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
     if not run.exists():
         return
     from slurmft.operations import control  # not for a new run: they take 60 ms
-    from slurmft.supervisor.owner import local_owner_lives
+    from slurmft.supervisor.owner import local_owner_lives, started_here
 
     owner = run.owner()
     if owner is not None and local_owner_lives(owner):
         raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
-    if (pid := _started_here(run)) is not None:
+    if (pid := started_here(run)) is not None:
         raise RunBusy(f"run {run.path.name} is starting or ending here (process {pid})",
                       hint=f"slurmft status {run.path}")  # fmt: skip
     if where == "slurm" or slurm.available():
@@ -197,15 +197,6 @@ def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
                 f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
                 hint="is this the cluster it runs on? If its nodes are gone, try again in a minute",
             )
-
-
-def _started_here(run: RunFolder) -> int | None:
-    """The process that was started for the run on this machine, while it lives: it owns the run only a moment later."""
-    started = [event.details for event in run.journal().read() if event.event == EventName.STARTED_HERE]
-    if not started or started[-1].get("host") != processes.me().host:
-        return None
-    pid, birth = started[-1].get("process"), started[-1].get("birth")
-    return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
 
 
 @contextlib.contextmanager

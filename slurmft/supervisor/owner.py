@@ -10,6 +10,7 @@ from slurmft.errors import SlurmError
 from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 
@@ -72,6 +73,21 @@ def is_this_process(owner: Owner) -> bool:
 def local_owner_lives(owner: Owner) -> bool:
     """Whether the owner is a process of this machine that runs."""
     return owner.cluster == "local" and owner.host == processes.me().host and processes.lives(owner.pid, owner.birth)
+
+
+def started_here(run: RunFolder) -> int | None:
+    """The process that was started for the run on this machine, while it lives; None where there is none.
+
+    It owns the run only a moment later, and again a moment after its supervisor was killed: its guardian goes on.
+
+    Raises:
+        StorageError: the journal cannot be read.
+    """
+    started = run.journal().newest(EventName.STARTED_HERE)
+    if started is None or started.details.get("host") != processes.me().host:
+        return None
+    pid, birth = started.details.get("process"), started.details.get("birth")
+    return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
 
 
 def job_of(run: RunFolder, owner: Owner) -> OwnJob:

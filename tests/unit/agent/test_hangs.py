@@ -210,15 +210,12 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        began = time.monotonic()
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         time.sleep(6.0)  # what is tested is that this time does not count
         process.send_signal(signal.SIGCONT)
         held_s = float(process.stdout.readline())
-        took_s = time.monotonic() - began
     assert 1.5 <= held_s < 5.5
-    assert took_s > 7.0
 
 
 def test_a_stopped_process_is_seen_as_such(made: Bench):

@@ -16,6 +16,7 @@ from yarl import URL
 
 from slurmft.inference import router
 from slurmft.inference.router import AccessLog
+from slurmft.ipc.messages import Members, ReplicaPlace
 
 PARTS = [f"data: {number}\n\n".encode() for number in range(5)]
 
@@ -540,8 +541,8 @@ def test_metrics_say_how_many_replicas_are_in_the_rotation_and_how_many_are_to_b
                 }
 
             assert gauges() == {f"slurmft_replicas_{name}": 1.0 for name in ("ready", "expected", "wanted")}
-            place = {"name": "a", "hosts": ["127.0.0.1"], "port": world["a"].port}
-            world.router.replicas.take({"expected": 1, "replicas": [place], "wanted": 3})
+            places = (ReplicaPlace(name="a", hosts=("127.0.0.1",), port=world["a"].port),)
+            world.router.replicas.take(Members(epoch=1, router=True, expected=1, replicas=places, wanted=3))
             assert gauges() == {
                 "slurmft_replicas_ready": 1.0,
                 "slurmft_replicas_expected": 1.0,
