@@ -325,9 +325,11 @@ def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) 
 def place_alone(loads: Sequence[Load], without: Collection[str]) -> str | None:
     """The replica on which a suspect is tried with nothing beside it: one that works, and is soon empty.
 
-    They are tried on one replica, one after the other, whichever router has them: the others go on meanwhile.
+    They are tried on one replica, one after the other, whichever router has them: the others go on meanwhile. Where two
+    routers have begun at the same moment, both go on with the first by name.
     """
-    able = [each for each in [each for each in loads if each.kept] or loads if not each.avoided]
+    kept = sorted((each for each in loads if each.kept), key=lambda each: each.name)[:1]
+    able = [each for each in kept or loads if not each.avoided]
     return min(able, key=lambda each: (each.name in without, not each.proven, each.in_flight)).name if able else None
 
 

@@ -120,3 +120,25 @@ def test_the_successor_leaves_a_node_on_which_engines_die_again_and_again(new_en
     run.wait_until_out_of_queue(job)
     check_load(run, load)
     stop(run)
+
+
+def test_replicas_that_follow_the_load_stay_on_for_clients_that_keep_to_the_routers_of_the_job_before(
+    new_endpoint: NewEndpoint,
+) -> None:
+    """The new owner's own routers have nothing to do meanwhile."""
+    run = new_endpoint(serving={"replicas": {"min": 0, "idle_s": 1}}, concurrency=4)
+    job = run.slurmft("serve", str(run.config)).split(" as job ")[1].split()[0]
+    run.wait_for_routers(NODES)
+    load, before = Load(run, 120, kind="plain", clients=16), run.routers
+    run.wait_for_step(300)
+    run.slurmft("requeue", str(run.path))
+    run.wait_for("handed over", within_s=PATIENCE_S * 3)
+    run.wait_until_out_of_queue(job)
+    told = load.enough()
+    assert all(what.partition(" of ")[2] in before for what in told["errors"]), f"{told}\n{run.story()}"
+    is_in_vain = any(what.startswith("TimeoutError") for what in told["errors"])
+    assert not is_in_vain and told["right"] > 300, f"a client waited\n{told}\n{run.story()}"
+    eventually(lambda: run.events("replicas wanted")[-1].details["wanted"] == 0, 60, run.story)
+    left = [event for event in run.events("router ended") if event.attempt.partition(".")[0] == job]
+    assert run.events("replicas wanted")[-1].seconds() > max(each.seconds() for each in left), run.story()
+    stop(run)
