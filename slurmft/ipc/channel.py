@@ -298,6 +298,8 @@ def read(found: bytes | Body, kind: Any, what: str) -> Any:
             if name not in _LENIENT or (less := _without(found, name)) == found:
                 raise BadMessage(f"{what}: {re.sub(_REGEX, ' of printable characters', str(error))}") from None
             found = less
+        except UnicodeEncodeError:
+            raise BadMessage(f"{what}: a key, or a value, is not text") from None
 
 
 def _without(found: Any, name: str) -> Any:
