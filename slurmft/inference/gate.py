@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, line_of, written
+from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, written
 from slurmft.policy.values import Strangers
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
 from slurmft.system.background import overslept_s
@@ -308,8 +308,9 @@ class Gate:
             router.tell(self._words())
 
     def _words(self) -> bytes:
-        return line_of(ReplicaTold(phase=self.phase, in_flight=self.in_flight, crashed=self._crashed,
-                                   suspected=self.is_suspected))  # fmt: skip
+        told = ReplicaTold(phase=self.phase, in_flight=self.in_flight, crashed=self._crashed,
+                           suspected=self.is_suspected)  # fmt: skip
+        return told.as_line()
 
 
 class _Visitor(asyncio.Protocol):

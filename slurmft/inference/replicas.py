@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, ReplicaTold, RouterTold, knock
-from slurmft.ipc.channel import BadMessage, line_of
+from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import Members
 from slurmft.policy.inference import poisonous, weight
 from slurmft.policy.serving import Breaker, Load, choose
@@ -301,7 +301,7 @@ class Replica:
                 begun=self.begun - self._base, done=self.done - self._base, working=len(working),
                 patience=max(working, default=1.0), proof=self.proof, outcomes=(self._good, self._bad),
             )  # fmt: skip
-            self._writer.write(line_of(told))
+            self._writer.write(told.as_line())
 
 
 class Replicas:

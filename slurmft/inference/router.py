@@ -43,7 +43,6 @@ from slurmft.inference.endpoint import folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import Replica, Replicas
 from slurmft.inference.router_settings import SETTINGS_VARIABLE, RouterLives, RouterSettings
-from slurmft.ipc.channel import line_of
 from slurmft.ipc.messages import Members
 from slurmft.policy.engines import PROVABLE, is_open, model_in, normal, patience_for
 from slurmft.policy.inference import KILLS, Outcome, outcome_of_status, retry_after_s
@@ -1202,7 +1201,7 @@ async def serve(settings: RouterSettings) -> int:
 
     async def say_alive() -> None:
         while True:
-            writer.write(line_of(RouterLives(port=port, answered=router.answered, load=router.load)))
+            writer.write(RouterLives(port=port, answered=router.answered, load=router.load).as_line())
             await asyncio.sleep(ALIVE_S)
 
     host, context = "127.0.0.1" if is_local(os.environ) else None, None

@@ -110,11 +110,6 @@ def encoded(message: Body | msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
         return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
 
 
-def line_of(message: msgspec.Struct) -> bytes:
-    """The message as a pipe or a local socket carries it; ``Fields.parse`` reads it."""
-    return encoded(message) + b"\n"
-
-
 def body_of(line: bytes) -> Body:
     """The message that a line holds; NaN and infinities, which earlier versions send as such, are None.
 
@@ -234,6 +229,10 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def as_text(self) -> str:
         """As JSON, for the environment of a process."""
         return encoded(self).decode()
+
+    def as_line(self) -> bytes:
+        """As JSON, for a pipe or a local socket."""
+        return encoded(self) + b"\n"
 
     def as_mapping(self) -> Body:
         """The inverse of ``parse``."""
