@@ -23,7 +23,7 @@ from slurmft.inference.endpoint import MAX_ADDRESSES, is_local
 from slurmft.inference.handover import OWN_CONFIG, is_config_name
 from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.replica_health import AutoRestartManager
-from slurmft.ipc.channel import BadMessage, line_of
+from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import (
     ROUTER_VARIABLE,
     BeginReplicas,
@@ -105,7 +105,7 @@ class NodeRouter:
         """The replicas as of now."""
         if call.epoch != self._epoch:
             return
-        self._members, self._wanted = line_of(call), call.router
+        self._members, self._wanted = call.as_line(), call.router
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self._socket, limit=MAX_LINE_BYTES)
             self._background.start(self._watch())

@@ -7,8 +7,6 @@ import contextlib
 import http.client
 import io
 import logging
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +30,7 @@ from slurmft.policy.site import (
     gcp_preempted,
     server_time,
 )
+from slurmft.system.background import end_child
 
 # --- One question to a metadata service: plain HTTP, bounded in time and size, without redirects and proxies ---
 
@@ -297,9 +296,7 @@ class NoticeWatch:
                     self._tell(notice)
             await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # all of it: it has a session of its own
-            await process.wait()
+            await end_child(process)
 
     def _tell(self, notice: Notice) -> None:
         if notice.key in self._seen or len(self._seen) >= MAX_NOTICES:

@@ -10,12 +10,10 @@ no compile.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +27,7 @@ from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
+from slurmft.system.background import end_child
 from slurmft.system.processes import die_with_parent
 
 LIMIT_S = 1800.0
@@ -126,10 +125,7 @@ class SpareRehearsal:
         }
 
     async def _end_all(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.gather(*(process.wait() for process in self._processes), return_exceptions=True)
+        await asyncio.gather(*map(end_child, self._processes), return_exceptions=True)
         self._processes = []
 
 

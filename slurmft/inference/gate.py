@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, line_of, written
+from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, written
 from slurmft.policy.values import Strangers
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
 from slurmft.system.background import overslept_s
@@ -335,9 +335,10 @@ class Gate:
         # whose turn it is begins when all others have said that they begin nothing more
         others = self._routers - {router}
         is_next = self._line[:1] == [router] and all(each.told.yields == self._round for each in others)
-        return line_of(ReplicaTold(phase=self.phase, in_flight=self.in_flight, crashed=self._crashed,
-                                   suspected=self.is_suspected, turn=router.turn * is_next,
-                                   kept=self._round * bool(self._line)))  # fmt: skip
+        told = ReplicaTold(phase=self.phase, in_flight=self.in_flight, crashed=self._crashed,
+                           suspected=self.is_suspected, turn=router.turn * is_next,
+                           kept=self._round * bool(self._line))  # fmt: skip
+        return told.as_line()
 
 
 class _Visitor(asyncio.Protocol):

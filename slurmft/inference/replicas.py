@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, ReplicaTold, RouterTold, knock
-from slurmft.ipc.channel import BadMessage, line_of
+from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import Members
 from slurmft.policy.inference import Death
 from slurmft.policy.serving import Breaker, Load, choose, place_alone
@@ -316,7 +316,7 @@ class Replica:
     def _tell(self) -> None:
         self._telling = None
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(line_of(self._words()))
+            self._writer.write(self._words().as_line())
 
     def _words(self) -> RouterTold:
         """What the gate is told."""

@@ -45,7 +45,6 @@ from slurmft.inference.certificates import context_for
 from slurmft.inference.endpoint import folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import EMPTY_LOOK_S, Replica, Replicas
-from slurmft.ipc.channel import line_of
 from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
 from slurmft.policy.engines import PROVABLE, is_open, model_in, normal, patience_for
 from slurmft.policy.inference import (
@@ -1267,7 +1266,7 @@ async def serve(settings: RouterSettings) -> int:
 
     async def say_alive() -> None:
         while True:
-            writer.write(line_of(RouterLives(port=port, answered=router.answered, load=router.load)))
+            writer.write(RouterLives(port=port, answered=router.answered, load=router.load).as_line())
             await asyncio.sleep(ALIVE_S)
 
     host, context = "127.0.0.1" if is_local(os.environ) else None, None

@@ -110,11 +110,6 @@ def encoded(message: Body | msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
         return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
 
 
-def line_of(message: msgspec.Struct) -> bytes:
-    """The message as a pipe or a local socket carries it; ``Fields.parse`` reads it."""
-    return encoded(message) + b"\n"
-
-
 def body_of(line: bytes) -> Body:
     """The message that a line holds; NaN and infinities, which earlier versions send as such, are None.
 
@@ -235,6 +230,10 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """As JSON, for the environment of a process."""
         return encoded(self).decode()
 
+    def as_line(self) -> bytes:
+        """As JSON, for a pipe or a local socket."""
+        return encoded(self) + b"\n"
+
     def as_mapping(self) -> Body:
         """The inverse of ``parse``."""
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
@@ -298,6 +297,8 @@ def read(found: bytes | Body, kind: Any, what: str) -> Any:
             if name not in _LENIENT or (less := _without(found, name)) == found:
                 raise BadMessage(f"{what}: {re.sub(_REGEX, ' of printable characters', str(error))}") from None
             found = less
+        except UnicodeEncodeError:
+            raise BadMessage(f"{what}: a key, or a value, is not text") from None
 
 
 def _without(found: Any, name: str) -> Any:

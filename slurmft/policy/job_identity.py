@@ -67,7 +67,7 @@ def identity_from(value: Mapping[str, Any]) -> JobIdentity:
 
     try:
         return msgspec.convert(value, JobIdentity)
-    except msgspec.ValidationError:
+    except ValueError:
         return NOTHING_KNOWN
 
 

@@ -6,7 +6,6 @@ Nothing here waits for a store: orders are sent, and the supervisor asks whether
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.ipc.channel import Sent
 from slurmft.ipc.messages import Synced, SyncFolders, SyncReport
-from slurmft.system.background import Background
+from slurmft.system.background import Background, end_child
 
 COMMAND = (sys.executable, "-P", "-m", "slurmft.sync.entry")
 MAX_LINE_BYTES = 1 << 16
@@ -59,10 +58,7 @@ class NodeSync:
         """End the process, whatever it does."""
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), END_S)
+            await end_child(process, END_S)
         await self._background.cancel_all()
 
     async def _send(self, call: SyncFolders, *, resume: bool = False) -> None:

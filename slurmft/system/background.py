@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -47,6 +48,15 @@ class Background:
             log.error("internal error: %r", error, exc_info=error)
             if self._on_error is not None:
                 self._on_error(error)
+
+
+async def end_child(process: asyncio.subprocess.Process, within_s: float | None = None) -> None:
+    """SIGKILL it and its group, and wait for its end; one that is stuck in the kernel is left behind after so long."""
+    for end in (process.kill, lambda: os.killpg(process.pid, signal.SIGKILL)):
+        with contextlib.suppress(ProcessLookupError):
+            end()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), within_s)
 
 
 # --- A process of inference that an agent has started: a driver or a router ---

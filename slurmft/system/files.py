@@ -557,5 +557,5 @@ def as_record(kind: type[Record], value: Any, path: Path) -> Record:
 
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # of msgspec, or a text that no encoding knows
         raise StorageError(f"{path} is damaged: {error}", hint=MOVE_AWAY) from error

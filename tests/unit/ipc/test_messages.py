@@ -107,6 +107,7 @@ def test_a_name_that_is_not_utf_8_arrives_as_it_was():
         (b'{"kind":"returned","epoch":1,"runs":[[0,8],[3,3]]}', "`runs`"),
         (b'{"kind":"progress","ranks":[],"generation":true}', r"`\$.generation`"),
         (b'{"kind":"a kind of tomorrow","generation":"1"}', r"`\$.generation`"),
+        (b'{"kind":"limit","what":"x","\\udcff":1}', "not text"),
     ],
 )  # fmt: skip
 def test_a_malformed_report_is_refused_with_its_field(line, error):

@@ -61,7 +61,12 @@ def test_so_many_verified_steps_are_kept_and_a_doubt_beats_them(tmp_path: Path) 
     assert not record.is_verified(KEPT + 4, 1)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"format": 1, "doubts": [{}]}', '{"format": 1, "verified": [[1, "x"]]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"format": 1, "doubts": [{}]}', '{"format": 1, "verified": [[1, "x"]]}',
+     '{"format": 1, "doubts": [{"generation": -1, "after_step": 1}]}', '{"format": 1, "verified": [["\\udcff", 1]]}',
+     '{"format": 1, "\\udcff": 1}'],
+)  # fmt: skip
 def test_a_damaged_record_marks_nothing_and_is_replaced(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:

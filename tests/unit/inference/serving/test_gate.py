@@ -173,7 +173,8 @@ def test_requests_are_counted_once_also_those_of_a_router_that_is_gone() -> None
     run(work())
 
 
-def test_a_router_may_name_any_model_and_is_hung_up_on_where_it_makes_no_sense() -> None:
+@pytest.mark.parametrize("by", ["a value", "a key"])
+def test_a_router_may_name_any_model_and_is_hung_up_on_where_it_makes_no_sense(by: str) -> None:
     """Clients choose the names: one that no encoding knows must not cost a router its replicas."""
 
     async def work() -> None:
@@ -187,7 +188,7 @@ def test_a_router_may_name_any_model_and_is_hung_up_on_where_it_makes_no_sense()
         writer.write(b'{"begun": 3, "done": 2}\n')
         await until_async(lambda: gate.in_flight == 1)
         assert gate.proof(is_answered=True) is not None, "the newest word has none"
-        writer.write(b'{"begun": "4", "done": 2}\n')
+        writer.write(b'{"begun": "4", "done": 2}\n' if by == "a value" else b'{"begun": 3, "done": 2, "\\udcff": 1}\n')
         await until_async(lambda: gate.ended == 3)
         await end(writer)
         gate.close()
