@@ -24,10 +24,10 @@ import ssl
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import HttpVersion11, web
@@ -144,7 +144,9 @@ class _Failed(Exception):
 class Errand:
     """One request, from its admission to its answer."""
 
-    def __init__(self, router: Router, request: web.BaseRequest, body: bytes, deadline_s: float) -> None:
+    def __init__(
+        self, router: Router, request: web.BaseRequest, body: bytes, deadline_s: float, deaths: list[Death]
+    ) -> None:
         self._router, self._request, self._body, self._deadline_s = router, request, body, deadline_s
         self._config = router.config
         self._trip = trip = request[TRIP]
@@ -161,8 +163,8 @@ class Errand:
         self._limit: asyncio.Timeout | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._is_lost = self._is_passing = self._is_late = False
-        self.deaths: list[Death] = []
-        """Replicas that crashed while they worked on it."""
+        self.deaths = deaths
+        """Replicas that crashed while they worked on it; none once it has an answer."""
 
         self.sent_s = 0.0
         self.is_work = request.method not in LOOKS
@@ -181,12 +183,14 @@ class Errand:
             is_alone, replica = await self._place(without)
             if replica is None:
                 return self._give_up("deadline", 504, "no replica had room before the deadline of the request")
-            self._trip.replica, self._trip.tries = replica.name, self._trip.tries + 1
+            self._trip.replica, self._trip.tries, died = replica.name, self._trip.tries + 1, len(self.deaths)
             try:
                 answer = await self._try(replica)
             except _Failed as error:
                 failure, why = error, str(error)
             else:
+                if len(self.deaths) == died:  # and it is whole
+                    self.deaths = []
                 router.took(time.monotonic() - began_s)
                 router.metrics.answered(answer.status, time.monotonic() - began_s)
                 return answer
@@ -195,7 +199,6 @@ class Errand:
                 if is_alone:
                     router.one_less_alone(replica)
             if is_poison(self.deaths):
-                router.remember_poison(self._request, self._body)
                 told = (
                     f"this request has crashed {len(self.deaths)} replicas, or they made no progress while they had "
                     f"it (inference.hang_timeout_s): {', '.join(each.replica for each in self.deaths)}"
@@ -441,33 +444,10 @@ def _is_of_events(response: aiohttp.ClientResponse) -> bool:
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Counted(Protocol):
-    """What changes by itself."""
-
-    in_flight: int
-    replicas: Replicas
-
-    @property
-    def degraded(self) -> bool:
-        """Too few replicas are ready."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a replica."""
-
-    @property
-    def ready(self) -> int:
-        """Replicas in the rotation."""
-
-    @property
-    def expected(self) -> int:
-        """Replicas that there should be."""
-
-
 class Metrics:
     """One router's counters."""
 
-    def __init__(self, router: Counted) -> None:
+    def __init__(self, router: Router) -> None:
         self._registry = CollectorRegistry()
         registry = self._registry
         self._answered = Counter("slurmft_requests_answered", "Answers of engines", ["status"], registry=registry)
@@ -480,7 +460,7 @@ class Metrics:
             "slurmft_requests_in_flight": ("Requests that are not answered yet", lambda: router.in_flight),
             "slurmft_requests_waiting": ("Requests that wait for a replica", lambda: router.waiting),
             "slurmft_replicas_ready": ("Replicas in the rotation", lambda: router.ready),
-            "slurmft_replicas_expected": ("Replicas that there should be", lambda: router.expected),
+            "slurmft_replicas_expected": ("Replicas that there should be", lambda: router.replicas.expected),
             "slurmft_replicas_wanted": ("Replicas that are to be on for the load", lambda: router.replicas.wanted),
             "slurmft_degraded": ("1 while too few replicas are ready", lambda: float(router.degraded)),
         }
@@ -516,8 +496,8 @@ LONG_RETRY_S = 10
 MEAN_OVER = 20
 """Requests over which the mean duration is taken, roughly."""
 
-POISON_S, MOST_POISON = 600.0, 1024
-"""How long requests that have crashed replicas are refused, and how many are known at most."""
+BLAMED_S, MOST_BLAMED = 600.0, 1024
+"""How long it is known of requests that they were on replicas that crashed, and of how many at most."""
 
 
 class Router:
@@ -541,8 +521,8 @@ class Router:
         self.budget = RetryBudget()
         """Replaced as requests come and are tried again."""
 
-        self._poison: dict[bytes, float] = {}
-        """Digests of requests that have crashed replicas, and until when they are refused."""
+        self._blamed: dict[bytes, tuple[float, tuple[Death, ...]]] = {}
+        """Digests of requests that were on replicas that crashed, and until when that counts for others like them."""
 
         self.suspects, self._one_alone = 0, asyncio.Lock()
         """Requests that may have crashed replicas, and are alone on one or wait for that."""
@@ -636,25 +616,33 @@ class Router:
             body, trip.degraded = await asyncio.to_thread(
                 cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
             )
-        if self._poison and self.is_poison(request, body):
+        return await self._answered(request, body, deadline_s)
+
+    async def _answered(self, request: web.BaseRequest, body: bytes, deadline_s: float) -> web.StreamResponse:
+        """The answer of a replica, unless the same request has crashed some lately."""
+        until_s, known = self._blamed.get(_digest(request, body), (0.0, ())) if self._blamed else (0.0, ())
+        deaths = list(known) if until_s > time.monotonic() else []
+        if is_poison(deaths):
             self.metrics.refused("poison")
             told = (
                 f"a request like this has crashed {KILLS} replicas lately, or held them up (inference.hang_timeout_s)"
             )
             return self.error(422, told)
-        return await Errand(self, request, body, deadline_s).run()
+        errand = Errand(self, request, body, deadline_s, deaths)
+        try:
+            return await errand.run()
+        finally:
+            self._remember(request, body, errand.deaths)
 
-    def is_poison(self, request: web.BaseRequest, body: bytes) -> bool:
-        """Whether the same request has crashed replicas lately."""
-        until_s = self._poison.get(_digest(request, body))
-        return until_s is not None and until_s > time.monotonic()
-
-    def remember_poison(self, request: web.BaseRequest, body: bytes) -> None:
-        """Refuse this request for a while."""
-        if len(self._poison) >= MOST_POISON:
-            self._poison.pop(next(iter(self._poison)))
-        self._poison[_digest(request, body)] = time.monotonic() + POISON_S
-        log.error("a request has crashed %d replicas; it is refused for %.0f s", KILLS, POISON_S)
+    def _remember(self, request: web.BaseRequest, body: bytes, deaths: Sequence[Death]) -> None:
+        if deaths or self._blamed:
+            self._blamed.pop(_digest(request, body), None)
+        if deaths:
+            if len(self._blamed) >= MOST_BLAMED:
+                self._blamed.pop(next(iter(self._blamed)))
+            self._blamed[_digest(request, body)] = time.monotonic() + BLAMED_S, tuple(deaths)
+        if is_poison(deaths):
+            log.error("a request has crashed %d replicas; it is refused for %.0f s", KILLS, BLAMED_S)
 
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
         priority = request[TRIP].priority
@@ -818,11 +806,6 @@ class Router:
     def ready(self) -> int:
         """Replicas in the rotation."""
         return self.replicas.ready
-
-    @property
-    def expected(self) -> int:
-        """Replicas that there should be."""
-        return self.replicas.expected
 
     @property
     def waiting(self) -> int:

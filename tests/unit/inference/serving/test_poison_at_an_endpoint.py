@@ -63,6 +63,28 @@ def test_a_request_that_crashes_two_replicas_is_refused_and_the_others_are_answe
     run(work())
 
 
+def test_what_a_request_has_crashed_is_held_against_the_same_one_until_it_is_answered() -> None:
+    """Its clients ask again after an error: it is alone from then on, and no other request is lost with it."""
+
+    async def work() -> None:
+        engines = {name: crashes(lambda: world, name) for name in ("n1/0#1.1", "n1/1#1.1", "n2/0#1.1", "n2/1#1.1")}
+        async with serving(engines, concurrency=64, max_retries=0) as world:
+            many = [asyncio.create_task(world.ask(body=b'{"n": %d}' % n)) for n in range(12)]
+            await until_async(lambda: world.router.in_flight == 12)
+            assert (await world.ask(body=POISON))[0] == 502
+            assert sorted(status for status, _ in await asyncio.gather(*many)) == [200] * 9 + [502] * 3
+            others: list[int] = []
+            for status in (502, 422):
+                beside = asyncio.gather(*(world.ask(body=b'{"n": %d}' % n) for n in range(12)))
+                assert (await world.ask(body=POISON))[0] == status
+                others += [found for found, _ in await beside]
+            assert others == [200] * 24
+            assert world.router.replicas.ready == 1
+            assert len(world.router._blamed) == 1, "those that were answered are suspects no more"
+
+    run(work())
+
+
 def test_a_replica_that_is_killed_from_outside_makes_no_suspects() -> None:
     async def work() -> None:
         engines = {name: crashes(lambda: world, name, crashed=False) for name in ("n1/0#1.1", "n1/1#1.1", "n2/0#1.1")}
