@@ -181,8 +181,6 @@ class Whereabouts:
                     return
 
 
-# --- agent ---
-
 # --- The agent's side of replica digests: those that its workers have left in their pages, as messages ---
 
 DIGESTS_PER_MESSAGE = 16
@@ -274,8 +272,7 @@ def _strike_one(worker: Worker, fault: Fault) -> str:
 
 # --- Before workers are killed: those that have the newest complete step keep it (``checkpoint.just_in_time``) ---
 # A worker that waits in a collective for one that is gone cannot run anything in its main thread, so a thread of its
-# own
-# waits at a pipe beside its page. Where nothing would be gained, there is no wait.
+# own waits at a pipe beside its page. Where nothing would be gained, there is no wait.
 
 BEGIN_S = 1.0
 """How long a worker may take to begin: its thread needs the interpreter for a moment."""

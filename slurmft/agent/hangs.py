@@ -41,9 +41,8 @@ from slurmft.system.processes import is_stopped
 # --- forensics ---
 # Evidence that an agent collects from its workers before they are killed: asked of them, and seen from outside.
 #
-# Each living worker is asked for its Python stacks (``ipc.stacks``), and looked at by way of /proc while it answers.
-# A worker that is stopped, or is not a Python process of ours, is only looked at. All of it takes some milliseconds,
-# and
+# Each living worker is asked for its Python stacks (``ipc.stacks``), and looked at by way of /proc while it answers. A
+# worker that is stopped, or is not a Python process of ours, is only looked at. All of it takes some milliseconds, and
 # never exceeds its limits. Files go to the attempt's folder, without waiting for it:
 #
 #     stacks-rank-N.txt      all Python threads, as often as they were asked for or the worker crashed

@@ -46,12 +46,9 @@ from slurmft.system.processes import (
     was_given,
 )
 
-# --- A node's workers: their pages, their processes (through the zygote), and their ends ---
-
 # --- torch's flight recorder: how it is switched on, where it writes, and how it is asked to write now ---
 # It remembers the newest collectives of each rank, for NCCL; gloo has none that can be asked. Its dumps go straight
-# into
-# the attempt's folder: ``flight-recorder-rank-N``, to be read with torch's own ``torchfrtrace``.
+# into the attempt's folder: ``flight-recorder-rank-N``, to be read with torch's own ``torchfrtrace``.
 
 PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """torch makes a pipe of this name, the rank and ``.pipe``; any write to it asks for a dump. It looks there

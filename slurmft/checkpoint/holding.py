@@ -175,10 +175,8 @@ def _check_in_place(path: Path, descriptor: int) -> None:
 #         tries.json                        how often a run began with a snapshot of the memory
 #
 # A folder on the node's local disk looks like ``peers``, and the staging folder beside the checkpoints like the
-# agent's,
-# with the shards of all nodes. An index whose image is missing or too short, a file that is not an index, a link,
-# and any
-# other file there are skipped.
+# agent's, with the shards of all nodes. An index whose image is missing or too short, a file that is not an index, a
+# link, and any other file there are skipped.
 
 MAX_SNAPSHOTS = 6
 MAX_SHARDS = 64

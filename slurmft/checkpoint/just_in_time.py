@@ -68,12 +68,11 @@ from slurmft.trainer.savers import SAVERS, weakly
 from slurmft.trainer.streams import Device, Event, is_on_device
 
 # --- Which step's state lies on a GPU now, independent of the work that the host has queued since ---
-# The host runs ahead: when it is at the end of step 9, the device may hang in a collective of step 8, with the
-# weights of
-# step 7. So events are recorded at the end of each step, and around each update of the weights. The state of a step is
-# trusted where the device has passed its end and not yet begun to change it for the next one: before a copy, and again
-# after it. State of the host alone (the schedule, an optimizer's counters in main memory) is noted at the end of each
-# step.
+# The host runs ahead: when it is at the end of step 9, the device may hang in a collective of step 8, with the weights
+# of step 7. So events are recorded at the end of each step, and around each update of the weights. The state of a step
+# is trusted where the device has passed its end and not yet begun to change it for the next one: before a copy, and
+# again after it. State of the host alone (the schedule, an optimizer's counters in main memory) is noted at the end of
+# each step.
 
 AHEAD = 4
 """Steps that the host may be ahead of its device; ``RankRecord`` remembers as many."""
@@ -258,10 +257,8 @@ def remove_marks(folder: Path) -> None:
 
 # --- Whether the state is still that of the last boundary: weights, schedule and scale, without a copy of them ---
 # Just in time, the weights of a step are kept after the next step has begun. That is right only while nothing has
-# changed
-# them. Steps of optimizers call a hook before they change anything; other changes of weights (a wrapper's own
-# update, an
-# average that is swapped in for an evaluation, a graph that is replayed) are found by comparison.
+# changed them. Steps of optimizers call a hook before they change anything; other changes of weights (a wrapper's own
+# update, an average that is swapped in for an evaluation, a graph that is replayed) are found by comparison.
 
 MAX_SAMPLED = 32
 """Weights of which some values are compared: changes through ``.data`` leave torch's count of writes as it is."""

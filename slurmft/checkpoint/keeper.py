@@ -23,12 +23,12 @@ from typing import NoReturn
 
 from slurmft.checkpoint.holding import holdings_in, image_of
 from slurmft.checkpoint.image_file import ShardIndex, read_index
-from slurmft.checkpoint.note_file import NoteTaker
 from slurmft.checkpoint.replicas import (
     PIECE_BYTES,
     BadCopy,
     Incoming,
     Mismatch,
+    NoteTaker,
     Wire,
     place_for,
     remove_stale,
@@ -40,7 +40,7 @@ from slurmft.policy.values import Strangers
 from slurmft.storage.checkpoint_names import PEERS, read_copies_key, read_generation
 from slurmft.system.files import write_bytes
 from slurmft.system.foreign_text import log_to_stderr
-from slurmft.system.memory_limits import fits
+from slurmft.system.kernel_view import fits
 from slurmft.system.processes import die_with_parent
 
 MAX_CONNECTIONS = 64

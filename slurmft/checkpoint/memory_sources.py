@@ -57,7 +57,7 @@ from slurmft.storage.checkpoint_names import (
 )
 from slurmft.system.authentication import TAG_BYTES, PieceTags, derived_key
 from slurmft.system.files import open_regular, read_bytes, write_bytes
-from slurmft.system.memory_limits import fits
+from slurmft.system.kernel_view import fits
 
 # --- Shards of a restart that lie in another node's memory travel to where they are needed, from memory to memory ---
 # Bytes in tensors of bounded size from one rank to another, one rank for each node; no pickles. Received shards lie in
@@ -65,8 +65,7 @@ from slurmft.system.memory_limits import fits
 #
 # The process group authenticates nothing. So each piece carries a tag (``system.authentication``) under a key that is
 # derived from the run's key for copies, fresh nonces of both ranks, and the transfer's ranks and content; a piece
-# without
-# the right one is neither parsed nor kept, and the shard counts as not supplied.
+# without the right one is neither parsed nor kept, and the shard counts as not supplied.
 
 FETCHED = "fetched"
 CHUNK_BYTES = 16 << 20

@@ -20,8 +20,21 @@ import torch
 
 from slurmft.checkpoint.agreement import Team
 from slurmft.checkpoint.catalog import own_generation
-from slurmft.checkpoint.note_file import MAX_CAPACITY_BYTES, NOTES, OVERHEAD_BYTES, NoteFile, read_note
-from slurmft.checkpoint.replicas import COPY_LIMIT_S, SILENCE_S, BadCopy, Peer, Wire, connected, find_peers, key_file
+from slurmft.checkpoint.replicas import (
+    COPY_LIMIT_S,
+    MAX_CAPACITY_BYTES,
+    NOTES,
+    OVERHEAD_BYTES,
+    SILENCE_S,
+    BadCopy,
+    NoteFile,
+    Peer,
+    Wire,
+    connected,
+    find_peers,
+    key_file,
+    read_note,
+)
 from slurmft.checkpoint.state import as_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import PEERS, Identity, ranks_of_this_node, read_copies_key
@@ -34,8 +47,7 @@ from slurmft.trainer.streams import is_on_device
 # What rank 0 alone has at a boundary, noted after each step: the run's ``extra``, and buffers, such as BatchNorm's.
 #
 # DDP leaves each rank with buffers of its own, and those of rank 0 count: it sends them to all before every step. So
-# they
-# must outlive rank 0. Where its model lies on a GPU they are not noted, as the host must not wait for them.
+# they must outlive rank 0. Where its model lies on a GPU they are not noted, as the host must not wait for them.
 
 Extra = Callable[[], Mapping[str, Any]]
 
@@ -292,10 +304,9 @@ def _quoted(raw: bytes) -> str:
 
 # --- At a load of a state that was kept just in time: each rank's own notes, from whichever node has them ---
 # A rank that has moved to another node finds its notes with a peer of the one that was lost. ``gather`` is a
-# collective;
-# notes are JSON and the bytes of buffers, nothing that is run. As the process group authenticates nothing, each
-# carries a
-# tag under the run's key for copies, for this load alone, as in ``supply``; one without the right tag is none.
+# collective; notes are JSON and the bytes of buffers, nothing that is run. As the process group authenticates nothing,
+# each carries a tag under the run's key for copies, for this load alone, as in ``supply``; one without the right tag is
+# none.
 
 MAX_ASKED = 256
 """Ranks whose notes are looked for with other nodes; of more lost ones nothing is to be found."""
@@ -493,10 +504,8 @@ class BoundaryNotes:
 # Notes of each step (``RankRecord``, ``LeadNote``) on their way to the memory of other nodes, from the trainer.
 #
 # A node that dies takes its ranks' random numbers and places in the data with it; these few bytes are all that the
-# other
-# replicas do not have. One thread for each peer sends them; the training loop waits for none, and what cannot be
-# sent is
-# dropped for what is newer.
+# other replicas do not have. One thread for each peer sends them; the training loop waits for none, and what cannot be
+# sent is dropped for what is newer.
 
 SENDER_PAUSE_S = 0.5
 

@@ -34,7 +34,7 @@ from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity, ranks_of_this_node
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 from slurmft.system.files import open_regular
-from slurmft.system.memory_limits import fits
+from slurmft.system.kernel_view import fits
 from slurmft.system.private_folder import check_private, make_private_folder
 from slurmft.trainer import streams
 from slurmft.trainer.streams import Device
@@ -170,8 +170,7 @@ def in_pieces(target: torch.Tensor, source: torch.Tensor, base: int) -> Iterator
 #
 # The folder is the agent's (``SLURMFT_MEMORY_DIR``), so a snapshot outlives its worker; without an agent it is the
 # process's own and goes with it. A copy is never torn: the index goes before the first byte changes, and comes after
-# the
-# last one.
+# the last one.
 
 PLACES = "ab"
 PLACES_WITH_COPIES = "abc"

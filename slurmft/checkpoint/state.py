@@ -21,9 +21,8 @@ from slurmft.trainer.savers import SAVERS
 
 # --- Values of everyday types that ``torch.load(weights_only=True)`` refuses, as values that it takes, and back ---
 # States of loaders and data sets hold numpy's numbers and arrays, sets, deques, ranges and paths. Each is kept as a
-# dict
-# with a tag; tensors and plain values stay what they are. A type that is not known here stays, too: the save then says
-# that a load would refuse it, unless ``torch.serialization.add_safe_globals`` allows it.
+# dict with a tag; tensors and plain values stay what they are. A type that is not known here stays, too: the save then
+# says that a load would refuse it, unless ``torch.serialization.add_safe_globals`` allows it.
 
 TAG = "__slurmft__"
 MAX_JSON_TENSOR_BYTES = 64 * 1024

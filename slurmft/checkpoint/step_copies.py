@@ -28,7 +28,7 @@ from slurmft.checkpoint.notes import Extra
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.write_requests import Standing
-from slurmft.policy.step_copies import Spacing
+from slurmft.policy.checkpoints import Spacing
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS

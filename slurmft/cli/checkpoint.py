@@ -15,9 +15,8 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, by_merit, remove_folder
+from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, Problem, by_merit, remove_folder, verify
 from slurmft.checkpoint.holding import reading
-from slurmft.checkpoint.verify import Problem, verify
 from slurmft.cli.arguments import STEP, refuse_foreign, runs_root
 from slurmft.cli.main import Verbs, console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError

@@ -149,8 +149,7 @@ def _ticks_now(scene: Scene) -> int:
 
 
 # --- requeued ---
-# After a requeue Slurm makes a job wait for ``cred_expire`` + 1 s, 121 by default. On the controller, as SlurmUser,.
-#
+# After a requeue Slurm makes a job wait for ``cred_expire`` + 1 s, 121 by default. On the controller, as SlurmUser,
 # that wait can be cut short for the jobs of all users, as ``bin/slurmft-epilog-slurmctld`` does.
 #
 # The job is COMPLETING as long as EpilogSlurmctld runs, so the follower is a process that outlives it.

@@ -177,11 +177,9 @@ def _unescaped(text: str) -> str:
 
 
 # --- Left-overs of ended jobs on a node: their owner, and how that is proven ---
-# Nothing is proven by a name alone. A process is a job's when its cgroup, or the environment that it began with,
-# says so
-# and its user is the job's. Shared memory is left over when its owner has no process here any more, or, of slurmft's
-# own
-# folders, when no process holds the lock that their agent keeps as long as it lives.
+# Nothing is proven by a name alone. A process is a job's when its cgroup, or the environment that it began with, says
+# so and its user is the job's. Shared memory is left over when its owner has no process here any more, or, of slurmft's
+# own folders, when no process holds the lock that their agent keeps as long as it lives.
 
 SETTLED_S = 60.0
 """Younger objects may be about to be used."""

@@ -46,10 +46,9 @@ from slurmft.system.files import (
 
 # --- Segments: the append-only files into which replicas write answers ---
 # A line is the CRC-32 of its JSON in hexadecimal, a blank, and the JSON. The first line is the header (run's
-# generation,
-# node, replica); every other one an answer: ``{"index": 7, "response": {...}}`` or ``{"index": 7, "error": {...}}``.
-# A segment has one writer in its life. What counts of it is said by the ledger, never by its length: a torn end is cut,
-# and what a fenced process adds later is not read.
+# generation, node, replica); every other one an answer: ``{"index": 7, "response": {...}}`` or ``{"index": 7, "error":
+# {...}}``. A segment has one writer in its life. What counts of it is said by the ledger, never by its length: a torn
+# end is cut, and what a fenced process adds later is not read.
 
 FORMAT = 1
 MAX_RECORD_BYTES = 64 << 20

@@ -88,10 +88,9 @@ def check_engine_settings(args: Any) -> None:
 #     output/slurmft-40/model.safetensors              no weights: the Trainer refuses a folder without such a file
 #
 # A save is made right before the next step, when evaluations, logs and the end of an epoch are over and the next
-# batches
-# are drawn. The folder in ``output`` is written first, so that each checkpoint has one, also one that is in memory
-# only.
-# Its name is none that the Trainer would find by itself: without the callback it would train on from nothing.
+# batches are drawn. The folder in ``output`` is written first, so that each checkpoint has one, also one that is in
+# memory only. Its name is none that the Trainer would find by itself: without the callback it would train on from
+# nothing.
 
 STATE, WEIGHTS = "trainer_state.json", "model.safetensors"
 NO_WEIGHTS = "\x02\0\0\0\0\0\0\0{}"

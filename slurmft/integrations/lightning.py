@@ -49,10 +49,8 @@ from slurmft.worker.session import Session, settle_order_of_gradients, start_ses
 # Where a Lightning training is in its data: which batches of the epoch are done, and the draws that ordered them.
 #
 # Lightning counts the batches of an unfinished epoch when it resumes, but reads them from the first one again, and
-# saves
-# no generator. Here the epoch begins as it did: with the same random numbers, and the batches that are done are read
-# and
-# left out. Loaders with ``state_dict`` (torchdata's StatefulDataLoader) go to their place by themselves.
+# saves no generator. Here the epoch begins as it did: with the same random numbers, and the batches that are done are
+# read and left out. Loaders with ``state_dict`` (torchdata's StatefulDataLoader) go to their place by themselves.
 
 
 class EpochData:
@@ -133,11 +131,9 @@ def _zero_current(progress: dict[str, Any]) -> None:
 # --- Lightning's checkpoints, written in the background and verified when they are loaded: ---
 #     trainer = Trainer(..., plugins=[SlurmftCheckpointIO()])
 #
-# A file has the name, place and format that Lightning gives it, so that ``load_from_checkpoint`` and Trainers
-# without the
-# plugin read it. Rank 0 copies the state into memory and trains on; a thread writes it under a hidden name, syncs
-# it, and
-# renames it last: a file under its own name is whole. It holds a digest of itself (``checked_files``).
+# A file has the name, place and format that Lightning gives it, so that ``load_from_checkpoint`` and Trainers without
+# the plugin read it. Rank 0 copies the state into memory and trains on; a thread writes it under a hidden name, syncs
+# it, and renames it last: a file under its own name is whole. It holds a digest of itself (``checked_files``).
 #
 # The state does not go through ``CheckpointManager``: its saves are collectives of all ranks, and Lightning saves and
 # removes on rank 0 alone.

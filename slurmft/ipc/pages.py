@@ -53,9 +53,8 @@ def attach(path: Path, size: int) -> mmap.mmap:
 # --- The heartbeat page: one worker's state in shared memory, written and read without a system call ---
 # Layout, version 2: 1024 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
 # A the agent) and is one aligned 8-byte store, so no reader sees half a value; fields are not consistent with each
-# other.
-# The first 64 are the fields below. The worker's open sections follow, and the names of its sections: how these are
-# written, and read consistently, is described in ``section_stack``.
+# other. The first 64 are the fields below. The worker's open sections follow, and the names of its sections: how these
+# are written, and read consistently, is described in ``section_stack``.
 #
 #     0   .. 63    fields, see Slot
 #     64  .. 79    open sections of the training thread, outermost first; 0 above the innermost
@@ -295,9 +294,8 @@ class DigestRing:
 # number of its name (so starts are exact to 256 ns). To open a section is one aligned store of that word, to close it
 # one store of 0: there is no instruction at which a stopped or killed worker leaves a half-written entry, and none at
 # which it holds a lock, as it might hold a sequence lock for ever. A word contains the time of its own store, so no
-# value
-# ever comes back and each is its own sequence number: when two reads in a row give the same words, all of them were on
-# the page at one moment.
+# value ever comes back and each is its own sequence number: when two reads in a row give the same words, all of them
+# were on the page at one moment.
 #
 # The thread that made the stack nests its sections. Those of other threads are kept apart, in no order. A section that
 # finds no room is counted, and not seen.
@@ -646,12 +644,10 @@ class SectionDurations:
 
 
 # --- The timing page: durations that one worker leaves in shared memory for its node's agent ---
-# Layout, version 1: 64-bit integers in the machine's byte order. A header, then one block for each section: its
-# name, how
-# many durations were ever stored, and a ring of the newest ones in ns. The worker writes all but the header's first
-# three
-# fields. A duration is one aligned store, made before the count that announces it; no reader sees half of one, and what
-# a reader sees of a slot that is being overtaken is a newer duration.
+# Layout, version 1: 64-bit integers in the machine's byte order. A header, then one block for each section: its name,
+# how many durations were ever stored, and a ring of the newest ones in ns. The worker writes all but the header's first
+# three fields. A duration is one aligned store, made before the count that announces it; no reader sees half of one,
+# and what a reader sees of a slot that is being overtaken is a newer duration.
 
 TIMING_PAGE_VARIABLE = "SLURMFT_TIMING_PAGE"
 MAGIC_V1 = 0x534C_5552_4D46_5481

@@ -504,8 +504,7 @@ class LabSettings:
 # Slurm's configuration files as text: settings in, text out. Touches nothing.
 #
 # The lines are the ones measured to work for slurmd in namespaces on Debian's 22.05; why each exception is there is
-# said
-# beside it.
+# said beside it.
 
 CLUSTER = "slurmftlab"
 CONTROLLER, LOGIN = "ctl", "login"

@@ -139,8 +139,6 @@ class PlanConfig(Section):
     """Name -> keys that differ, of this file or of the run: ``{two spares: {spare_nodes: 2}}``."""
 
 
-# --- ``slurmft plan``: alternatives of one run, simulated and compared ---
-
 # --- What is simulated: plain numbers, from the run's configuration and the description of its cluster ---
 
 DAY_S = 86_400.0

@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 # --- engines ---
-# Engines known by name: where they say that they are ready, take requests, and show that they work on an answer; how.
-#
+# Engines known by name: where they say that they are ready, take requests, and show that they work on an answer; how
 # long a request may take, and which is the smallest one that proves that an engine works.
 #
 # Paths and metric names as of the engines' own documentation and sources in 2026. A configuration may name others.

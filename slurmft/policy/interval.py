@@ -150,10 +150,9 @@ def _percent(fraction: float) -> str:
 
 # --- The mean time between failures, and how sure of it one can be after so few of them ---
 # For failures that come independently at a constant rate, their number in a time T has Poisson's distribution. The
-# limits
-# are the exact ones, half of a quantile of chi-square: F. Garwood, "Fiducial limits for the Poisson distribution",
-# Biometrika 28 (1936). They are found by bisection of the distribution itself, so that no table of chi-square is
-# needed.
+# limits are the exact ones, half of a quantile of chi-square: F. Garwood, "Fiducial limits for the Poisson
+# distribution", Biometrika 28 (1936). They are found by bisection of the distribution itself, so that no table of
+# chi-square is needed.
 
 _PRECISION = 1e-12
 

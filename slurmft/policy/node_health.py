@@ -346,8 +346,7 @@ def _clean(looks: Sequence[Checkup]) -> int:
 
 # --- One look at the whole cluster: the state of its nodes in, actions out ---
 # Actions need the agreement of N of M looks (``node_health``). Nodes that Slurm does not list are ignored, and nodes
-# that
-# another user has drained are left alone.
+# that another user has drained are left alone.
 
 SOURCE = "sweep"
 EXCLUDES = 1.2

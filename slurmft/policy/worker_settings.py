@@ -24,9 +24,8 @@ from slurmft.policy.verdict import Cause
 # How a global batch is spread over ranks, and each rank's share over micro-batches. Pure arithmetic, and exact.
 #
 # The policy of elastic runs is to keep the global batch: the number of samples behind one optimizer step does not
-# depend
-# on the world size, so neither does the learning rate. Ranks may then have unequal shares, and a mean of means would be
-# wrong; gradients are weighted by the number of samples instead (``BatchSplit.loss_scale``).
+# depend on the world size, so neither does the learning rate. Ranks may then have unequal shares, and a mean of means
+# would be wrong; gradients are weighted by the number of samples instead (``BatchSplit.loss_scale``).
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

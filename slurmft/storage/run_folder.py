@@ -1063,9 +1063,8 @@ def _is_fit(value: Any) -> bool:
 
 
 # --- Whether the supervisor of an attempt still writes, by the file server's clock alone ---
-# Slurm's answer that a job is gone may be wrong: filtered, of another cluster, of a controller that has lost its
-# state. A
-# live supervisor touches a file of its attempt every second, which needs no Slurm.
+# Slurm's answer that a job is gone may be wrong: filtered, of another cluster, of a controller that has lost its state.
+# A live supervisor touches a file of its attempt every second, which needs no Slurm.
 
 FRESH_S = 30.0
 """A supervisor that has written since then is not rescued. It is 30 times as long as it pauses between two touches."""

@@ -326,8 +326,7 @@ def in_folder(start: Start, work: Callable[[], Any]) -> Any:
 
 
 # --- final ends ---
-# Makes an end of the run in this job stay one: Slurm is told not to requeue the job, and a start that it makes all the.
-#
+# Makes an end of the run in this job stay one: Slurm is told not to requeue the job, and a start that it makes all the
 # same ends at once.
 
 CONTINUE_BY_NOTHING = "preemption.continue_by is nothing"
@@ -538,9 +537,8 @@ def quarantined_in(history: Sequence[Event]) -> list[int]:
 
 
 # --- remedies ---
-# Changes of a run before it is tried again: a smaller micro-batch after one that did not fit, an older checkpoint.
-#
-# after one from which it dies.
+# Changes of a run before it is tried again: a smaller micro-batch after one that did not fit, an older checkpoint after
+# one from which it dies.
 
 
 def batch_divisor_of(history: Sequence[Event]) -> int:

@@ -439,11 +439,10 @@ class AgentPool:
 
 
 # --- Agents that outlive their supervisor within a job: found by the one that follows, and taken over or ended ---
-# Replicas of an inference run live and die alone, and their engines take minutes to load. So where a signal has
-# ended the
-# supervisor, the guardian spares the processes that started the agents; the next supervisor listens at the same port,
-# with the same secret, and gives every agent new leases of a generation of its own. Ranks of a trainer need a restart
-# anyway: their agents are ended.
+# Replicas of an inference run live and die alone, and their engines take minutes to load. So where a signal has ended
+# the supervisor, the guardian spares the processes that started the agents; the next supervisor listens at the same
+# port, with the same secret, and gives every agent new leases of a generation of its own. Ranks of a trainer need a
+# restart anyway: their agents are ended.
 
 OUTLIVING_LOOK_S = 0.05
 END_S = 5.0

@@ -62,7 +62,6 @@ from slurmft.supervisor.agents import (
 )
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
-from slurmft.supervisor.digests import Digests
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.guardian import hearing
@@ -70,8 +69,7 @@ from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_wat
 from slurmft.supervisor.live import Live
 from slurmft.supervisor.observations import Observations
 from slurmft.supervisor.placement import Accuser, suspect_gpus_of, without_other_gpus
-from slurmft.supervisor.slow_nodes import SlowNodes
-from slurmft.supervisor.stops import POLL_S, SlurmsWord, Stops
+from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmsWord, Stops
 from slurmft.system.background import Background, overslept_s
 
 # --- faults ---

@@ -39,7 +39,7 @@ from slurmft.supervisor.agents import BROKEN_S, AgentLink, AgentLost, AgentPool,
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations
-from slurmft.supervisor.slow_nodes import SlowNodes
+from slurmft.supervisor.stops import SlowNodes
 from slurmft.system.files import read_json, read_part
 from slurmft.system.processes import allow_descriptors
 

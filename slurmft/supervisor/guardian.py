@@ -26,8 +26,7 @@ from slurmft.system.processes import children_of
 
 # --- Signals to the supervisor itself: handled while it listens, kept pending otherwise; none ends the process ---
 # A blocked mask alone would not do: any thread that was started while the mask was open takes the signal, and its
-# default
-# action ends the whole process.
+# default action ends the whole process.
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = frozenset({*HEARD, signal.SIGQUIT})

@@ -38,8 +38,7 @@ from slurmft.system.files import read_json
 # The successor's side of a handover: a job that prepares an endpoint beside its owner, and then takes the run over.
 #
 # Until then it decides nothing for the run, and changes nothing in the run folder but its own attempt's folder, its
-# job's
-# identity and lines of the journal.
+# job's identity and lines of the journal.
 
 GONE_LOOK_S = 10.0
 """How often Slurm is asked for an owner that gives no signs of life."""

@@ -12,8 +12,16 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError, StorageUnavailable
 from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator
-from slurmft.inference.ledger import Ledger, Output, OutputParts, open_ledger, write_output
-from slurmft.inference.partials import fingerprint, forget_all, left_behind
+from slurmft.inference.ledger import (
+    Ledger,
+    Output,
+    OutputParts,
+    fingerprint,
+    forget_all,
+    left_behind,
+    open_ledger,
+    write_output,
+)
 from slurmft.inference.requests import folder_of, load, prepare
 from slurmft.inference.roster import Roster
 from slurmft.ipc.channel import UNANSWERED
@@ -151,8 +159,7 @@ class InferenceStops:
 # One attempt of an inference run: agents with replicas come and go, and it ends when every request is answered.
 #
 # Where training needs all ranks, here each node, agent and replica lives alone: a lost one costs its share of the
-# speed.
-# The decisions about an end are those of training; a step is a request, and what is saved is what is committed.
+# speed. The decisions about an end are those of training; a step is a request, and what is saved is what is committed.
 
 POLL_S = 0.25
 PROGRESS_S = 1.0

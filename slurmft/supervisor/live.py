@@ -24,7 +24,7 @@ from slurmft.supervisor.cluster import Start
 from slurmft.supervisor.evidence import budget_of
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations
-from slurmft.supervisor.slow_nodes import SlowNodes
+from slurmft.supervisor.stops import SlowNodes
 
 # --- The supervisor's side of the process that publishes metrics and tells events (``reporting.companion``) ---
 

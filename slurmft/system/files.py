@@ -22,8 +22,7 @@ from slurmft.errors import NewerFormat, StorageError
 
 # --- The one way to open a file that lies in a place where other users can write ---
 # A shared folder may hold a FIFO, a socket, a device, a symbolic link or a file without end under any name that we
-# read.
-# Owns the checks that come before the first byte is believed; knows nothing of what the bytes mean.
+# read. Owns the checks that come before the first byte is believed; knows nothing of what the bytes mean.
 
 STATE_LIMIT_BYTES = 16 << 20
 """Most bytes of a small state file: requests, claims, markers, verdicts, progress."""

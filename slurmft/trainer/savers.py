@@ -33,11 +33,9 @@ from slurmft.system.siginfo import handled_signal
 # The process group for data in main memory: the default one where it takes such data, else a gloo group beside it.
 #
 # NCCL moves memory of a GPU only, runs one operation after the other on each communicator, and waits for all pending
-# work
-# of the device. Agreements of ranks, and transfers from memory to memory, must not go over it. Every rank makes the
-# group
-# at the same place: right after the default group (``worker.groups``), or at the first collective of this package in a
-# script that has made its own.
+# work of the device. Agreements of ranks, and transfers from memory to memory, must not go over it. Every rank makes
+# the group at the same place: right after the default group (``worker.groups``), or at the first collective of this
+# package in a script that has made its own.
 
 DESCRIPTION = "slurmft host"
 """By which the group is found again; torch forgets it together with the default group."""
@@ -101,8 +99,7 @@ def _device_types(group: Any) -> list[torch.device]:
 
 # --- The random number generators of one rank, as plain values that ``torch.load(weights_only=True)`` accepts ---
 # Covers Python's ``random``, numpy's global generator (when numpy is loaded), torch's CPU generator and the current
-# GPU's
-# (when CUDA is in use). Generators that the trainer makes itself are its own to save.
+# GPU's (when CUDA is in use). Generators that the trainer makes itself are its own to save.
 
 log = logging.getLogger(__name__)
 

@@ -46,12 +46,10 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 # --- A digest of tensors in 64 bits, computed where they lie, with memory that does not grow with them ---
 # On the host it is XXH3 of all bytes: one pass, at the speed of memory. On a device bytes are read as 32-bit words;
-# each
-# is multiplied by an odd 64-bit number of its position, and the products are summed modulo 2^64, and so are the sums of
-# chunks: a single changed word always changes that digest; several changes, such as two swapped words or the same
-# bit of
-# two words, go unseen with a chance of about 2^-32. The two are never equal: the same state on a host and on a device
-# has different digests, so replicas must be of one kind.
+# each is multiplied by an odd 64-bit number of its position, and the products are summed modulo 2^64, and so are the
+# sums of chunks: a single changed word always changes that digest; several changes, such as two swapped words or the
+# same bit of two words, go unseen with a chance of about 2^-32. The two are never equal: the same state on a host and
+# on a device has different digests, so replicas must be of one kind.
 
 WORDS = 4 << 20
 """Words of one chunk: many enough for a GPU to be busy, few enough for its cache."""
@@ -213,8 +211,7 @@ def _weights(first: int, number: int, device: torch.device) -> torch.Tensor:
 # --- Digests of a worker's state at regular steps and before every save, left in its page for the agent ---
 # No step waits: the device computes a digest behind its other work, and the number is picked up at a later step. Only
 # the first three digests of an attempt are compared among the ranks themselves, tensor by tensor: what differs by
-# design
-# (seeds, running statistics of each rank's own batches) is found there, named, and left out from then on.
+# design (seeds, running statistics of each rank's own batches) is found there, named, and left out from then on.
 
 LEARNED = 3
 """Digests of an attempt in which the ranks look for what differs by design."""

@@ -250,8 +250,7 @@ def _trainable(model: nn.Module) -> Sequence[nn.Parameter]:
 # --- The model at the start of an iteration: what a forward and backward pass changes, and how to restore it ---
 # Gradients: an iteration begins without any, so taking back means dropping them. Buffers, such as BatchNorm's running
 # statistics: the first iteration shows which of them a pass changes, and only those are copied from then on, in one
-# call;
-# a model without such buffers costs nothing. Weights: a pass does not change them.
+# call; a model without such buffers costs nothing. Weights: a pass does not change them.
 
 _FEW = 16
 
@@ -1137,8 +1136,8 @@ class StepTwice:
 #         optimizer.step()
 #
 # Within slurmft's session, ``session.rerun_machine(model, loader)`` does the last part as well. Every rank calls the
-# same
-# methods in the same order; results are validated before their backward pass, and the optimizer steps after the loop.
+# same methods in the same order; results are validated before their backward pass, and the optimizer steps after the
+# loop.
 
 Data = RerunDataIterator | Sequence[RerunDataIterator] | None
 

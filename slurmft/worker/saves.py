@@ -32,8 +32,7 @@ from slurmft.worker.digests import ReplicaDigests
 
 # --- The numbers that a trainer reports, as one curve over all restarts: ``metrics.jsonl`` in the run folder ---
 # Rank 0 writes. A step costs a few microseconds; a thread writes the lines about once a second, so that a filesystem
-# that
-# does not answer delays no step. Lines wait in a bounded queue; the oldest are dropped where it is full.
+# that does not answer delays no step. Lines wait in a bounded queue; the oldest are dropped where it is full.
 
 EVERY_S = 1.0
 MAX_WAITING = 100_000
@@ -153,9 +152,8 @@ class MetricsLog:
 #
 # Ranks must save before the same step, and their clocks differ. So with an interval in seconds rank 0 alone watches the
 # time, and announces steps: at a *look*, whose step all ranks know, it says before which step the next save is due, or
-# when to look again. An interval has a dozen looks, however long it is; where steps become F times slower all at
-# once, a
-# save comes late by an eighth of its interval times F at most.
+# when to look again. An interval has a dozen looks, however long it is; where steps become F times slower all at once,
+# a save comes late by an eighth of its interval times F at most.
 
 RETRIES_PER_INTERVAL = 8
 NO_STEP = 0

@@ -173,8 +173,6 @@ def flip_bit(tensor: torch.Tensor) -> None:
     local.view(integer)[at] = bits ^ (1 << bit)
 
 
-# --- session ---
-
 # --- The micro-batch and the accumulation of this start: as asked for, unless an earlier start ran out of memory ---
 
 
@@ -276,11 +274,9 @@ def settle_order_of_gradients(model: Any) -> None:
 
 # --- slurmft's log lines in a worker: marked as its own, with the rank, under any formatter ---
 # The end of a rank's log is read for symptoms of what ended it, and what slurmft says of a trouble that it has dealt
-# with
-# sounds like the trouble itself (``policy.symptoms``). So the mark is in the message, not in a format that the
-# trainer may replace by one of its own, and in each of its lines: what NCCL and CUDA say of an error has several,
-# and so
-# has a traceback of an exception that was dealt with.
+# with sounds like the trouble itself (``policy.symptoms``). So the mark is in the message, not in a format that the
+# trainer may replace by one of its own, and in each of its lines: what NCCL and CUDA say of an error has several, and
+# so has a traceback of an exception that was dealt with.
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from fuzz_mutations import mutate_state
 from fuzz_world import LOST, World
 
+from slurmft.cli.watch import Watcher, heat, slowest
 from slurmft.errors import SlurmftError
 from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.inference.handover import read_handover, read_update
@@ -20,7 +21,6 @@ from slurmft.operations import status
 from slurmft.operations.rescue import is_unfinished, rescues_without_progress
 from slurmft.policy.suspicion import Rules, standing
 from slurmft.policy.verdict import Evidence, Kind, Suspect
-from slurmft.reporting.live import Watcher, heat, slowest
 from slurmft.reporting.metrics import families, looks_at
 from slurmft.reporting.report import Fleet, page_of, report_of
 from slurmft.storage import checkpoint_names, history, run_folder, timings, verdicts

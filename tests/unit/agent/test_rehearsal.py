@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until_async
 
 from slurmft.agent.rehearsal import SpareRehearsal
 from slurmft.config.run import RunConfig
@@ -53,10 +54,7 @@ def rehearsal(tmp_path: Path, *, until: int = 100, pause_s: float = 0.0, script:
 
 
 async def reported(reports: list[RehearsalReport]) -> RehearsalReport:
-    deadline = time.monotonic() + WAIT_S
-    while not reports:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    await until_async(lambda: reports, WAIT_S)
     return reports[0]
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import xxhash
 from save_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
+from waiting import until
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
@@ -558,9 +559,7 @@ def test_a_save_in_flight_survives_a_load_of_the_same_manager(tmp_path, run, mon
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(run.model, run.optimizer, step=1, metrics={"loss": 1}, async_save=False, **run.parts)
     folder = checkpoints.save(run.model, run.optimizer, step=2, metrics={"loss": 2}, async_save=True, **run.parts)
-    deadline = time.monotonic() + 20
-    while not folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(folder.exists, 20)
     best = Run(seed=9)
     assert checkpoints.load_best(best.model, best.optimizer, **best.parts).step == 1
     checkpoints.wait()

@@ -1,4 +1,4 @@
-"""``inference.replicas``: bounds that cannot be kept are refused, with the key to change."""
+"""``inference.serving.replicas``: bounds that cannot be kept are refused, with the key to change."""
 
 from __future__ import annotations
 

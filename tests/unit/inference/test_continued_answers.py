@@ -15,7 +15,7 @@ from word_engine import WordEngine
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import UsageError
 from slurmft.inference.driver import Again, CallableEngine, HttpEngine, events_of
-from slurmft.inference.partials import RequestCheckpointer
+from slurmft.inference.ledger import RequestCheckpointer
 
 TEXT = {"id": "a", "url": "/v1/completions", "body": {"model": "m", "prompt": "prompt 1", "max_tokens": 200}}
 CHAT = {

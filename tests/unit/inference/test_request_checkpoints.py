@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.config.inference import EngineConfig
-from slurmft.inference import partials
-from slurmft.inference.partials import (
+from slurmft.inference import ledger
+from slurmft.inference.ledger import (
     CheckpointFile,
     RequestCheckpointer,
     fingerprint,
@@ -22,7 +22,7 @@ from slurmft.inference.partials import (
     records_in,
 )
 from slurmft.inference.requests import segment_name
-from slurmft.policy.streams import Prefix
+from slurmft.policy.serving import Prefix
 
 OWNER = {"generation": 3, "node": 0, "replica": 1, "life": 2}
 NAME = segment_name(**OWNER, epoch=5)
@@ -165,7 +165,7 @@ def test_expired_files_are_deleted_and_a_finished_batch_leaves_none(tmp_path):
 
 
 def test_a_file_that_has_grown_is_written_anew_with_what_is_in_flight(tmp_path, monkeypatch):
-    monkeypatch.setattr(partials, "MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr(ledger, "MAX_FILE_BYTES", 2000)
     mine = RequestCheckpointer()
     mine.note("1", "x" * 3000)
     file = keep(tmp_path, mine)

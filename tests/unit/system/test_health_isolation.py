@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from waiting import until
 
 from slurmft.system.isolation import MAX_ANSWER_BYTES, Errand, run_all
 
@@ -73,10 +74,7 @@ def test_what_a_hanging_one_has_started_ends_with_it(tmp_path):
 
     run_all([errand(hang, limit_s=1.0)])
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while _lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _lives(pid)
+    until(lambda: not _lives(pid), 5)
 
 
 def _lives(pid):

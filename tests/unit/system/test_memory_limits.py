@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.system.memory_limits import fits
+from slurmft.system.kernel_view import fits
 
 GIB = 1 << 30
 LITTLE = 1 << 20

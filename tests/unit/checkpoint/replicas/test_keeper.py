@@ -283,9 +283,7 @@ def test_a_stream_that_ends_early_leaves_nothing(tmp_path, node, key):
         wire.send_blob(blob)
         assert wire.receive() == {"answer": "send"}
         wire._send_all(image.read_bytes()[:2_000_000])
-    deadline = time.monotonic() + 5
-    while len(node.files()) > 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(node.files()) <= 2, 5)
     assert list(node.held()) == [(0, 30)]
     assert node.files() == ["shard-0.a.image", "shard-0.a.json"]
 

@@ -25,8 +25,7 @@ from slurmft.checkpoint.holding import holdings_in
 from slurmft.checkpoint.snapshots import StepPlaces
 from slurmft.checkpoint.write_requests import VARIABLE
 from slurmft.ipc.pages import Page, Slot
-from slurmft.policy.checkpoints import Tier
-from slurmft.policy.step_copies import NEW_PLACES, SAMPLES
+from slurmft.policy.checkpoints import NEW_PLACES, SAMPLES, Tier
 from slurmft.storage.checkpoint_names import KEY_FILE, Identity, announcement
 from slurmft.system.files import write_json
 from slurmft.trainer.savers import SAVERS

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from made_snapshots import stage
+from waiting import until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import writer
@@ -29,13 +29,6 @@ def environment(tmp_path: Path, local_directory: str | None = None, **more: str)
     }  # fmt: skip
 
 
-def wait_until_idle(lane: CopyLane) -> None:
-    deadline = time.monotonic() + 10
-    while not lane.is_idle():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def offered(tmp_path: Path, step: int) -> Staged:
     index, image = stage(tmp_path / "mine", f"shard-0.{step}", identity=(step, 3, step), size=1000)
     return Staged(index=index, image=image, checkpoint_dir=tmp_path / "checkpoints")
@@ -54,7 +47,7 @@ def test_peers_and_the_local_disk_get_it(tmp_path):
         disk = tmp_path / "local disk"
         lane = CopyLane(environment(tmp_path, local_directory=str(disk)))
         lane.offer(offered(tmp_path, 40))
-        wait_until_idle(lane)
+        until(lane.is_idle, 10)
         listener.shutdown(socket.SHUT_RDWR)
         keeper.join(5)
     assert [one.name for one in holdings_in(tmp_path / "theirs" / PEERS, Tier.PEER)] == [(40, 3, 40)]
@@ -75,16 +68,14 @@ def test_of_those_that_wait_the_newest_wins(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "send_copy", slow)
     lane = CopyLane(environment(tmp_path))
     lane.offer(offered(tmp_path, 1))
-    deadline = time.monotonic() + 10
-    while not sent and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: sent, 10)
     for step in (2, 3, 4):
         lane.offer(offered(tmp_path, step))
     assert not lane.is_idle()
     gate.set()
-    wait_until_idle(lane)
+    until(lane.is_idle, 10)
     lane.offer(offered(tmp_path, 5))
-    wait_until_idle(lane)
+    until(lane.is_idle, 10)
     assert sent == ["shard-0.1.json", "shard-0.4.json", "shard-0.5.json"]
 
 
@@ -103,5 +94,5 @@ def test_what_does_not_work_is_logged(tmp_path, caplog, monkeypatch):
     (tmp_path / "a file").write_text("")
     lane = CopyLane(environment(tmp_path, local_directory=str(tmp_path / "a file")))
     lane.offer(offered(tmp_path, 1))
-    wait_until_idle(lane)
+    until(lane.is_idle, 10)
     assert "no copy in" in caplog.text

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig, UserProbe
@@ -69,10 +70,7 @@ def test_one_that_hangs_is_unknown_and_ends_with_its_children(script, tmp_path):
     assert (found.status, found.detail) == (UNKNOWN, "no answer within 0.3 s")
     assert time.monotonic() - began < 5
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{pid}")
+    until(lambda: not os.path.exists(f"/proc/{pid}"), 5)
 
 
 @pytest.mark.parametrize("command", ["/no/such", "/tmp", "", "a\0b"], ids=["missing", "a folder", "empty", "nul"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.step_copies import MAX_SHARE, NEW_PLACES, SAMPLES, Costs, Spacing
+from slurmft.policy.checkpoints import MAX_SHARE, NEW_PLACES, SAMPLES, Costs, Spacing
 
 MS = 1_000_000
 

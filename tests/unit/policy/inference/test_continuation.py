@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from word_engine import prompt_of, tokens_in
 
-from slurmft.policy.streams import Form, JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
+from slurmft.policy.serving import Form, JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
 
 TEXT: dict[str, Any] = {"model": "m", "prompt": "p", "max_tokens": 100}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "p"}]}

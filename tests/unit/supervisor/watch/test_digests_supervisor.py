@@ -15,7 +15,7 @@ from slurmft.ipc.messages import DigestsReport, RankDigests
 from slurmft.policy.verdict import Cause
 from slurmft.storage.checkpoint_names import read_digests
 from slurmft.storage.journal import Event
-from slurmft.supervisor.digests import Digests
+from slurmft.supervisor.stops import Digests
 
 
 class World:
