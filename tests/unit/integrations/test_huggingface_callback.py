@@ -15,6 +15,7 @@ import pytest
 from extras import needs
 
 from slurmft.errors import UsageError
+from slurmft.integrations import folders
 from slurmft.ipc.pages import PAGE_VARIABLE, Page, Slot, State
 
 pytestmark = [needs("transformers"), pytest.mark.filterwarnings("ignore")]
@@ -105,7 +106,7 @@ def test_two_trainers_one_after_the_other_are_fine(tmp_path: Path, huggingface: 
         one = trainer(tmp_path / name, huggingface.SlurmftCallback(), save_total_limit=1)
         one.train()
         assert one.args.save_total_limit == 1, "it is given back"
-        assert huggingface.finished_folders.finished_steps(tmp_path / name) == [3]
+        assert folders.finished_steps(tmp_path / name) == [3]
 
 
 def streamed() -> Any:
