@@ -27,7 +27,7 @@ def test_the_quickstarts_configuration_is_the_same_in_the_package_and_in_configs
 
 SESSION = '''
 """A session without a supervisor: stops where it is told to."""
-import contextlib, os, sys, types
+import contextlib, os, sys
 import torch, torch.distributed as dist
 
 class Session:
@@ -52,7 +52,6 @@ class Session:
         return samples
 
     def distributed(self, model, rehearsal):
-        from slurmft.worker.session import settled_ddp
         return model if self.world_size == 1 else settled_ddp(model, rehearsal)
 
     def report(self, **values):
@@ -65,9 +64,10 @@ def start_session(seed=0):
     yield Session(os.environ["CHECKPOINTS"], int(os.environ["STOP_AT"]))
     dist.destroy_process_group()
 
-module = types.ModuleType("slurmft.worker.session")
-module.start_session = start_session
-sys.modules[module.__name__] = module
+import slurmft.worker.session
+from slurmft.worker.session import settled_ddp
+
+slurmft.worker.session.start_session = start_session
 '''
 
 RUNS = '''

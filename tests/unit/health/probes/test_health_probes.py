@@ -289,7 +289,8 @@ def test_a_filesystem_that_hangs_is_critical_and_holds_nobody_up(tmp_path):
     options = f"fd={server},rootmode=40000,user_id=0,group_id=0,allow_other"
     subprocess.run(["mount", "-i", "-t", "fuse", "-o", options, "none", folder], check=True, pass_fds=(server,))
     try:
-        config = HealthConfig(filesystems={"paths": (folder, Path("/")), "answer_s": 3, "detect": False})
+        paths = {"paths": (folder, Path("/")), "answer_s": 3, "detect": False}
+        config = HealthConfig(filesystems=paths, limits_s={"filesystems": 60, "uptime": 60})
         began = time.monotonic()
         found = look(Scene(node="n1", now=time.time(), config=config), only=["filesystems", "uptime"])
         assert time.monotonic() - began < 60
