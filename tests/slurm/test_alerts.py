@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -36,7 +37,8 @@ def test_the_rules_pass_promtools_unit_tests():
 
 
 class _Router:
-    in_flight, degraded, waiting, ready, expected, kept_bytes = 1, True, 2, 1, 4, 0
+    in_flight, degraded, waiting, ready = 1, True, 2, 1
+    replicas = SimpleNamespace(expected=4, wanted=4)
 
 
 def _router_text() -> Callable[[], str]:
