@@ -345,12 +345,28 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     )  # fmt: skip
     code = act_in_its_place(ending, start, verdict)
     if code is not None:
+        _name_no_router(config, start)
         return code
     if cluster.name == "local":  # whose name would be that of this process
         environment = {
             **environment, LOCAL_JOB_VARIABLE: owner.job, LOCAL_RESTART_VARIABLE: str(owner.restart)
         }  # fmt: skip
     return supervise(config, environment, outlived)
+
+
+def _name_no_router(config: RunConfig, start: Start) -> None:
+    """The routers of a lost supervisor's endpoint have ended with its agents: no client is to be sent there."""
+    if config.inference is None or config.inference.serving is None:
+        return
+    from slurmft.inference.endpoint import HighAvailabilityCluster  # an endpoint's alone
+
+    try:
+        with start.run.lock():
+            owner = start.run.owner()
+            if owner is not None and owner.generation == start.generation:
+                HighAvailabilityCluster().write(start.run.path)
+    except (StorageError, RunBusy) as error:
+        log.warning("the endpoint's routers are still named: %s", error)
 
 
 def _owner_from_now_on(config: RunConfig, environment: Mapping[str, str], run: RunFolder) -> Owner | None:

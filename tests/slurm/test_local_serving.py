@@ -219,7 +219,9 @@ def test_no_request_of_a_patient_client_fails_when_something_dies(endpoint: Endp
         endpoint.processes("serving_engine.py")[0].send_signal(number)
     told = json.loads(load.communicate(timeout=120)[0])
     assert told["errors"] == {}, f"{told}\n{endpoint.story()}"
-    assert told["right"] == told["asked"] > 1000, told
+    assert told["right"] == told["asked"] > 300, told
+    if victim == "supervisor":
+        eventually(lambda: len(endpoint.events("endpoint opened")) == 2, 60, endpoint.story)
     endpoint.wait_for(2, 4)
     if victim == "supervisor":
         assert {each.pid for each in endpoint.processes("serving_engine.py")} == engines, "they live on"
@@ -227,7 +229,6 @@ def test_no_request_of_a_patient_client_fails_when_something_dies(endpoint: Endp
             asked = urllib.request.Request(f"{router.urls[0]}/metrics", headers=endpoint.headers)
             with urllib.request.urlopen(asked, timeout=5, context=endpoint.trusted) as answer:
                 assert 'tries_again_total{why="lost"}' not in answer.read().decode(), "nothing was computed again"
-        assert len(endpoint.events("attempt started")) == 2
     elif victim != "agent":
         assert len(endpoint.events("replica died")) == 1
         assert endpoint.events("agent lost") == [], "it goes on with another life of its replica"
