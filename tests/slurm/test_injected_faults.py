@@ -21,14 +21,16 @@ def test_a_kill_and_an_exception_are_blamed_on_their_ranks_and_leave_no_trace(
     run.submit()
     run.wait_for_step(10)
     run.slurmft("inject", str(run.path), "kill", "--rank", "2")
-    run.wait_for("first step", 2)
-    run.slurmft("inject", str(run.path), "exception", "--rank", "1")  # at once: on a busy machine it has soon ended
-    killed = run.events("last look")[0].details["culprits"]
+    run.wait_for("decision")
+    killed = run.events("last look")[-1].details["culprits"]
     assert [(each["rank"], each["reason"]) for each in killed] == [(2, "was ended by signal 9")], run.story()
-    host = run.events("agents ready")[0].details["hosts"][1]
     told = run.slurmft("explain", str(run.path))
+    host = run.events("agents ready")[0].details["hosts"][1]
     assert f"culprit    rank 2 on {host}" in told
     assert f"files      {run.folder.attempts}/" in told
+
+    run.wait_for("first step", 2)
+    run.slurmft("inject", str(run.path), "exception", "--rank", "1")
     run.wait_for("worker failed", 2)
     run.wait_until_done()
     assert "InjectedFault: injected by slurmft inject, at step" in run.output(1)
