@@ -55,7 +55,7 @@ FOUND: dict[str, list[str]] = {
         "In 6005, with six replicas, two that came together were refused (422) after 48 s and about nine deaths. "
         "In 6000 one node was left, and its two replicas died again and again until the deadline of two such "
         "requests, 100 s. By reading: a suspect is found by the engines that it was on and others were not, and "
-        "two of them, on an engine each, tell nobody apart. `inference.max_retries`, 20 in this storm, "
+        "two of them, on an engine each, cannot be told apart. `inference.max_retries`, 20 in this storm, "
         "ends it earlier.",
         "Mended since then: suspects are tried alone, one after the other, and two ends alone are proof. A short run, "
         "seed 7001 with 8 faults of four kinds (five times two requests that stall within 13 s, a killed and a hung "

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Outside:
-    """The process outside of the container (``outside``), as far as there is one that can be heard.
+    """The process outside of the container (``container_outside``), as far as there is one that can be heard.
 
     Args:
         on_signal: told the name of each signal that the process outside has got.

@@ -47,9 +47,9 @@ from slurmft.system.processes import is_stopped
 #
 #     stacks-rank-N.txt      all Python threads, as often as they were asked for or the worker crashed
 #     evidence-NODE.json     for each rank: where it is, its page, the kernel's view of its threads
-#     flight-recorder-...    torch's own record of its collectives, where it keeps one that can be asked for (NCCL);
-# read
-#                            here, so that the supervisor can find which ranks had not entered which collective
+#     flight-recorder-...    torch's own record of its collectives, where it keeps one that can be asked for
+#                            (NCCL); read here, so that the supervisor can find which ranks had not entered
+#                            which collective
 
 LOOK_S = 0.001
 """Pause between two looks for answers."""

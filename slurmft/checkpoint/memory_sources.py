@@ -129,13 +129,13 @@ def supply(
     Afterwards ``fetched(memory, name)`` finds them, on every rank of the node.
 
     Args:
-        mine: this node's own shards of that snapshot (``offers.scan``); only asked of ranks that offered them.
+        mine: this node's own shards of that snapshot (``holding.scan``); only asked of ranks that offered them.
         wanted: the shards that this rank needs every item of. Of all others it gets what is not spread over ranks:
             with FSDP on as many ranks as saved, its own shard is enough.
         node_lead: the rank that offers and fetches for this rank's node: its local rank 0.
 
     Returns:
-        What could not be supplied, at most one for each receiving node; decide anew without it (``supply.without``).
+        What could not be supplied, at most one for each receiving node; decide anew without it (``without``).
 
     Raises:
         CheckpointError: the ranks are out of step with each other.

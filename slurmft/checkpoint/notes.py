@@ -72,7 +72,7 @@ class LeadNote:
     """As in ``RankRecord``."""
 
     extra: Mapping[str, Any] | None
-    """In types that JSON takes (``plain_state.original`` turns them back); None where the run gives none."""
+    """In types that JSON takes (``state.original`` turns them back); None where the run gives none."""
 
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     has_buffers: bool = False
@@ -193,7 +193,7 @@ def _short(dtype: torch.dtype) -> str:
 # When a rank dies, healthy replicas still have the weights, but not the dead rank's random numbers and its place in the
 # data. Both are noted here after each step, and never before its end: random numbers that a rank draws at the end of a
 # step, perhaps in rare steps only, cannot be predicted. With ``checkpoint.peer_copies`` the notes also lie with other
-# nodes (``replicas.note_sender``), in ``peers/`` of their memory folders.
+# nodes (``NoteSender``), in ``peers/`` of their memory folders.
 
 CAPACITY_BYTES = 256 * 1024
 ERA = "era"
@@ -305,8 +305,8 @@ def _quoted(raw: bytes) -> str:
 # --- At a load of a state that was kept just in time: each rank's own notes, from whichever node has them ---
 # A rank that has moved to another node finds its notes with a peer of the one that was lost. ``gather`` is a
 # collective; notes are JSON and the bytes of buffers, nothing that is run. As the process group authenticates nothing,
-# each carries a tag under the run's key for copies, for this load alone, as in ``supply``; one without the right tag is
-# none.
+# each carries a tag under the run's key for copies, for this load alone, as in ``memory_sources``; one without
+# the right tag is none.
 
 MAX_ASKED = 256
 """Ranks whose notes are looked for with other nodes; of more lost ones nothing is to be found."""

@@ -209,7 +209,7 @@ def remove_stale(folder: Path, keep: Name | None = None) -> None:
 #     sender  -> keeper   the image: pieces of PIECE_BYTES, the last one shorter, each followed by its tag
 #     keeper  -> sender   {"answer": "kept"} or why not
 #
-# Notes on each step (``note_sender``) travel in the same way, on a connection that stays:
+# Notes on each step (``notes.NoteSender``) travel in the same way, on a connection that stays:
 #
 #     sender  -> keeper   {note, name, generation, capacity, bytes} and the note, again and again, ahead of the answers
 #     keeper  -> sender   {"answer": "kept"} or why not, for each

@@ -19,8 +19,7 @@ from slurmft.policy.sbatch import FLAGS, MODULES, OWNED_OPTIONS, PROGRAMS, SHORT
 # The command line of nvidia-resiliency-ext's ``ft_launcher``, which is torchrun's with ``--ft-*`` options, as a run.
 #
 # Source: its ``launcher.py``, main of 2026-08 and older versions (``--ft-param-*``). Options may be written with
-# ``-`` or
-# ``_``, and as ``--name=value`` or ``--name value``.
+# ``-`` or ``_``, and as ``--name=value`` or ``--name value``.
 
 _FINDS = "slurmft finds the nodes, and gives each rank its variables"
 _LOGS = "logs are in the run folder, one for each rank and attempt: slurmft logs"

@@ -266,7 +266,7 @@ def brief(names: Sequence[int]) -> str:
 # --- gpu work ---
 # The long probes: GPUs that must compute and remember correctly, NVIDIA's own diagnosis, pairs that must reduce.
 #
-# torch runs in programs of their own (``slurmft.worker.checks``), and only where it is needed.
+# torch runs in programs of their own (``worker.gpu_check``, ``worker.pair_check``), and only where it is needed.
 
 WORK_S, DIAGNOSE_S, PAIR_S = 150.0, 180.0, 60.0
 FIRST_PORT, PORTS = 20_000, 20_000

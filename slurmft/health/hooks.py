@@ -32,7 +32,7 @@ from slurmft.system.private_folder import remove_tree
 #
 # A process is ended when its cgroup, or else the environment that it began with, names this very job, its user is the
 # job's, it began before the epilog did, and none of its ancestors is the step daemon of another job. Shared memory is
-# removed as ``leftovers`` proves it. Root's processes are never touched. A cleaner that was stuck for longer than its
+# removed as ``health.node`` proves it. Root's processes are never touched. A cleaner that was stuck for longer than its
 # limit does nothing any more when it wakes up: the same job may run here again by then.
 
 PASSES = 3

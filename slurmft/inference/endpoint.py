@@ -1,4 +1,4 @@
-"""The files of an endpoint in its run folder, the cluster of its routers, and what an agent tells a router. No aiohttp.
+"""The files of an endpoint in its run folder, and the cluster of its routers. No aiohttp.
 
 endpoints.json      the living routers, replaced atomically whenever one comes or goes
 serving/            mode 0700

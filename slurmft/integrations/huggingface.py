@@ -5,7 +5,7 @@
 
 The Trainer saves in its own way. slurmft says before which step all ranks do so, notes which folders are finished on
 every rank, and ends the workers after the save where the run is to stop. Outside of a run it does nothing. With
-``SlurmftCallback(engine="slurmft")`` checkpoints are those of slurmft (``huggingface_engine``).
+``SlurmftCallback(engine="slurmft")`` checkpoints are those of slurmft.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def check_engine_settings(args: Any) -> None:
 
 # --- The state of a Hugging Face training in checkpoints of slurmft, instead of the Trainer's own files: ---
 #     <run folder>/checkpoints/step-00000040.g1.c2/    weights, optimizer, schedule, random numbers of every rank
-#     output/slurmft-40/trainer_state.json             the Trainer's counters, without which it finds no place in its
-# data
+#     output/slurmft-40/trainer_state.json             the Trainer's counters, without which it finds no place in
+#                                                      its data
 #     output/slurmft-40/model.safetensors              no weights: the Trainer refuses a folder without such a file
 #
 # A save is made right before the next step, when evaluations, logs and the end of an epoch are over and the next

@@ -133,7 +133,7 @@ def _zero_current(progress: dict[str, Any]) -> None:
 #
 # A file has the name, place and format that Lightning gives it, so that ``load_from_checkpoint`` and Trainers without
 # the plugin read it. Rank 0 copies the state into memory and trains on; a thread writes it under a hidden name, syncs
-# it, and renames it last: a file under its own name is whole. It holds a digest of itself (``checked_files``).
+# it, and renames it last: a file under its own name is whole. It holds a digest of itself (``folders``).
 #
 # The state does not go through ``CheckpointManager``: its saves are collectives of all ranks, and Lightning saves and
 # removes on rank 0 alone.

@@ -33,7 +33,7 @@ LEAST_PATIENCE_S, LONGEST_PATIENCE_S = 20.0, 86_400.0
 PROBE_S, MAX_PROBES = 5, 100
 
 Body = dict[str, Any]
-"""A message as JSON: an object with its kind (``reports``, ``calls``)."""
+"""A message as JSON: an object with its kind (``ipc.messages``)."""
 
 
 class BadMessage(Exception):
@@ -249,7 +249,7 @@ class Message(Fields, frozen=True, tag_field="kind"):
 
 
 class Report:
-    """One of the messages in ``reports``, from an agent, or one of the connection's own events."""
+    """One of the messages in ``ipc.messages``, from an agent, or one of the connection's own events."""
 
     __slots__ = ()
 

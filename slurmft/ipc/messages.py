@@ -37,7 +37,6 @@ from slurmft.ipc.channel import (
     read,
     written,
 )
-from slurmft.ipc.channel import Count as LenientCount
 from slurmft.ipc.channel import Report as Report  # noqa: PLC0414 - it is exported from here, too
 from slurmft.ipc.channel import Sent as Sent  # noqa: PLC0414
 from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
@@ -103,13 +102,13 @@ class WorkerFacts(Fields, frozen=True, kw_only=True):
     stall_s: Since = None
     """How long it read checkpoints, and how long saves have stopped its training, in all."""
 
-    copied: LenientCount | None = None
-    copy_interval: LenientCount | None = None
-    copy_share_ppm: LenientCount | None = None
+    copied: Count | None = None
+    copy_interval: Count | None = None
+    copy_share_ppm: Count | None = None
     """Copies of steps in memory (``Slot.COPIED`` and those behind it); None where there is none."""
 
 
-# --- An agent's replies to the calls of ``calls``, each checked once, where it leaves the socket ---
+# --- An agent's replies to calls, each checked once, where it leaves the socket ---
 
 
 class Done(Fields, frozen=True, kw_only=True):
@@ -244,7 +243,7 @@ def as_reply(number: int, reply: Fields) -> Body:
 
 
 # --- calls ---
-# What a supervisor asks of an agent, which answers with one of ``replies``. Each is checked once, at the socket.
+# What a supervisor asks of an agent, which answers with one of the replies above. Each is checked once, at the socket.
 #
 #     looks = await link.call(Propose(tick=7, action=1))      # Looks
 #     match call: case Propose(tick=tick): ...                # in the agent

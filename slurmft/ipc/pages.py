@@ -54,7 +54,7 @@ def attach(path: Path, size: int) -> mmap.mmap:
 # Layout, version 2: 1024 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
 # A the agent) and is one aligned 8-byte store, so no reader sees half a value; fields are not consistent with each
 # other. The first 64 are the fields below. The worker's open sections follow, and the names of its sections: how these
-# are written, and read consistently, is described in ``section_stack``.
+# are written, and read consistently, is described at ``SectionStack``.
 #
 #     0   .. 63    fields, see Slot
 #     64  .. 79    open sections of the training thread, outermost first; 0 above the innermost

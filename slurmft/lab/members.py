@@ -1,6 +1,6 @@
 """The members of the lab: sets of namespaces, each kept alive by its holder, joined by one bridge.
 
-Only argv, mounts and wiring; the programs inside are in ``daemons.py``. ``ip netns`` is not used on purpose: its
+First argv, mounts and wiring, then the daemons inside. ``ip netns`` is not used on purpose: its
 ``exec`` remounts /sys, which makes slurmd 22.05 refuse to start, and its names and mounts would outlive a crash.
 """
 

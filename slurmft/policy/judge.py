@@ -585,7 +585,7 @@ class Circumstances:
     """Slurm's states of the allocation's nodes; a node that is not in it is neither well nor sick."""
 
     complete_codes: frozenset[int] = frozenset()
-    """Exit codes that mean the same as 0 (``exit_actions.COMPLETE``)."""
+    """Exit codes that mean the same as 0 (``final_ends``)."""
 
     only_lead: bool = False
     """``ignore_nonlead_status``: how ranks other than 0 end does not matter."""

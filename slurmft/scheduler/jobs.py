@@ -93,7 +93,7 @@ def requeue(
 
     The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
     wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
-    with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already, or further than
+    with signals ignored (``slurm.ignoring_signals``). Idempotent: a job that is pending already, or further than
     ``restart``, counts as requeued.
 
     Args:

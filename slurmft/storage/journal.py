@@ -229,7 +229,7 @@ class Past:
         """The kept lines, then those of the journal that came after them.
 
         Raises:
-            UnsafeFile, OSError: as ``opening.read_lines``.
+            UnsafeFile, OSError: as ``files.read_lines``.
         """
         self._inode = self._journal.stat().st_ino
         known = self._known()

@@ -396,11 +396,9 @@ def named(nodes: Sequence[str]) -> str:
 #
 # - A one-node step on a living node starts within 0.05 s. On a dead node that Slurm has not noticed it fails after 6 s.
 # - Once Slurm says that the node is down, it has left the allocation for good; every step on it is refused at once,
-# also
-#   when the node is up again. It can only be lent by another job.
+#   also when the node is up again. It can only be lent by another job.
 # - A node that restarts before Slurm has noticed anything makes srun end the whole step, on all nodes, with "io
-# error and
-#   missing step". Not where the job has given the node back before.
+#   error and missing step". Not where the job has given the node back before.
 #
 # So a node that stays silent for as long as its agent would wait for us is given back; the agent of one that is cut off
 # for a shorter time comes back by itself.

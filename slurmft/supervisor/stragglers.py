@@ -167,7 +167,7 @@ log = logging.getLogger(__name__)
 
 
 class StragglerWatch:
-    """Judges the windows of one attempt. Its nodes' past is in the run folder (``node_speeds``)."""
+    """Judges the windows of one attempt. Its nodes' past is in the run folder (``NodePast``)."""
 
     def __init__(
         self, config: RunConfig, run_folder: Path, journal: Journal, *, workload: str = "",

@@ -552,7 +552,7 @@ def as_record(kind: type[Record], value: Any, path: Path) -> Record:
     Raises:
         StorageError: it is not of this kind.
     """
-    import msgspec  # whoever reads no record does not wait for it: a zygote, a writer
+    import msgspec  # a process that reads no record does not wait for it: a zygote, a writer
 
     try:
         return msgspec.convert(value, kind)

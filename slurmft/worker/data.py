@@ -270,12 +270,11 @@ class ElasticLoader(Iterator[Batch], Generic[Batch]):
 # Data that goes on exactly where it was: the resumable sampler, and bytes to train on with a loader of their own.
 #
 # ``ElasticSampler`` with ``ElasticLoader`` serves torch's DataLoader and any data set with numbered samples, at any
-# world
-# size (``worker.data``). torchdata's ``StatefulDataLoader``, and any object with ``state_dict`` and
+# world size. torchdata's ``StatefulDataLoader``, and any object with ``state_dict`` and
 # ``load_state_dict``, can be given to a CheckpointManager as ``loader=`` as they are: each rank's state is saved,
-# and the
-# same number of ranks goes on from it. Another number of ranks can where the loader has ``shared_position(state_dict)``
-# too, which returns the part of a state that all ranks share; that is compared at every load.
+# and the same number of ranks goes on from it. Another number of ranks can where the loader has
+# ``shared_position(state_dict)`` too, which returns the part of a state that all ranks share; that
+# is compared at every load.
 #
 # Of the bytes, the order of samples depends on the corpus, the window and the seed only. A position is a number of
 # samples over all ranks, so that a run may stop on four ranks and go on with two.

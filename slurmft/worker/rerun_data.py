@@ -75,7 +75,7 @@ class IterationStart:
         return not is_same
 
     def state(self) -> savers.RandomState:
-        """The remembered states, as ``rng.capture`` would have returned them."""
+        """The remembered states, as ``savers.capture`` would have returned them."""
         state: savers.RandomState = {"python": self._python, "torch": self._torch}
         if self._numpy is not None:
             state["numpy"] = savers.plain(self._numpy)
