@@ -11,7 +11,7 @@ from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
-from slurmft.supervisor.owner import local_owner_lives, started_here
+from slurmft.supervisor.owner import process_here
 
 NEWEST = 20
 """The newest jobs of a run that Slurm is asked about; earlier ones have ended long ago."""
@@ -47,9 +47,7 @@ def is_alive(run: RunFolder) -> bool:
         SlurmUnavailable: Slurm did not answer.
     """
     owner = run.owner()
-    if owner is not None and owner.cluster == "local" and local_owner_lives(owner):
-        return True
-    if (owner is None or owner.cluster == "local") and started_here(run) is not None:
+    if process_here(run, owner) is not None:
         return True
     if owner is not None and owner.cluster == "local":
         return False

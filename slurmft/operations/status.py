@@ -21,7 +21,8 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobRecord, why_held, why_never
 from slurmft.storage.journal import TAIL_BYTES, Event, EventName
 from slurmft.storage.run_folder import Owner, RunFolder, progress_of
-from slurmft.supervisor.owner import local_owner_lives, started_here
+from slurmft.supervisor.owner import process_here
+from slurmft.system import processes
 from slurmft.system.files import MOVE_AWAY, UnsafeFile, check_regular
 from slurmft.system.foreign_text import one_line
 
@@ -265,10 +266,8 @@ def _state(
 ) -> tuple[str, str]:
     if done is not None:
         return "finished", str(done.get("reason", ""))
-    if owner is not None and local_owner_lives(owner):
-        return "running", f"process {owner.pid} on {owner.host}"
-    if (owner is None or owner.cluster == "local") and (pid := started_here(run)) is not None:
-        return "running", f"process {pid} on this machine starts it, or ends it"
+    if (pid := process_here(run, owner)) is not None:
+        return "running", f"process {pid} on {processes.me().host}"
     if jobs and records is None:
         return "unknown", "Slurm did not answer"
     mine = [record for job in jobs if (record := (records or {}).get(job)) is not None]

@@ -90,6 +90,17 @@ def started_here(run: RunFolder) -> int | None:
     return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
 
 
+def process_here(run: RunFolder, owner: Owner | None) -> int | None:
+    """The process of this machine that runs it, or is about to; None for a run of Slurm's, and where there is none.
+
+    Raises:
+        StorageError: as ``started_here``.
+    """
+    if owner is not None and owner.cluster != "local":
+        return None
+    return owner.pid if owner is not None and local_owner_lives(owner) else started_here(run)
+
+
 def job_of(run: RunFolder, owner: Owner) -> OwnJob:
     """The owner's job, with what the run knows of it."""
     return next((job for job in run.own_jobs() if job.job_id == owner.job), OwnJob(owner.job))
