@@ -62,12 +62,14 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 -r fER --ignore $(ALONE) $(BESIDES) || failed=1; \
 	exit $$failed
 
-test-packages: ## install what the tests of containers and alerts need, where it is missing (root, Debian)
+test-packages: ## install what the tests of containers, alerts and Slurm's newest release need, where it is missing (root, Debian)
 	@{ command -v bwrap && command -v crun; } > /dev/null || apt-get install -q -y --no-install-recommends bubblewrap crun || \
 		echo "the tests of containers are skipped"
 	@{ command -v prometheus && command -v prometheus-alertmanager; } > /dev/null || \
 		apt-get install -q -y --no-install-recommends prometheus prometheus-alertmanager || \
 		echo "the tests of alerts are skipped"
+	@$(BIN)/python -c 'from slurmft.lab import settings; settings.ensure_release(max(settings.RELEASES))' || \
+		echo "the tests of Slurm's newest release are skipped"
 
 test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \

@@ -336,9 +336,11 @@ def _make(release: str, tree: Path) -> None:
     making = tree.with_name(f".making-{release}")
     shutil.rmtree(making, ignore_errors=True)
     script = SCRIPTS / (suite if (SCRIPTS / suite).exists() else NEWER_SCRIPT)
+    # In namespaces of its own: when it is interrupted, nothing of it goes on, and no mount of it disturbs the next try.
+    alone = ["unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
     argv = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, str(making), source]
     try:
-        run([*argv, str(script)], doing=f"fetching Slurm {release}", timeout_s=LIMIT_S,
+        run([*alone, *argv, str(script)], doing=f"fetching Slurm {release}", timeout_s=LIMIT_S,
             environment={**CLEAN_ENVIRONMENT, "DEBIAN_FRONTEND": "noninteractive"})  # fmt: skip
         found = _release_in(run(["chroot", str(making), "slurmctld", "-V"], doing=f"trying Slurm {release}"))
         if found != release:
