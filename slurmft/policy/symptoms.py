@@ -1,53 +1,60 @@
-"""From the text of an exception, or of a program's last lines, to its likely cause."""
+"""The one reader of text: what ended a program, by its exceptions, its messages, Slurm's lines and the kernel's.
+
+Only what was printed as an end counts: neither source lines that a traceback quotes, nor warnings, nor errors after which
+the program went on. What the words mean stands in ``signatures``. No text takes long: of a log, its newest lines are read,
+and of each line its beginning.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from slurmft.policy.signatures import SIGNATURES, Remedy, Signature
 from slurmft.policy.verdict import Cause
 
-_SYMPTOMS: Sequence[tuple[Cause, str]] = (
-    (
-        Cause.DATA_CORRUPTION,  # hardware that reports spoilt data itself
-        r"uncorrectable (ECC|NVLink) error(?!s)|ecc error encountered|cudaErrorECCUncorrectable",
-    ),
-    (
-        Cause.DEVICE_OUT_OF_MEMORY,
-        r"\bcuda\.OutOfMemoryError|\btorch\.OutOfMemoryError|^OutOfMemoryError|(CUDA|HIP|XPU|MPS backend) out of memory"
-        r"|(CUDA|HIP) error: out of memory|CU(DA|BLAS|DNN|SPARSE|SOLVER|FFT)\w*_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"
-        r"|[Cc]uda failure (\d+ )?'out of memory'|RESOURCE_EXHAUSTED: Out of memory",
-    ),
-    (
-        Cause.HOST_OUT_OF_MEMORY,
-        r"^(\w+\.)*_?(Array|Arrow)?MemoryError\b|DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc"
-        r"|^OSError: \[Errno 12\]|Cannot allocate memory|out of shared memory|insufficient shared memory"
-        r"|oom[-_]kill event|OOM Killed",
-    ),
-    (
-        Cause.COMMUNICATION_ERROR,
-        r"\bDist(Backend|Network|Store|Queue\w*)Error|\bNCCL (error|communicator)|\bnccl\w*Error\b|NCCL WARN"
-        r"|Watchdog caught collective operation timeout|ProcessGroup(NCCL|Gloo|MPI|UCC)\b"
-        r"|\bgloo/transport/|gloo::|\bGloo connect"
-        r"|Connection closed by peer|Timed out waiting (\d+ ?ms )?for (send|recv|operation|buf)"
-        r"|(TCPStore|c10d|rendezvous|socket).*(timed out|timeout)|client socket has timed out"
-        r"|^(\w+\.)*(ConnectionResetError|BrokenPipeError|ConnectionRefusedError|ConnectionAbortedError)\b"
-        r"|(Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"
-        r"|collective\w* .*(timed out|timeout)|[Tt]imed out waiting \d+ ?ms",
-    ),
-)
-_PATTERNS = [(cause, re.compile(pattern)) for cause, pattern in _SYMPTOMS]
-_CORRUPTION = dict(_PATTERNS)[Cause.DATA_CORRUPTION]
+MAX_LINES, MAX_LINE, MAX_CHARACTERS = 1000, 1000, 400_000
+"""Of a text, from its end, and of each line."""
 
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAIN = re.compile(
-    r"^(Traceback \(most recent call last\):|During handling of the above exception|"
-    r"The above exception was the direct cause)"
+# --- Lines: what launchers, ranks and loggers put in front of them, and whether they are remarks ---
+
+_HEAD = r"Traceback \(most recent call last\):(?: \(RANK \d{1,9}\))?\s*$"
+TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK_AT_END = re.compile(_HEAD)
+_CHAIN = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
+_WHO = re.compile(
+    r"\[(?:rank|default)\d{1,7}\]: ?|\[[Rr]ank \d{1,7}\] (?=Trace)|\[\d{1,7},\d{1,7}\]<std(?:out|err)>: ?|"
+    r"\d{1,7}: |\([A-Za-z_]\w{0,60} pid=[^)]{1,80}\) ?|\((?:raylet|autoscaler|pid=\d{1,9})[^)]{0,60}\) ?|"
+    r"[a-z][a-z-]{0,30}\d[\w-]{0,30}: |\w{3} \w{3} +\d{1,2} [\d:]{8} \d{4}\[\d{1,7}\]<std(?:out|err)>: ?"
 )
-_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # torch's excepthook, and torchrun's logs
-_GROUP = re.compile(r"^[ +|-]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
-_REMARK = re.compile(r"^\[?[IW]\d{4} |^\[[IW] |^.{0,200}Warning: |^.{0,200}\bNCCL INFO\b")
+"""A rank, a node or an actor, as torch, torchrun, srun, mpirun, Ray, vLLM and DeepSpeed mark lines."""
+
+_WHEN = re.compile(
+    r"\[\d{4}-\d\d-\d\d[T ][\d:]{8}[^\]]{0,40}\] ?|\d{4}-\d\d-\d\d[T ][\d:]{8}[.,]?\d{0,9}(?:Z|[+-]\d\d:?\d\d)?[ :|-]{0,4}|"
+    r"\d\d[-/]\d\d(?:[-/]\d{4})? [\d:]{8} (?:- )?|[A-Z][a-z]{2} +\d{1,2} [\d:]{8} [\w.-]{1,60} |"
+    r"\[[ \d]{0,8}\d\.\d{1,9}\] ?|\[\d{1,9}\] (?=\[)|\[[A-Z][a-z]{2} [^\]]{5,40}\] |\[[\w/]{1,60}\.py:\d{1,6}\] ?|"
+    r"kernel: |\[[\w./]{1,60}:\d{1,6}:\w{1,60}\] |[A-Za-z][\w.]{0,40} - (?=[A-Z]{4,8} - )| {0,2}\| (?=\d{4}-|[A-Z]{4,8}\b|\S{1,40}:\d)"
+)
+_LEVEL = re.compile(
+    r"\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\]?(?: *[|:-] *| +)"
+    r"(?:(?![\w.]*(?:Error|Exception|Interrupt)\b)[\w.<>]{1,60}(?::[\w<>]{1,60}:\d{1,6})?(?: - |: ?| \| ))?"
+)
+_QUIET = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
+_REMARK = re.compile(
+    r"^\[?[IW]\d{3,4} |^\[[IW] |^[^\n]{0,200}?(?:Warning: |\bNCCL INFO\b)|[Rr]etry loop|Trying to resume"
+)
 """Remarks of a library, after any exception as well: "destroy_process_group() was not called" is no reason."""
+
+_GROUP = re.compile(r"^[ +|]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
+_FRAME = re.compile(r'\s+File "|\s+[\^~+]+(?:\s|$)|[│╭╰❱]')
+_JSON = re.compile(r'\s*"message": "(.*)",?$')
+_PROGRESS = re.compile(
+    r"\b(?:step|epoch|iter(?:ation)?)\b[^\n]{0,200}?\bloss|\d ?(?:it/s|s/it|[MG]B/s)\b|resuming normal operation", re.IGNORECASE
+)
+"""What a program prints while it is well: an error before it was dealt with."""
 
 _MARK = r"^.{0,200}?slurmft rank \d+: "
 _MARKED = re.compile(_MARK)
@@ -59,50 +66,166 @@ formatter."""
 _OUR_EXCEPTION = re.compile(r"^slurmft\.errors\.\w+: ")
 """No symptom either; those that it was raised from may be one."""
 
-_NCCLS_REMARK = re.compile(r"^.{0,200}\bNCCL WARN\b")
-"""That may be a reason, where there is not an exception."""
 
-_FRAME = re.compile(r'^[ +|]*(File ".+", line \d+)', re.MULTILINE)
-_EXCEPTION = re.compile(r"^[ +|]*(\w[\w.]*)(?::.*)?$", re.MULTILINE)
-_MAY_PASS = re.compile(
-    r"OSError|IOError|FileNotFound|FileExists|Permission|Interrupt|Connection|HTTP|SSL|time-?d?\s?out|timeout|tempora"
-    r"|unavailable|in use|CUDA|cuDNN|cuBLAS|\bHIP\b|NCCL|gloo|\bdevice|memory|FloatingPoint|\bnan\b|\binf\b|finite",
-    re.IGNORECASE,
-)
-_CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
-MAX_LINES, MAX_LINE = 400, 1000
-"""Of a text, and of each line: patterns look for one word after another, which takes long in endless lines."""
+def _stripped(line: str) -> tuple[str, str, bool]:
+    """Who says it, the words, and whether it is a remark; marks may stand one behind the other."""
+    who, is_remark = "", False
+    for _ in range(6):
+        if (match := _WHO.match(line)) is not None:
+            who += match[0]
+        elif (match := _LEVEL.match(line)) is not None:
+            is_remark = is_remark or match[1] in _QUIET
+        elif (match := _WHEN.match(line)) is None:
+            break
+        line = line[match.end() :]
+    return who, line, is_remark or _REMARK.search(line) is not None
+
+
+# --- Failures: exceptions with what they were raised from, and single messages ---
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Words that may name a reason: an exception's, newest link first, or a message's."""
+
+    at: int
+    """Its line."""
+
+    who: str
+    links: list[list[str]] = field(default_factory=lambda: [[]])
+    is_exception: bool = True
+
+
+def _failures(text: str) -> list[_Failure]:
+    """All of them, oldest first, without those after which the same process went on."""
+    found: list[_Failure] = []
+    current: dict[str, _Failure] = {}
+    quoting: set[str] = set()
+    chained: set[str] = set()
+    went_on: dict[str, int] = {}
+    for at, raw in enumerate(_lines(text)):
+        who, words, is_remark = _stripped(raw)
+        if (quoted := _JSON.match(words)) is not None:
+            words = quoted[1]
+        here = current.get(who)
+        if _TRACEBACK_AT_END.search(words):
+            if here is not None and who in chained:
+                here.links.insert(0, [])
+            else:
+                here = current[who] = _Failure(at, who)
+                found += [here] if not is_remark or "INFO" in raw else []
+            chained.discard(who)
+        elif _CHAIN.match(words):
+            chained.add(who)
+        elif _FRAME.match(words):
+            quoting.add(who)
+            continue
+        elif (who in quoting and words[:1].isspace()) or not words.strip():
+            pass  # the source line of a frame
+        elif here is not None and not here.links[0]:
+            if not words[:1].isspace() or _GROUP.match(words):
+                here.links[0].append(_GROUP.sub("", words).strip())
+        elif _PROGRESS.search(words) and _meaning(words) is None:
+            went_on[who] = at
+            current.pop(who, None)
+        elif is_remark:
+            pass
+        elif here is None:
+            found.append(_Failure(at, who, [[words.strip()]], is_exception=False))
+        elif not words[:1].isspace() or _GROUP.match(words):
+            here.links[0].append(_GROUP.sub("", words).strip())
+        quoting.discard(who)
+    return [each for each in found if each.at >= went_on.get(each.who, -1)]
+
+
+def _lines(text: str) -> list[str]:
+    """The newest lines, without our own."""
+    lines = [_COLOUR.sub("", line[:MAX_LINE]) for line in text[-MAX_CHARACTERS:].splitlines()[-MAX_LINES:]]
+    return [line for line in lines if not _OURS.match(_stripped(line)[1])]
+
+
+# --- What they mean ---
+
+_STRICT = [(each, list(each.parts())) for each in SIGNATURES if not each.is_loose]
+_LOOSE = [(each, list(each.parts())) for each in SIGNATURES if each.is_loose]
+_CORRUPTION = SIGNATURES[0]
+MAX_LOOSE = 20
+"""Lines of an exception in which people's words are looked for."""
+
+
+def _fits(words: str, parts: Sequence[re.Pattern[str]]) -> bool:
+    at = 0
+    for part in parts:
+        if (match := part.search(words, at)) is None:
+            return False
+        at = match.end()
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _meaning(words: str) -> Signature | None:
+    if _OUR_EXCEPTION.match(words):
+        return None
+    return next((row for row, patterns in _STRICT if any(_fits(words, parts) for parts in patterns)), None)
+
+
+def _loose_meaning(words: str) -> Signature | None:
+    return next((row for row, patterns in _LOOSE if any(_fits(words, parts) for parts in patterns)), None)
+
+
+def _of_failure(failure: _Failure) -> Signature | None:
+    """By its newest link that names a reason; what NCCL warns of beside an exception is none of the other ranks'."""
+    last = None
+    for link in failure.links:
+        rows = [row for words in link if (row := _meaning(words)) is not None
+                and not (failure.is_exception and row.is_echo and "NCCL WARN" in words)]  # fmt: skip
+        if rows:
+            last = min(rows, key=SIGNATURES.index)
+            if last.strength > 0:
+                break
+    return last
+
+
+def signature_of(text: str, *, loosely: bool = False) -> Signature | None:
+    """The signature of what ended the program that has printed ``text``; None when none is recognized.
+
+    The newest failure counts, unless it is one that a peer's failure looks like too and an earlier one is not. Hardware
+    that has spoilt data counts wherever it is found: later failures only show its consequences. Of an exception, its
+    own words count first, those of what it was raised from after them.
+
+    Args:
+        loosely: people's words in an exception, or in a text of one line, count where nothing else is recognized.
+    """
+    failures = _failures(text)
+    if any(each.is_exception for each in failures):  # NCCL's warnings are reasons only where there is no exception
+        failures = [each for each in failures if each.is_exception or not _is_nccls_remark(each.links[0][0])]
+    best: Signature | None = None
+    for row in filter(None, map(_of_failure, reversed(failures))):
+        if row is _CORRUPTION:
+            return row
+        if best is None or row.strength > best.strength:
+            best = row
+    if best is not None or not loosely:
+        return best
+    named = [words for each in reversed(failures) if each.is_exception or len(failures) == 1
+             for link in each.links for words in link[:MAX_LOOSE]]  # fmt: skip
+    return next(filter(None, map(_loose_meaning, named)), None)
+
+
+def _is_nccls_remark(words: str) -> bool:
+    return "NCCL WARN" in words and (row := _meaning(words)) is not None and row.is_echo
 
 
 def cause_of_text(text: str) -> Cause | None:
-    """The likely cause of the exceptions in ``text``; None when none is recognized.
-
-    The newest exception counts first, and those that it was raised from after it. Lines of source code are ignored: the
-    name of an exception in an ``except`` clause is not an exception. So are remarks.
-    """
-    exceptions = exceptions_in(text)
-    if _TRACEBACK in text:
-        exceptions = [[line for line in each if not _NCCLS_REMARK.match(line)] for each in exceptions]
-    for exception in reversed(exceptions):
-        for cause, pattern in _PATTERNS:
-            if any(pattern.search(line) for line in exception if not _OUR_EXCEPTION.match(line)):
-                return cause
-    return None
+    """The likely cause of a verdict on a rank that has left ``text``; None when it has no symptom of one with rules of
+    its own."""
+    row = signature_of(text)
+    return None if row is None or row.cause is Cause.WORKER_ERROR else row.cause
 
 
-def cause_of_log(text: str) -> Cause | None:
-    """As ``cause_of_text``, for a log with any content: the newest recognized line counts.
-
-    Except for hardware that has spoilt data: later failures only show its consequences.
-    """
-    lines = [line for line in _lines(text) if not (_REMARK.match(_PREFIX.sub("", line)) or _OUR_EXCEPTION.match(line))]
-    if any(_CORRUPTION.search(line) for line in lines):
-        return Cause.DATA_CORRUPTION
-    for line in reversed(lines):
-        for cause, pattern in _PATTERNS:
-            if pattern.search(line):
-                return cause
-    return None
+_FRAMES = re.compile(r'^[ +|]*(File ".+", line \d+)', re.MULTILINE)
+_EXCEPTION = re.compile(r"^[ +|]*(\w[\w.]*)(?::.*)?$", re.MULTILINE)
+_CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
 
 
 def codes_of_children(text: str) -> frozenset[int]:
@@ -111,22 +234,16 @@ def codes_of_children(text: str) -> frozenset[int]:
 
 
 def exceptions_in(text: str) -> list[list[str]]:
-    """The lines of each exception's own words, oldest first; all lines as one where there is no traceback."""
-    lines = [_GROUP.sub("", _PREFIX.sub("", line)) for line in _lines(text)]
-    found: list[list[str]] = [[]]
-    for line in lines:
-        if _CHAIN.match(line):
-            found.append([])
-        elif line[:1].strip() and not line.startswith("^") and not _REMARK.match(line):
-            found[-1].append(line)
-    return [exception for exception in found if exception]
+    """The lines of each exception's own words, oldest first; those of messages where there is no exception."""
+    failures = _failures(text)
+    chosen = [each for each in failures if each.is_exception] or failures
+    return [link for each in chosen for link in reversed(each.links) if link]
 
 
 def last_words(text: str) -> str:
     """The line that names the newest exception in ``text``, or its last line; empty when there is none."""
-    exceptions = exceptions_in(text)
-    if exceptions and _TRACEBACK in text:
-        return exceptions[-1][0].strip()[:500]
+    if TRACEBACK in text and (exceptions := exceptions_in(text)):
+        return exceptions[-1][0][:500]
     lines = [line.strip() for line in _lines(text) if line.strip()]
     return lines[-1][:500] if lines else ""
 
@@ -134,22 +251,17 @@ def last_words(text: str) -> str:
 def bug_of(traceback: str) -> str:
     """Kind and innermost line of an exception that another try would only repeat; empty where it may pass with time or
     on other hardware, or where that cannot be seen."""
-    frames = list(_FRAME.finditer(traceback))
+    frames = list(_FRAMES.finditer(traceback))
     words = _EXCEPTION.search(traceback, frames[-1].end()) if frames else None
-    if words is None or _MAY_PASS.search(words[0]):
+    row = signature_of(traceback, loosely=True)
+    if words is None or (row is not None and row.remedy is not Remedy.STOP):
         return ""
     return f"{words[1]} in {frames[-1][1]}"
 
 
 def without_own_lines(log: str) -> str:
     """The log of a worker without what slurmft has logged there, such as an exception that it has dealt with."""
-    return "\n".join(line for line in log.splitlines() if not _MARKED.match(_PREFIX.sub("", line)))
-
-
-def _lines(text: str) -> list[str]:
-    """The newest lines, without our own."""
-    lines = [line[:MAX_LINE] for line in text.splitlines()[-MAX_LINES:]]
-    return [line for line in lines if not _OURS.match(_PREFIX.sub("", line))]
+    return "\n".join(line for line in log.splitlines() if not _MARKED.match(line))
 
 
 def end_of(text: str, *, lines: int = 20, characters: int = 2000) -> str:

@@ -19,8 +19,8 @@ from slurmft.errors import StorageError
 from slurmft.policy.decide import Budget, PastEnd, budget_for
 from slurmft.policy.judge import Report, StepWords, Testimony, WorkerEnd, claimed
 from slurmft.policy.symptoms import (
+    TRACEBACK,
     bug_of,
-    cause_of_log,
     cause_of_text,
     codes_of_children,
     last_words,
@@ -121,7 +121,6 @@ second is for ends that have a deadline: the requeue must still come before Slur
 MAX_PROBLEMS = 5
 
 _RANK_FILE = re.compile(r"\.rank_(\d{1,9})$")
-_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(slots=True)
@@ -230,14 +229,14 @@ def report_of(verdict: WorkerVerdict, *, source: str, rank: int | None, node: st
 def report_of_text(text: str, *, source: str, rank: int, node: str, log: bool = False) -> Report:
     """An error file, or the end of a log, as the judge takes it."""
     text = without_own_lines(text) if log else text
-    begin = text.rfind(_TRACEBACK)
+    begin = text.rfind(TRACEBACK)
     codes = codes_of_children(text)
     if EXIT_VALIDATION_FAILED in codes:
         cause = Cause.VALIDATION_FAILED
     elif EXIT_RERUN_ELSEWHERE in codes:
         cause = Cause.RERUN_ELSEWHERE
     else:
-        cause = (cause_of_log if log and begin < 0 else cause_of_text)(text) or Cause.WORKER_ERROR
+        cause = cause_of_text(text) or Cause.WORKER_ERROR
     trace = text[begin:] if begin >= 0 else ("" if log else text)
     message = last_words(trace) if trace else last_words(text)[:300]
     return Report(source=source, rank=rank, node=node, cause=cause, message=message, traceback=trace,

@@ -3,121 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import functools
 import json
 import logging
 import math
 import os
-import re
 import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ParamSpec, Self, TypeVar
 
 from slurmft.errors import UsageError
-from slurmft.policy.symptoms import cause_of_text
-from slurmft.policy.verdict import EXIT_TEMPORARY, Cause
+from slurmft.policy.signatures import FailureCategory
+from slurmft.policy.symptoms import TRACEBACK, signature_of
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, MAX_TEXT
 from slurmft.system.files import replace_atomically
 
 # --- failures ---
 # What kind of failure an exception is. Needs neither an agent nor torch.
 
-_HARDWARE = re.compile(
-    r"fallen off the bus|GPU is lost|\bXid\b|unspecified launch failure|CUDA error: unknown error|NVLink|"
-    r"hardware (error|stack)|no CUDA-capable device|CUDA_ERROR_(ECC|HARDWARE|SYSTEM_NOT_READY)",
-    re.IGNORECASE,
-)
-_MISUSE = re.compile(
-    r"(CUDA|HIP) error: (device-side assert|invalid |no kernel image|misaligned address|too many resources|"
-    r"peer access is|operation not (permitted|supported))",
-    re.IGNORECASE,
-)
-"""CUDA's messages about program errors; other errors of CUDA without a known reason are the device's."""
-
-_DEVICE = re.compile(r"\b(CUDA|HIP) error\b", re.IGNORECASE)
-_HOST_MEMORY = re.compile(
-    r"\b(host|cpu|system|main memory|ram|oom[- _]?kill\w*|killed|cgroup)\b.{0,200}\bout of memory\b|"
-    r"\bout of (host|system|cpu|main) memory\b|\bout of memory: killed\b|\boom[-_]kill",
-    re.IGNORECASE,
-)
-_DEVICE_MEMORY = re.compile(r"\bout of (device |gpu )?memory\b", re.IGNORECASE)
-_COMMUNICATION = re.compile(
-    r"\b(NCCL|RCCL|gloo)\b.{0,200}\b(timed?[ -]?out|timeout)\b|\bconnection (was )?(refused|reset|aborted|timed out)\b|"
-    r"\bno route to host\b|\bnetwork is unreachable\b",
-    re.IGNORECASE,
-)
-_NUMERICAL = re.compile(r"\b(NaNs?|infs?|non-?finite|not finite|overflow|diverged)\b", re.IGNORECASE)
-_TIMEOUT = re.compile(r"\b(timed? ?out|deadline exceeded|watchdog)\b", re.IGNORECASE)
-_STORAGE = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.EACCES, errno.EMFILE}
-)
-
 MAX_EXCEPTIONS = 1000
 """Limit for one chain or group; a loop that raises from its last error makes endless ones."""
 
-MAX_LOG_TEXT, MAX_NEWEST, MAX_HEAD = 400_000, 8_000, 4_000
-"""Characters looked at: of the end of a text, there for words that may stand anywhere, and of its beginning."""
-
-
-class FailureCategory(StrEnum):
-    """Kinds of failures that call for different answers."""
-
-    DEVICE_OUT_OF_MEMORY = "device out of memory"
-    HOST_OUT_OF_MEMORY = "host out of memory"
-    COMMUNICATION = "communication"
-    HARDWARE = "hardware"
-    NUMERICAL = "numerical"
-    TIMEOUT = "timeout"
-    STORAGE = "storage"
-    PREEMPTION = "preemption"
-    CODE = "code"
-    UNKNOWN = "unknown"
-
-    @property
-    def cause(self) -> Cause:
-        """The supervisor's cause for it."""
-        return _CAUSES[self]
-
-
-_CAUSES = {
-    FailureCategory.DEVICE_OUT_OF_MEMORY: Cause.DEVICE_OUT_OF_MEMORY,
-    FailureCategory.HOST_OUT_OF_MEMORY: Cause.HOST_OUT_OF_MEMORY,
-    FailureCategory.COMMUNICATION: Cause.COMMUNICATION_ERROR,
-    FailureCategory.HARDWARE: Cause.DATA_CORRUPTION,
-    FailureCategory.NUMERICAL: Cause.WORKER_ERROR,
-    FailureCategory.TIMEOUT: Cause.HANG,
-    FailureCategory.STORAGE: Cause.WORKER_ERROR,
-    FailureCategory.PREEMPTION: Cause.PREEMPTED,
-    FailureCategory.CODE: Cause.WORKER_ERROR,
-    FailureCategory.UNKNOWN: Cause.UNKNOWN,
-}
-_CATEGORIES = {
-    cause: next(category for category in FailureCategory if category.cause is cause)
-    for cause in (
-        Cause.DEVICE_OUT_OF_MEMORY, Cause.HOST_OUT_OF_MEMORY, Cause.COMMUNICATION_ERROR, Cause.DATA_CORRUPTION
-    )
-}  # fmt: skip
-
-_WORDS = (
-    (FailureCategory.HARDWARE, _HARDWARE),
-    (FailureCategory.HOST_OUT_OF_MEMORY, _HOST_MEMORY),
-    (FailureCategory.DEVICE_OUT_OF_MEMORY, _DEVICE_MEMORY),
-    (FailureCategory.CODE, _MISUSE),
-    (FailureCategory.HARDWARE, _DEVICE),
-    (FailureCategory.COMMUNICATION, _COMMUNICATION),
-    (FailureCategory.TIMEOUT, _TIMEOUT),
-    (FailureCategory.NUMERICAL, _NUMERICAL),
-)
-"""In this order: rules that name a reason come before those that name the place."""
+MAX_HEAD = 4_000
+"""Characters of a long text's beginning that are looked at where its end says nothing."""
 
 
 def categorize_failure(error: object) -> FailureCategory:
@@ -150,10 +66,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_one(error: BaseException) -> FailureCategory | None:
-    category = None
     with contextlib.suppress(Exception):
-        category = _of_type(error)
-    return category or _of_text(_words(error))
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_TEMPORARY):
+            return FailureCategory.PREEMPTION
+    found = _of_text(_words(error))
+    return None if found in (FailureCategory.CODE, FailureCategory.UNKNOWN) else found
 
 
 def _words(error: BaseException) -> str:
@@ -164,7 +81,7 @@ def _words(error: BaseException) -> str:
         name = f"{kind.__module__}.{name}"
     notes = getattr(error, "__notes__", None)
     parts = [_text_of(error), *(_text_of(note) for note in (notes if isinstance(notes, list) else [])[:20])]
-    return f"{name}: " + "\n".join(parts)
+    return f"{TRACEBACK}\n{name}: " + "\n".join(parts)
 
 
 def _text_of(value: object) -> str:
@@ -174,31 +91,9 @@ def _text_of(value: object) -> str:
         return ""
 
 
-def _of_type(error: BaseException) -> FailureCategory | None:
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_TEMPORARY):
-        return FailureCategory.PREEMPTION
-    if isinstance(error, FloatingPointError | OverflowError | ZeroDivisionError):
-        return FailureCategory.NUMERICAL
-    if isinstance(error, ConnectionError):
-        return FailureCategory.COMMUNICATION
-    if isinstance(error, OSError) and error.errno in _STORAGE:
-        return FailureCategory.STORAGE
-    return None
-
-
 def _of_text(text: str) -> FailureCategory | None:
-    found = _of_part(text[-MAX_LOG_TEXT:])
-    return found if found is not None or len(text) <= MAX_NEWEST else _of_part(text[:MAX_HEAD])
-
-
-def _of_part(text: str) -> FailureCategory | None:
-    if (cause := cause_of_text(text)) is not None:
-        return _CATEGORIES[cause]
-    newest = text[-MAX_NEWEST:]
-    for category, pattern in _WORDS:
-        if pattern.search(newest):
-            return category
-    return FailureCategory.TIMEOUT if text.startswith("TimeoutError") else None
+    row = signature_of(text, loosely=True) or (signature_of(text[:MAX_HEAD].rstrip()) if len(text) > MAX_HEAD else None)
+    return None if row is None else row.category
 
 
 # --- ``@slurmft.record``: an exception of the decorated function leaves a file that says why this rank failed ---

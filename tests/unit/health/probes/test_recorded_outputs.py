@@ -18,7 +18,7 @@ from slurmft.health import gpu
 from slurmft.health.gpu import judge_xids, parse_remapped_rows, parse_smi, parse_xids
 from slurmft.health.node import Scene
 from slurmft.policy.node_health import Status
-from slurmft.policy.symptoms import cause_of_log, cause_of_text
+from slurmft.policy.symptoms import cause_of_text
 from slurmft.policy.verdict import Cause
 
 OK, WARNING, CRITICAL, UNKNOWN = Status
@@ -246,8 +246,8 @@ WATCHDOG = (  # https://github.com/hiyouga/LlamaFactory/issues/7396
     ],
 )  # fmt: skip
 def test_words_of_nccl(text, cause):
-    assert cause_of_log(text) is cause
-    assert cause_of_log("\x1b[31m\0" + text) is cause or cause is None
+    assert cause_of_text(text) is cause
+    assert cause_of_text("\x1b[31m\0" + text) is cause or cause is None
 
 
 @given(st.text(alphabet=st.sampled_from(list("0123456789,[]N/AGPU- xeErr!\n\0\x1b:()")), max_size=300))
@@ -255,6 +255,6 @@ def test_text_of_any_kind_goes_through_every_parser(text):
     parse_smi(text)
     parse_remapped_rows(text)
     parse_xids(text.splitlines())
-    cause_of_log(text)
+    cause_of_text(text)
     cause_of_text(text)
     own_device({"CUDA_VISIBLE_DEVICES": text}, 3)

@@ -12,7 +12,7 @@ from of_each import of_each
 
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.judge import Testimony as Heard
-from slurmft.policy.symptoms import cause_of_log, cause_of_text, last_words
+from slurmft.policy.symptoms import cause_of_text, last_words
 from slurmft.policy.verdict import Cause
 from slurmft.supervisor.evidence import report_of_text
 from slurmft.worker.session import log_with_rank
@@ -80,10 +80,10 @@ def test_what_we_log_in_a_worker_is_marked_through_every_format(fresh_logging, m
     logging.getLogger("slurmft.worker.groups").warning(words, "{'default': 61.2}")
     [line] = written.getvalue().splitlines()
     assert line.count("slurmft rank 3: ") == 1
-    assert cause_of_log(line) is cause_of_text(line) is None
+    assert cause_of_text(line) is cause_of_text(line) is None
     logging.getLogger("mine").warning(words, "{'default': 61.2}")
     assert "slurmft" not in written.getvalue().splitlines()[1]
-    assert cause_of_log(written.getvalue()) is Cause.COMMUNICATION_ERROR, "the trainer's own words may be a symptom"
+    assert cause_of_text(written.getvalue()) is Cause.COMMUNICATION_ERROR, "the trainer's own words may be a symptom"
 
 
 NCCLS_WORDS = (

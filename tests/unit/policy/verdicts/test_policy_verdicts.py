@@ -24,7 +24,7 @@ from slurmft.policy.judge import (
     judge,
 )
 from slurmft.policy.judge import Testimony as Heard  # pytest takes a name that begins with Test for tests
-from slurmft.policy.symptoms import cause_of_log, cause_of_text, codes_of_children, exceptions_in, last_words
+from slurmft.policy.symptoms import cause_of_text, codes_of_children, exceptions_in, last_words
 from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 
 # symptoms
@@ -88,7 +88,7 @@ def test_remarks_around_an_exception_are_no_symptom(remark):
     assert cause_of_text(f"{trace}\n{remark}\n") is None
     assert cause_of_text(f"{remark}\n{trace}\n") is None
     assert last_words(f"{trace}\n{remark}\n") == "ValueError: odd"
-    assert cause_of_log(f"loss 3\n{remark}\n") is (Cause.COMMUNICATION_ERROR if "NCCL WARN" in remark else None)
+    assert cause_of_text(f"loss 3\n{remark}\n") is (Cause.COMMUNICATION_ERROR if "NCCL WARN" in remark else None)
     comm = trace.replace("ValueError: odd", "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, timeout")
     assert cause_of_text(f"{comm}\n{remark}\n") is Cause.COMMUNICATION_ERROR
 
@@ -118,7 +118,7 @@ def test_torchruns_report_tells_the_codes_of_its_workers():
 @given(st.text(max_size=300))
 def test_any_text_is_looked_at(text):
     assert cause_of_text(text) in {None, *CLAIMABLE}
-    assert cause_of_log(text) in {None, *CLAIMABLE}
+    assert cause_of_text(text) in {None, *CLAIMABLE}
     assert isinstance(exceptions_in(text), list)
     assert len(last_words(text)) <= 500
     assert claimed(text) in {Cause.UNKNOWN, *CLAIMABLE}
@@ -126,7 +126,7 @@ def test_any_text_is_looked_at(text):
 
 def test_long_texts_are_looked_at_quickly():
     cause_of_text("x timed out " * 50_000)
-    cause_of_log("collective " * 50_000)
+    cause_of_text("collective " * 50_000)
     cause_of_text(("(" * 1000 + "\n") * 1000)
 
 
