@@ -191,7 +191,8 @@ def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
         )
     if (given_up := _without_progress(verdict, budget)) is not None:
         return given_up
-    avoid = verdict.suspect_nodes if verdict.cause in AVOIDING and verdict.rerun != "transient" else ()
+    is_avoided = verdict.cause in AVOIDING and verdict.rerun != "transient"
+    avoid = verdict.suspect_nodes if is_avoided or verdict.of_node else ()
     return Decision(
         action=Action.CONTINUE,
         reason=f"{verdict.reason}; retry {budget.failures_so_far + 1} of {budget.max_failures}",

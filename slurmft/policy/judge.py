@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
 from slurmft.policy.hangs import Hang
+from slurmft.policy.signatures import Remedy, Signature
 from slurmft.policy.stop import END, step_of
 from slurmft.policy.symptoms import cause_of_text, end_of
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect, Verdict
@@ -210,6 +211,9 @@ class Report:
     guessed: bool = False
     """From a log, with any content: believed only where the exit code does not contradict it."""
 
+    signature: Signature | None = None
+    """What its words are a sign of."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskEnd:
@@ -235,6 +239,9 @@ class StepWords:
     oom_nodes: tuple[str, ...] = ()
     oom_somewhere: bool = False
     """The kernel has ended processes of the step for memory; on which node is not said."""
+
+    ended: Cause | None = None
+    """What Slurm has ended the job or the step for, in slurmstepd's words."""
 
     refused: tuple[tuple[str, str], ...] = ()
     """Nodes on which srun could not start the step, and why, in its words; tasks elsewhere are killed for it."""
@@ -388,6 +395,9 @@ class Finding:
     told: bool = False
     """A verdict file of the rank says it, and not its exit code alone."""
 
+    of_node: bool = False
+    """The program's error is one of a node that is not well."""
+
 
 def has_failed(end: WorkerEnd, calm: frozenset[int]) -> bool:
     """Whether it failed by itself: not as planned, and not killed by us."""
@@ -461,8 +471,9 @@ def _finding(end: WorkerEnd, report: Report | None, heard: Testimony) -> Finding
         suspects=_suspects(end.node, end.rank, report, cause),
         rerun=rerun,
         traceback=end_of(text),
-        evidence=(f"{report.source} of rank {end.rank}",) if report is not None else (),
+        evidence=(f"{report.source} of rank {end.rank}", *_reading(report)) if report is not None else (),
         told=report is not None and report.binding and cause in DECIDING,
+        of_node=_is_of_node(report, cause),
     )
 
 
@@ -473,7 +484,9 @@ def _cause(end: WorkerEnd, report: Report | None, heard: Testimony) -> Cause:
     for cause, code in _CANONICAL.items():
         if end.code == code:
             return cause
-    if end.code in _KILLED and not end.killed and (end.starved or heard.step.oom_on(end.node)):
+    # a rank ends with an exit code of its own where the kernel has taken one of its children
+    lost_a_child = report is not None and report.signature is not None and report.signature.strength == 0
+    if (end.code in _KILLED or lost_a_child) and not end.killed and (end.starved or heard.step.oom_on(end.node)):
         return Cause.HOST_OUT_OF_MEMORY
     if told is not None and (told is not Cause.WORKER_ERROR or end.killed):
         return told
@@ -493,9 +506,20 @@ def _suspects(node: str, rank: int | None, report: Report | None, cause: Cause) 
     if report is not None and report.suspects:
         return report.suspects
     # a failed validation does not accuse this node: after a rerun the other one is suspected
-    if cause in (Cause.VALIDATION_FAILED, Cause.WORKER_ERROR, Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_MEMORY):
+    if not _is_of_node(report, cause) and cause in (Cause.VALIDATION_FAILED, Cause.WORKER_ERROR, Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_MEMORY):
         return ()
     return (Suspect(node=node, rank=rank),) if node else ()
+
+
+def _is_of_node(report: Report | None, cause: Cause) -> bool:
+    row = report.signature if report is not None else None
+    return row is not None and row.remedy is Remedy.ELSEWHERE and cause is Cause.WORKER_ERROR
+
+
+def _reading(report: Report) -> tuple[str, ...]:
+    """What its words are a sign of, for people."""
+    row = report.signature
+    return () if row is None or row.is_loose else (f"reads as: {row.name} (suspected: {row.suspected.value})",)
 
 
 def _from_report_alone(report: Report) -> Finding:
@@ -612,6 +636,7 @@ def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) ->
         suspects=found.suspects,
         rerun=found.rerun,
         traceback=found.traceback,
+        of_node=found.of_node,
         evidence=tuple(dict.fromkeys(evidence))[:MAX_EVIDENCE] if found.cause is not Cause.FINISHED else (),
     )
 
@@ -678,6 +703,8 @@ def _candidates(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -
     if seen.outside is not None:
         level = _LEVEL_OUTSIDE.get(seen.outside, Level.SLURMS_END)
         found.append(Finding(level=level, cause=seen.outside, reason=seen.outside_reason))
+    elif seen.planned is None and (ended := seen.heard.step.ended) is not None:
+        found.append(Finding(level=Level.SLURMS_END, cause=ended, reason=f"Slurm ended the step: {ended.value}"))
     if seen.launch_error:
         found.append(_not_launched(seen.launch_error, seen.heard.step))
     if seen.planned is not None:
@@ -827,6 +854,8 @@ def held_against(verdict: Verdict, told: Sequence[Evidence], *, at: float) -> tu
     A worker's own report on a node counts once: the verdict adds nothing of the same kind on the same node.
     """
     kind = _KIND_OF.get(verdict.cause) if verdict.rerun != "inconclusive" else None
+    if verdict.of_node:
+        kind = Kind.CRASH
     if verdict.cause is Cause.VALIDATION_FAILED:
         kind = _KIND_OF_RERUN.get(verdict.rerun)
     known = {(each.kind, each.suspect.node) for each in told}

@@ -155,7 +155,7 @@ SIGNATURES: Sequence[Signature] = (
 
     # --- memory ---
     _row("memory of the device", _C.DEVICE_OUT_OF_MEMORY, _S.CODE, _R.LESS_MEMORY, "PyTorch, CUDA, HIP, XLA, TensorFlow",
-         r"\b(?:cuda|torch)\.OutOfMemoryError", r"^OutOfMemoryError", r"(?:CUDA|HIP|XPU|MPS backend) out of memory",
+         r"(?:cuda|torch)\.OutOfMemoryError", r"^OutOfMemoryError", r"(?:CUDA|HIP|XPU|MPS backend) out of memory",
          r"(?:CUDA|HIP)(?: driver)? error: out of memory", r"CU(?:DA|BLAS|DNN|SPARSE|SOLVER|FFT)\w{0,40}_ALLOC_FAILED",
          r"CUDA_ERROR_OUT_OF_MEMORY", r"[Cc]uda failure (?:\d+ )?'out of memory'", r"RESOURCE_EXHAUSTED: Out of memory",
          r"OOM when allocating tensor", r"cudaErrorMemoryAllocation", r"triton ... OutOfResources",
@@ -239,7 +239,7 @@ SIGNATURES: Sequence[Signature] = (
     _row("model, tokenizer or data set is not there, or is none", _C.CODE, _S.DATA, _R.STOP, "transformers, datasets",
          r"Can't load (?:tokenizer|the configuration|the model|feature)", r"does not appear to have a file named",
          r"no file named \S+", r"not a valid model identifier", r"gated repo", r"GatedRepoError", r"RepositoryNotFoundError",
-         r"DatasetGenerationError", r"\bArrow(?:Invalid|TypeError)\b", r"JSON parse error", r"Couldn't reach server at"),
+         r"DatasetGenerationError", r"Arrow(?:Invalid|TypeError)\b", r"JSON parse error", r"Couldn't reach server at"),
     _row("parameters without a gradient", _C.CODE, _S.CODE, _R.STOP, "DistributedDataParallel",
          r"Expected to have finished reduction"),
 
@@ -250,12 +250,12 @@ SIGNATURES: Sequence[Signature] = (
          r"NCCL WARN NET/", r"Got completion (?:from peer|with error)", r"Got async event : port error",
          r"UCX +ERROR", r"Transport retry count exceeded", r"libfabric:\d+:\S+<warn> ... err: \d", is_echo=True),
     _row("collective, store or rendezvous", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, RCCL, gloo, c10d, MPI, JAX",
-         r"\bDist(?:Backend|Network|Store|Queue\w{0,10})Error", r"\bNCCL (?:error|communicator)", r"\bnccl\w{0,40}Error\b",
+         r"Dist(?:Backend|Network|Store|Queue\w{0,10})Error", r"NCCL (?:error|communicator)", r"nccl\w{0,40}Error\b",
          r"NCCL WARN", r"Watchdog caught collective operation timeout", r"ProcessGroup(?:NCCL|Gloo|MPI|UCC)\b",
-         r"\bgloo/transport/", r"gloo::", r"\bGloo connect", r"Connection closed by (?:remote )?peer",
+         r"gloo/transport/", r"gloo::", r"Gloo connect", r"Connection closed by (?:remote )?peer",
          r"[Tt]imed out waiting (?:for (?:send|recv|operation|buf)|\d+ ?ms)", r"client socket has timed out",
          r"(?:TCPStore|c10d|rendezvous|socket) ... (?:timed out|timeout)", r"connect\(\) timed out",
-         r"Rendezvous(?:Connection|Timeout|Closed|Graceful)\w{0,10}", r"\bcollective\w{0,20}  ... (?:timed out|timeout)",
+         r"Rendezvous(?:Connection|Timeout|Closed|Graceful)\w{0,10}", r"collective\w{0,20}  ... (?:timed out|timeout)",
          r"failed to recv, got 0 bytes", r"MPI_ERR_", r"An error occurred in MPI_", r"HorovodInternalError",
          r"Barrier timed out", r"CoordinationService", r"[Cc]oordination service", r"GetKeyValue\(\) timed out",
          is_echo=True),
@@ -275,7 +275,7 @@ SIGNATURES: Sequence[Signature] = (
          r"exited unexpectedly", r"failed \(exitcode: -(?:4|6|7|8|11)\)", r"\(core dumped\)", r"^Segmentation fault",
          r"^Fatal Python error: ", cause=NONE, is_echo=True),
     _row("an illegal access, or another error of the device", _C.HARDWARE, _S.CODE, _R.AGAIN, "CUDA, HIP",
-         r"illegal memory access", r"cudaErrorIllegalAddress", r"Memory access fault by GPU", r"\b(?:CUDA|HIP) error\b",
+         r"illegal memory access", r"cudaErrorIllegalAddress", r"Memory access fault by GPU", r"(?:CUDA|HIP) error\b",
          cause=NONE),
 
     # --- people's words, for exceptions and single lines ---

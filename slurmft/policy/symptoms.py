@@ -42,7 +42,7 @@ _LEVEL = re.compile(
     r"\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\]?(?: *[|:-] *| +)"
     r"(?:(?![\w.]*(?:Error|Exception|Interrupt)\b)[\w.<>]{1,60}(?::[\w<>]{1,60}:\d{1,6})?(?: - |: ?| \| ))?"
 )
-_QUIET = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
+_QUIET = frozenset({"DEBUG", "INFO"})
 _REMARK = re.compile(
     r"^\[?[IW]\d{3,4} |^\[[IW] |^[^\n]{0,200}?(?:Warning: |\bNCCL INFO\b)|[Rr]etry loop|Trying to resume"
 )
@@ -51,9 +51,8 @@ _REMARK = re.compile(
 _GROUP = re.compile(r"^[ +|]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
 _FRAME = re.compile(r'\s+File "|\s+[\^~+]+(?:\s|$)|[│╭╰❱]')
 _JSON = re.compile(r'\s*"message": "(.*)",?$')
-_PROGRESS = re.compile(
-    r"\b(?:step|epoch|iter(?:ation)?)\b[^\n]{0,200}?\bloss|\d ?(?:it/s|s/it|[MG]B/s)\b|resuming normal operation", re.IGNORECASE
-)
+_STEP = re.compile(r"\b(?:step|epoch|iter(?:ation)?)\b", re.IGNORECASE)
+_PROGRESS = re.compile(r"\d ?(?:it/s|s/it|[MG]B/s)\b|resuming normal operation")
 """What a program prints while it is well: an error before it was dealt with."""
 
 _MARK = r"^.{0,200}?slurmft rank \d+: "
@@ -112,8 +111,8 @@ def _failures(text: str) -> list[_Failure]:
             if here is not None and who in chained:
                 here.links.insert(0, [])
             else:
-                here = current[who] = _Failure(at, who)
-                found += [here] if not is_remark or "INFO" in raw else []
+                found.append(here := _Failure(at, who))
+                current[who] = here
             chained.discard(who)
         elif _CHAIN.match(words):
             chained.add(who)
@@ -125,7 +124,7 @@ def _failures(text: str) -> list[_Failure]:
         elif here is not None and not here.links[0]:
             if not words[:1].isspace() or _GROUP.match(words):
                 here.links[0].append(_GROUP.sub("", words).strip())
-        elif _PROGRESS.search(words) and _meaning(words) is None:
+        elif _is_progress(words):
             went_on[who] = at
             current.pop(who, None)
         elif is_remark:
@@ -136,6 +135,11 @@ def _failures(text: str) -> list[_Failure]:
             here.links[0].append(_GROUP.sub("", words).strip())
         quoting.discard(who)
     return [each for each in found if each.at >= went_on.get(each.who, -1)]
+
+
+def _is_progress(words: str) -> bool:
+    has_loss = "loss" in words.lower() and _STEP.search(words) is not None
+    return (has_loss or _PROGRESS.search(words) is not None) and _meaning(words) is None
 
 
 def _lines(text: str) -> list[str]:
@@ -156,9 +160,10 @@ MAX_LOOSE = 20
 def _fits(words: str, parts: Sequence[re.Pattern[str]]) -> bool:
     at = 0
     for part in parts:
-        if (match := part.search(words, at)) is None:
+        found = part.match(words) if part.pattern.startswith("^") else part.search(words, at)
+        if found is None:
             return False
-        at = match.end()
+        at = found.end()
     return True
 
 
@@ -217,10 +222,14 @@ def _is_nccls_remark(words: str) -> bool:
 
 
 def cause_of_text(text: str) -> Cause | None:
-    """The likely cause of a verdict on a rank that has left ``text``; None when it has no symptom of one with rules of
-    its own."""
-    row = signature_of(text)
-    return None if row is None or row.cause is Cause.WORKER_ERROR else row.cause
+    """The likely cause of a verdict on a rank that has left ``text``; None when it shows none that has rules of its
+    own."""
+    return verdict_cause(signature_of(text))
+
+
+def verdict_cause(row: Signature | None) -> Cause | None:
+    """As ``cause_of_text``, of a signature that was found; people's words are too weak for a verdict."""
+    return None if row is None or row.is_loose or row.cause is Cause.WORKER_ERROR else row.cause
 
 
 _FRAMES = re.compile(r'^[ +|]*(File ".+", line \d+)', re.MULTILINE)

@@ -193,6 +193,9 @@ class Verdict:
     traceback: str = ""
     """End of the culprit's traceback."""
 
+    of_node: bool = False
+    """The program's error is one of a node that is not well, such as a GPU that is lost: not here again."""
+
     evidence: tuple[str, ...] = ()
     """Further evidence, in words: srun's lines, files that workers left."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from slurmft.policy.judge import StepWords, TaskEnd
+from slurmft.policy.verdict import Cause
 from slurmft.scheduler.parsing import expand_hostlist
 
 MAX_ENDS, MAX_LINE = 200, 4000
@@ -23,6 +24,9 @@ _NOT_THE_NODES = re.compile(r"credential|execve|job id", re.IGNORECASE)
 """A start that came too soon after the last one, or a program that is on no node."""
 
 _OOM = re.compile(r"slurmstepd(?:-(?P<node>\S+?))?: error: .*\b(?:oom[-_]kill event|[Ee]xceeded .*memory limit)")
+_ENDED = re.compile(r"slurmstepd\S{0,255}: error: \*\*\* \S+ \S+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)")
+_WORDS = {"TIME LIMIT": Cause.TIME_LIMIT, "PREEMPTION": Cause.PREEMPTED, "JOB REQUEUE": Cause.REQUEUED,
+          "NODE FAILURE": Cause.NODE_LOST}  # fmt: skip
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
@@ -32,7 +36,7 @@ def parse_srun_lines(text: str) -> StepWords:
     failed: dict[str, None] = {}
     oom: dict[str, None] = {}
     refused: dict[str, str] = {}
-    oom_somewhere = False
+    oom_somewhere, ended = False, None
     for line in (each[:MAX_LINE] for each in text.splitlines()):
         if (match := _TASKS.search(line)) is not None:
             end = _task_end(match)
@@ -50,9 +54,11 @@ def parse_srun_lines(text: str) -> StepWords:
             oom_somewhere = True
             if match["node"]:
                 oom[match["node"]] = None
+        elif (match := _ENDED.search(line)) is not None:
+            ended = ended or _WORDS.get(match[1].strip())
     return StepWords(
         ends=tuple(ends), failed_nodes=tuple(failed), oom_nodes=tuple(oom), oom_somewhere=oom_somewhere,
-        refused=tuple(refused.items()),
+        refused=tuple(refused.items()), ended=ended,
     )  # fmt: skip
 
 

@@ -21,9 +21,10 @@ from slurmft.policy.judge import Report, StepWords, Testimony, WorkerEnd, claime
 from slurmft.policy.symptoms import (
     TRACEBACK,
     bug_of,
-    cause_of_text,
     codes_of_children,
     last_words,
+    signature_of,
+    verdict_cause,
     without_own_lines,
 )
 from slurmft.policy.verdict import (
@@ -218,11 +219,12 @@ def tail(path: Path, limit: int = TAIL_BYTES) -> str | None:
 def report_of(verdict: WorkerVerdict, *, source: str, rank: int | None, node: str) -> Report:
     """A verdict file as the judge takes it; an unknown cause is looked up in the traceback."""
     cause, text = claimed(verdict.cause), verdict.traceback
+    row = signature_of(text, loosely=True)
     if cause in (Cause.UNKNOWN, Cause.WORKER_ERROR):
-        cause = cause_of_text(text) or (Cause.WORKER_ERROR if text or cause is Cause.WORKER_ERROR else cause)
+        cause = verdict_cause(row) or (Cause.WORKER_ERROR if text or cause is Cause.WORKER_ERROR else cause)
     return Report(
         source=source, rank=rank, node=node, cause=cause, message=verdict.message or last_words(text), traceback=text,
-        suspects=verdict.suspects, rerun=verdict.rerun, binding=True,
+        suspects=verdict.suspects, rerun=verdict.rerun, binding=True, signature=row,
     )  # fmt: skip
 
 
@@ -230,17 +232,17 @@ def report_of_text(text: str, *, source: str, rank: int, node: str, log: bool = 
     """An error file, or the end of a log, as the judge takes it."""
     text = without_own_lines(text) if log else text
     begin = text.rfind(TRACEBACK)
-    codes = codes_of_children(text)
+    codes, row = codes_of_children(text), signature_of(text, loosely=True)
     if EXIT_VALIDATION_FAILED in codes:
         cause = Cause.VALIDATION_FAILED
     elif EXIT_RERUN_ELSEWHERE in codes:
         cause = Cause.RERUN_ELSEWHERE
     else:
-        cause = cause_of_text(text) or Cause.WORKER_ERROR
+        cause = verdict_cause(row) or Cause.WORKER_ERROR
     trace = text[begin:] if begin >= 0 else ("" if log else text)
     message = last_words(trace) if trace else last_words(text)[:300]
     return Report(source=source, rank=rank, node=node, cause=cause, message=message, traceback=trace,
-                  binding=bool(codes), guessed=log)  # fmt: skip
+                  binding=bool(codes), guessed=log, signature=row)  # fmt: skip
 
 
 def _verdicts(
