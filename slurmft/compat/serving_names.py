@@ -19,7 +19,8 @@ from typing import Any
 from slurmft.errors import UsageError
 from slurmft.policy import serving
 from slurmft.policy.inference import Outcome, Restarts, outcome_of_status
-from slurmft.worker.failures import FailureCategory, categorize_failure
+from slurmft.policy.signatures import FailureCategory
+from slurmft.worker.failures import categorize_failure
 
 MISSED_BEATS = 3
 JITTER = 0.1

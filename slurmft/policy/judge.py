@@ -506,7 +506,12 @@ def _suspects(node: str, rank: int | None, report: Report | None, cause: Cause) 
     if report is not None and report.suspects:
         return report.suspects
     # a failed validation does not accuse this node: after a rerun the other one is suspected
-    if not _is_of_node(report, cause) and cause in (Cause.VALIDATION_FAILED, Cause.WORKER_ERROR, Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_MEMORY):
+    if not _is_of_node(report, cause) and cause in (
+        Cause.VALIDATION_FAILED,
+        Cause.WORKER_ERROR,
+        Cause.COMMUNICATION_ERROR,
+        Cause.DEVICE_OUT_OF_MEMORY,
+    ):
         return ()
     return (Suspect(node=node, rank=rank),) if node else ()
 

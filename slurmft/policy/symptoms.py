@@ -1,8 +1,8 @@
 """The one reader of text: what ended a program, by its exceptions, its messages, Slurm's lines and the kernel's.
 
-Only what was printed as an end counts: neither source lines that a traceback quotes, nor warnings, nor errors after which
-the program went on. What the words mean stands in ``signatures``. No text takes long: of a log, its newest lines are read,
-and of each line its beginning.
+Only what was printed as an end counts: neither source lines that a traceback quotes, nor remarks, nor errors after
+which the program went on. What the words mean is said by ``signatures``. No text takes long, whatever is in it: only its
+newest lines are read, and only the beginning of each.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ MAX_LINES, MAX_LINE, MAX_CHARACTERS = 1000, 1000, 400_000
 
 # --- Lines: what launchers, ranks and loggers put in front of them, and whether they are remarks ---
 
-_HEAD = r"Traceback \(most recent call last\):(?: \(RANK \d{1,9}\))?\s*$"
 TRACEBACK = "Traceback (most recent call last):"
-_TRACEBACK_AT_END = re.compile(_HEAD)
+_HEAD = re.compile(r"Traceback \(most recent call last\):(?: \(RANK \d{1,9}\))?\s*$")
 _CHAIN = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 _WHO = re.compile(
@@ -33,11 +32,15 @@ _WHO = re.compile(
 """A rank, a node or an actor, as torch, torchrun, srun, mpirun, Ray, vLLM and DeepSpeed mark lines."""
 
 _WHEN = re.compile(
-    r"\[\d{4}-\d\d-\d\d[T ][\d:]{8}[^\]]{0,40}\] ?|\d{4}-\d\d-\d\d[T ][\d:]{8}[.,]?\d{0,9}(?:Z|[+-]\d\d:?\d\d)?[ :|-]{0,4}|"
-    r"\d\d[-/]\d\d(?:[-/]\d{4})? [\d:]{8} (?:- )?|[A-Z][a-z]{2} +\d{1,2} [\d:]{8} [\w.-]{1,60} |"
+    r"\[\d{4}-\d\d-\d\d[T ][\d:]{8}[^\]]{0,40}\] ?|"
+    r"\d{4}-\d\d-\d\d[T ][\d:]{8}[.,]?\d{0,9}(?:Z|[+-]\d\d:?\d\d)?[ :|-]{0,4}|"
+    r"\d\d[-/]\d\d(?:[-/]\d{4})? [\d:]{8} (?:- )?|[A-Z][a-z]{2} +\d{1,2} [\d:]{8} [\w.-]{1,60} |kernel: |"
     r"\[[ \d]{0,8}\d\.\d{1,9}\] ?|\[\d{1,9}\] (?=\[)|\[[A-Z][a-z]{2} [^\]]{5,40}\] |\[[\w/]{1,60}\.py:\d{1,6}\] ?|"
-    r"kernel: |\[[\w./]{1,60}:\d{1,6}:\w{1,60}\] |[A-Za-z][\w.]{0,40} - (?=[A-Z]{4,8} - )| {0,2}\| (?=\d{4}-|[A-Z]{4,8}\b|\S{1,40}:\d)"
+    r"\[[\w./]{1,60}:\d{1,6}:\w{1,60}\] |[A-Za-z][\w.]{0,40} - (?=[A-Z]{4,8} - )|"
+    r" {0,2}\| (?=\d{4}-|[A-Z]{4,8}\b|\S{1,40}:\d)"
 )
+"""Times, and where in a program it was said."""
+
 _LEVEL = re.compile(
     r"\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\]?(?: *[|:-] *| +)"
     r"(?:(?![\w.]*(?:Error|Exception|Interrupt)\b)[\w.<>]{1,60}(?::[\w<>]{1,60}:\d{1,6})?(?: - |: ?| \| ))?"
@@ -95,46 +98,65 @@ class _Failure:
     is_exception: bool = True
 
 
-def _failures(text: str) -> list[_Failure]:
-    """All of them, oldest first, without those after which the same process went on."""
-    found: list[_Failure] = []
-    current: dict[str, _Failure] = {}
-    quoting: set[str] = set()
-    chained: set[str] = set()
-    went_on: dict[str, int] = {}
-    for at, raw in enumerate(_lines(text)):
-        who, words, is_remark = _stripped(raw)
+class _Reading:
+    """A text, line by line; processes may speak in turns, each under its own mark."""
+
+    def __init__(self) -> None:
+        self._found: list[_Failure] = []
+        self._current: dict[str, _Failure] = {}
+        self._quoting: set[str] = set()
+        """Who has just shown a frame, so that a line of source follows."""
+
+        self._chained: set[str] = set()
+        self._went_on: dict[str, int] = {}
+
+    def failures(self) -> list[_Failure]:
+        """All of them, oldest first, without those after which the same process went on."""
+        return [each for each in self._found if each.at >= self._went_on.get(each.who, -1)]
+
+    def take(self, at: int, line: str) -> None:
+        """The next line."""
+        who, words, is_remark = _stripped(line)
         if (quoted := _JSON.match(words)) is not None:
             words = quoted[1]
-        here = current.get(who)
-        if _TRACEBACK_AT_END.search(words):
-            if here is not None and who in chained:
-                here.links.insert(0, [])
-            else:
-                found.append(here := _Failure(at, who))
-                current[who] = here
-            chained.discard(who)
+        is_source = who in self._quoting and words[:1].isspace()
+        self._quoting.discard(who)
+        if _HEAD.search(words):
+            self._begin(at, who)
         elif _CHAIN.match(words):
-            chained.add(who)
+            self._chained.add(who)
         elif _FRAME.match(words):
-            quoting.add(who)
-            continue
-        elif (who in quoting and words[:1].isspace()) or not words.strip():
-            pass  # the source line of a frame
-        elif here is not None and not here.links[0]:
-            if not words[:1].isspace() or _GROUP.match(words):
-                here.links[0].append(_GROUP.sub("", words).strip())
-        elif _is_progress(words):
-            went_on[who] = at
-            current.pop(who, None)
-        elif is_remark:
-            pass
+            self._quoting.add(who)
+        elif words.strip() and not is_source:
+            self._say(at, who, words, is_remark=is_remark)
+
+    def _begin(self, at: int, who: str) -> None:
+        if who in self._current and who in self._chained:
+            self._current[who].links.insert(0, [])
+        else:
+            self._current[who] = _Failure(at, who)
+            self._found.append(self._current[who])
+        self._chained.discard(who)
+
+    def _say(self, at: int, who: str, words: str, *, is_remark: bool) -> None:
+        here = self._current.get(who)
+        is_first = here is not None and not here.links[0]  # an exception's own line, whatever it looks like
+        if not is_first and _is_progress(words):
+            self._went_on[who] = at
+            self._current.pop(who, None)
+        elif is_remark and not is_first:
+            return
         elif here is None:
-            found.append(_Failure(at, who, [[words.strip()]], is_exception=False))
+            self._found.append(_Failure(at, who, [[words.strip()]], is_exception=False))
         elif not words[:1].isspace() or _GROUP.match(words):
             here.links[0].append(_GROUP.sub("", words).strip())
-        quoting.discard(who)
-    return [each for each in found if each.at >= went_on.get(each.who, -1)]
+
+
+def _failures(text: str) -> list[_Failure]:
+    reading = _Reading()
+    for at, line in enumerate(_lines(text)):
+        reading.take(at, line)
+    return reading.failures()
 
 
 def _is_progress(words: str) -> bool:

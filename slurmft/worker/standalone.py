@@ -25,8 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from slurmft.errors import UsageError
 from slurmft.ipc.pages import PAGE_VARIABLE
+from slurmft.policy.signatures import FailureCategory
 from slurmft.trainer.savers import host_group, takes_host_data, timeout_of
-from slurmft.worker.failures import FailureCategory, categorize_failure
+from slurmft.worker.failures import categorize_failure
 
 # --- failure checks ---
 # Is it the GPU, or the network? For loops of one's own: what to ask after a failure, and the little that can be done.

@@ -1,7 +1,7 @@
 """Excerpts of public threads (``data/verdict_corpus.txt``), what ended each, and what slurmft makes of it.
 
-The labels were written before the reader was asked. Projects, not excerpts, are split by a hash of their names into a half
-that patterns may be written for and one that judges them.
+The labels were written before the reader was asked. Projects, not excerpts, are split by a hash of their names into a
+half that patterns may be written for and one that judges them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmft.policy.symptoms import signature_of
 from slurmft.policy.verdict import Cause
 from slurmft.supervisor.evidence import report_of_text
 from slurmft.worker.failures import categorize_failure
@@ -48,7 +49,8 @@ CAUSES = {
 }
 
 ACTIONS = ("again", "elsewhere", "less", "wait", "queue", "stop", "none")
-"""In place; on other nodes; with less memory; when somebody has made room; through the queue; not again; nothing ended."""
+"""In place; on other nodes; with less memory; when somebody has made room; through the queue; not again; nothing has
+ended."""
 
 _TRACE = 'Traceback (most recent call last):\n{0}  File "/w/train.py", line 12, in <module>\n{0}    main()'
 _OPENINGS = {
@@ -77,8 +79,14 @@ class Excerpt:
         return LABELS[self.label]
 
     def found(self) -> tuple[str, str]:
+        """What slurmft says: as ``expected``."""
         cause = report_of_text(self.text, source="log", rank=0, node="n1", log=True).cause
         return CAUSES[cause], categorize_failure(self.text).value
+
+    def answer(self) -> str:
+        """What slurmft holds right to do."""
+        row = signature_of(self.text, loosely=True)
+        return row.remedy.value if row is not None else "none"
 
 
 def verdict_corpus() -> list[Excerpt]:
