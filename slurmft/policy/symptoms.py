@@ -1,8 +1,8 @@
 """The one reader of text: what ended a program, by its exceptions, its messages, Slurm's lines and the kernel's.
 
 Only what was printed as an end counts: neither source lines that a traceback quotes, nor remarks, nor errors after
-which the program went on. What the words mean is said by ``signatures``. No text takes long, whatever is in it: only its
-newest lines are read, and only the beginning of each.
+which the program went on. What the words mean is said by ``signatures``. No text takes long, whatever is in it: only
+its newest lines are read, and only the beginning of each.
 """
 
 from __future__ import annotations
