@@ -175,6 +175,7 @@ def _lines(text: str) -> list[str]:
 _STRICT = [(each, list(each.parts())) for each in SIGNATURES if not each.is_loose]
 _LOOSE = [(each, list(each.parts())) for each in SIGNATURES if each.is_loose]
 _CORRUPTION = SIGNATURES[0]
+_OWN = next(each for each in SIGNATURES if each.is_loose)
 MAX_LOOSE = 20
 """Lines of an exception in which people's words are looked for."""
 
@@ -227,16 +228,32 @@ def signature_of(text: str, *, loosely: bool = False) -> Signature | None:
     if any(each.is_exception for each in failures):  # NCCL's warnings are reasons only where there is no exception
         failures = [each for each in failures if each.is_exception or not _is_nccls_remark(each.links[0][0])]
     best: Signature | None = None
-    for row in filter(None, map(_of_failure, reversed(failures))):
+    at = _Failure(0, "")
+    for failure in reversed(failures):
+        row = _of_failure(failure)
         if row is _CORRUPTION:
             return row
-        if best is None or row.strength > best.strength:
-            best = row
+        if row is not None and (best is None or row.strength > best.strength):
+            best, at = row, failure
+    if best is not None and best.is_echo and (own := _own_error(failures, at)) is not None:
+        best = own if loosely else None
     if best is not None or not loosely:
         return best
-    named = [words for each in reversed(failures) if each.is_exception or len(failures) == 1
-             for link in each.links for words in link[:MAX_LOOSE]]  # fmt: skip
+    named = [
+        words
+        for each in reversed(failures)
+        if each.is_exception or len(failures) == 1
+        for link in each.links
+        for words in link[:MAX_LOOSE]
+    ]
     return next(filter(None, map(_loose_meaning, named)), None)
+
+
+def _own_error(failures: Sequence[_Failure], echo: _Failure) -> Signature | None:
+    """The error of another process's program, before what may be its echo; None where there was none."""
+    others = [each for each in failures if each.is_exception and each.who != echo.who and each.at < echo.at]
+    rows = [_loose_meaning(link[0]) for each in others for link in each.links[:1] if link]
+    return next((row for row in rows if row is _OWN), None)
 
 
 def _is_nccls_remark(words: str) -> bool:
