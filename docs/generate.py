@@ -24,6 +24,7 @@ from slurmft.cli.main import VERBS, cli
 from slurmft.config.base import section_of
 from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
+from slurmft.policy.signatures import SIGNATURES, Remedy, Signature
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
@@ -50,6 +51,7 @@ def pages() -> dict[str, str]:
         "reference/configuration.md": _page("Configuration", _configuration()),
         "reference/verbs.md": _page("Verbs", _verbs()),
         "reference/public-names.md": _page("Public names", _public_names()),
+        "reference/causes.md": _page("Causes in text", _causes()),
     }
 
 
@@ -252,6 +254,53 @@ def _public_names() -> Iterator[str]:
     yield f"```text\n{tree.strip()}\n```"
     for name in errors:
         yield f"`{name}`\n:   {_paragraphs(_definition(name, homes[name])[1], indent='    ').strip()}"
+
+
+# ---- causes in text --------------------------------------------------------------------------------------------------
+
+
+def _causes() -> Iterator[str]:
+    yield _paragraphs(
+        """What slurmft makes of the words that programs, Slurm and the kernel print when something ends: in a rank's log
+        or error file where it left nothing better, and in `slurmft.categorize_failure`. Of a log, the newest 1,000 lines
+        count. Lines of source that a traceback quotes do not, nor do remarks, nor errors after which the program went on.
+        The first row that fits counts; what may be a peer's failure yields to anything else that is found.
+        [Verdicts and exclusions](../concepts/verdicts-and-exclusions.md) says what outweighs which."""
+    )
+    yield "## What is right to do"
+    yield "| word | meaning |\n|---|---|\n" + "\n".join(f"| {each.value} | {_meaning_of(each)} |" for each in Remedy)
+    yield "## Signatures"
+    yield from (_signatures([each for each in SIGNATURES if not each.is_loose]),)
+    yield "## Words of people"
+    yield _paragraphs(
+        """They name the category of an exception, or of a text of one line, where no signature fits. No verdict is based
+        on them."""
+    )
+    yield _signatures([each for each in SIGNATURES if each.is_loose])
+
+
+def _meaning_of(remedy: Remedy) -> str:
+    """The text below its line in the source."""
+    [enum] = [node for node in _tree("slurmft.policy.signatures").body if getattr(node, "name", "") == "Remedy"]
+    assert isinstance(enum, ast.ClassDef)
+    for line, text in itertools.pairwise(enum.body):
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == remedy.name and isinstance(text, ast.Expr):
+            return " ".join(str(ast.literal_eval(text.value)).replace("``", "`").split())
+    raise KeyError(remedy)
+
+
+def _signatures(rows: Iterable[Signature]) -> str:
+    lines = [
+        "| what it is | category | cause of a verdict | suspected | right | printed by, for example |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        cause = "" if row.is_loose else row.cause.value
+        example = row.patterns[0].replace("|", "\\|")
+        what = f"{row.name} (or a peer's failure)" if row.is_echo else row.name
+        lines.append(f"| {what} | {row.category.value} | {cause} | {row.suspected.value} | {row.remedy.value} | "
+                     f"{row.source}: `` {example} `` |")  # fmt: skip
+    return "\n".join(lines)
 
 
 def _tree(module: str) -> ast.Module:

@@ -11,9 +11,13 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variables that say where compilers keep what they have made, and their folders below that of the node."""
 
 VARIABLE = "SLURMFT_ZYGOTE"
 MAX_BYTES = 64 * 1024
@@ -32,10 +36,27 @@ def shared_environment(base: Mapping[str, str], *, name: str, per_node: int, own
         own: the run's own variables, which beat all others.
     """
     # a name that stays the same over all restarts, so that an experiment tracker continues one experiment
-    defaults = {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}
+    defaults = {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow", **node_caches(base)}
     if per_node > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     return {**defaults, **base, **own}
+
+
+def node_caches(base: Mapping[str, str]) -> dict[str, str]:
+    """Variables that put the caches of Triton and Inductor into a folder of this user's on the node's own disk; none
+    where no safe one can be made.
+
+    By default they lie in the home. On a network filesystem a node's new file is another one's stale handle, which ends
+    one rank and hangs the others.
+    """
+    folder = os.path.join(base.get("TMPDIR") or "/tmp", f"slurmft_caches_{os.geteuid()}")  # noqa: S108, PTH118
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)  # noqa: PTH102 - no pathlib here, which takes as long as all of this module
+        status = os.lstat(folder)  # what is in it is run, so nobody else may have made it
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+            return {variable: f"{folder}/{name}" for variable, name in CACHES.items()}
+    return {}
 
 
 def as_variable(preload: Sequence[str], *, name: str, per_node: int, own: Mapping[str, str]) -> dict[str, str]:

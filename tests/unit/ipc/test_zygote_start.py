@@ -17,7 +17,7 @@ from waiting import until
 
 from slurmft.agent.workers import Workers, common_environment
 from slurmft.config.run import RunConfig, validate
-from slurmft.ipc.zygote_start import MAX_BYTES, VARIABLE, Zygote, begun_for
+from slurmft.ipc.zygote_start import MAX_BYTES, VARIABLE, Zygote, begun_for, node_caches, shared_environment
 from slurmft.supervisor.cluster import environment_for
 
 WAIT_S = 30.0
@@ -148,3 +148,26 @@ def test_an_agent_goes_on_with_it_and_takes_it_along(tmp_path, is_as_asked):
             agent.kill()
             agent.wait()
     until(lambda: not last.is_running() or last.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_caches_of_compilers_lie_on_the_nodes_own_disk(tmp_path):
+    base = {"TMPDIR": str(tmp_path)}
+    caches = node_caches(base)
+    assert set(caches) == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and node_caches(base) == caches
+    [folder] = tmp_path.iterdir()
+    assert all(Path(each).parent == folder for each in caches.values())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    given = shared_environment({**base, "TRITON_CACHE_DIR": "/mine"}, name="n", per_node=1, own={})
+    assert given["TRITON_CACHE_DIR"] == "/mine" and given["TORCHINDUCTOR_CACHE_DIR"].startswith(str(folder))
+
+
+def test_a_folder_that_others_can_write_to_holds_no_caches(tmp_path):
+    base = {"TMPDIR": str(tmp_path)}
+    node_caches(base)
+    [folder] = tmp_path.iterdir()
+    folder.chmod(0o777)
+    assert node_caches(base) == {}
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert node_caches(base) == {}
+    assert node_caches({"TMPDIR": str(tmp_path / "none")}) == {}

@@ -1,0 +1,181 @@
+"""What is read in excerpts of public threads, how fast, and what follows from it."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from of_each import of_each
+from verdict_corpus import LABELS, verdict_corpus
+
+from slurmft.policy.judge import Circumstances, StepWords, WorkerEnd, judge
+from slurmft.policy.judge import Testimony as Heard
+from slurmft.policy.signatures import SIGNATURES, FailureCategory, Remedy
+from slurmft.policy.symptoms import MAX_LINE, bug_of, cause_of_text, signature_of
+from slurmft.policy.verdict import Cause, Kind, Suspect
+from slurmft.scheduler.srun_lines import parse_srun_lines
+from slurmft.supervisor.evidence import report_of_text
+from slurmft.worker.failures import categorize_failure
+
+CORPUS = verdict_corpus()
+BUILT_ON = [each for each in CORPUS if not each.judges]
+JUDGES = [each for each in CORPUS if each.judges]
+TRACE = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    main()\n'
+LOADER = f"{TRACE}RuntimeError: DataLoader worker (pid(s) 9001) exited unexpectedly\n"
+LOST = f"{TRACE}RuntimeError: No CUDA GPUs are available\n"
+OOM = "slurmstepd-n1: error: Detected 2 oom_kill events in StepId=1.0. Some of the step tasks have been OOM Killed.\n"
+
+
+def test_the_half_that_signatures_are_written_for_is_read_as_labelled():
+    wrong = {each.name: each.found() for each in BUILT_ON if each.found() != each.expected}
+    actions = {each.name: each.answer() for each in BUILT_ON if each.answer() != each.action}
+    assert (wrong, actions) == ({}, {})
+
+
+def test_the_half_that_judges_is_read_well_and_stops_nothing_that_goes_on():
+    count = len(JUDGES)
+    assert sum(each.found()[0] == each.expected[0] for each in JUDGES) >= 0.95 * count
+    assert sum(each.found()[1] == each.expected[1] for each in JUDGES) >= 0.95 * count
+    assert sum(each.answer() == each.action for each in JUDGES) >= 0.97 * count
+    assert [each.name for each in CORPUS if each.answer() == Remedy.STOP and each.action != "stop"] == []
+
+
+def test_the_corpus_is_wide():
+    assert len(CORPUS) >= 300 and len({each.project for each in CORPUS}) >= 60
+    assert {each.label for each in CORPUS} == set(LABELS)
+    assert not {each.project.lower() for each in BUILT_ON} & {each.project.lower() for each in JUDGES}
+    assert 0.4 < len(JUDGES) / len(CORPUS) < 0.6
+
+
+def test_each_signature_is_met_in_an_excerpt():
+    met = {row.name for each in CORPUS if (row := signature_of(each.text, loosely=True)) is not None}
+    assert sorted({row.name for row in SIGNATURES if not row.is_loose} - met) == []
+
+
+@pytest.mark.parametrize("mark", ["[rank3]: ", "3: ", "n17: ", "[1,2]<stderr>:", "(Worker pid=7, ip=10.0.0.1) ",
+                                  "2026-01-02 03:04:05,678 ERROR root: ", "\x1b[31m"])  # fmt: skip
+def test_marks_in_front_of_lines_change_nothing(mark):
+    texts = [
+        f"{TRACE}torch.OutOfMemoryError: CUDA out of memory.",
+        f"{TRACE}OSError: [Errno 28] No space left on device",
+    ]
+    for text in texts:
+        marked = "".join(f"{mark}{line}\n" for line in text.splitlines())
+        assert signature_of(marked) is signature_of(text) is not None
+
+
+@of_each(
+    source=["att = att.masked_fill(mask, float('-inf'))", "raise MemoryError  # or CUDA out of memory",
+            "check(nvlink, 'NCCL WARN', 'uncorrectable ECC error encountered')", "except ConnectionResetError:"]
+)  # fmt: skip
+def test_a_quoted_source_line_says_nothing(source):
+    text = f'Traceback (most recent call last):\n  File "m.py", line 1, in f\n    {source}\n    ^^^^^^\nTypeError: no\n'
+    assert cause_of_text(text) is None
+    assert categorize_failure(text) is FailureCategory.CODE
+    assert categorize_failure(text.replace("    ^^^^^^\n", "")) is FailureCategory.CODE
+
+
+@of_each(line=["step 12 loss 2.31", " 12%|#2    | 12/100 [00:01<00:09,  9.1it/s]", "INFO epoch 3: loss=0.5"])
+def test_an_error_after_which_the_program_went_on_is_no_end(line):
+    error = f"{TRACE}torch.OutOfMemoryError: CUDA out of memory.\n"
+    assert signature_of(error) is not None
+    assert signature_of(f"{error}{line}\n") is None
+    assert signature_of(f"{line}\n{error}") is signature_of(error)
+
+
+def test_what_is_not_a_peers_failure_counts_more_than_its_echoes():
+    echo = (
+        f"[rank0]: {TRACE}".replace("\n  ", "\n[rank0]:   ")
+        + "[rank0]: torch.distributed.DistBackendError: NCCL error\n"
+    )
+    own = f"{TRACE}OSError: [Errno 122] Disk quota exceeded\n"
+    for text in (own + echo, echo + own):
+        assert signature_of(text) is signature_of(own)
+    assert signature_of(f"[rank2]: {TRACE}[rank2]: KeyError: 'x'\n{echo}", loosely=True).remedy is Remedy.STOP
+    assert cause_of_text(echo) is Cause.COMMUNICATION_ERROR
+
+
+@of_each(
+    words=["OSError: [Errno 122] Disk quota exceeded", "RuntimeError: Address already in use", "TimeoutError: late",
+           "RuntimeError: the service is temporarily unavailable", "torch.OutOfMemoryError: CUDA out of memory",
+           "requests.exceptions.ReadTimeout: x", "PermissionError: [Errno 13] Permission denied: '/x'"]
+)  # fmt: skip
+def test_what_may_pass_is_never_a_bug(words):
+    assert bug_of(TRACE + words) == ""
+
+
+def judged(code: int, text: str, step: StepWords = StepWords()):  # noqa: B008 - frozen
+    report = report_of_text(text, source="log", rank=0, node="n1", log=True)
+    seen = Circumstances(heard=Heard(reports=(report,), step=step))
+    return judge([WorkerEnd(rank=0, node="n1", code=code)], world_size=1, seen=seen)
+
+
+def test_a_child_that_the_kernel_took_is_lack_of_memory_whichever_the_exit_code():
+    assert judged(1, LOADER).cause is Cause.WORKER_ERROR
+    assert judged(1, LOADER, parse_srun_lines(OOM)).cause is Cause.HOST_OUT_OF_MEMORY
+    assert judged(1, LOADER, parse_srun_lines(OOM.replace("-n1", "-n2"))).cause is Cause.WORKER_ERROR
+    assert judged(1, f"{TRACE}KeyError: 'x'", parse_srun_lines(OOM)).cause is Cause.WORKER_ERROR
+
+
+def test_an_error_of_the_node_leads_away_from_it():
+    from slurmft.policy.decide import Budget, decide
+    from slurmft.policy.judge import held_against
+
+    verdict = judged(1, LOST)
+    assert (verdict.cause, verdict.suspects) == (Cause.WORKER_ERROR, (Suspect(node="n1", rank=0),))
+    assert any("cannot be used on this node" in line for line in verdict.evidence)
+    assert [(each.kind, each.suspect.node) for each in held_against(verdict, (), at=1.0)] == [(Kind.CRASH, "n1")]
+    assert decide(verdict, Budget(failures_so_far=0, max_failures=3)).avoid == ("n1",)
+    other = judged(1, f"{TRACE}KeyError: 'x'")
+    assert (other.suspects, held_against(other, (), at=1.0)) == ((), ())
+
+
+@of_each(
+    words__cause=[("TIME LIMIT", Cause.TIME_LIMIT), ("PREEMPTION", Cause.PREEMPTED), ("JOB REQUEUE", Cause.REQUEUED),
+                  ("NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", Cause.NODE_LOST)]
+)  # fmt: skip
+def test_slurms_own_words_name_the_end_where_nothing_else_was_known(words, cause):
+    step = parse_srun_lines(
+        f"slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO {words} ***"
+    )
+    assert step.ended is cause
+    assert judged(143, f"{TRACE}KeyError: 'x'", step).cause is cause
+    known = Circumstances(planned=Cause.STOPPED_BY_USER, planned_reason="asked", heard=Heard(step=step))
+    assert judge([WorkerEnd(rank=0, node="n1", code=75)], world_size=1, seen=known).cause is Cause.STOPPED_BY_USER
+    plain = parse_srun_lines("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***")
+    assert plain.ended is None
+
+
+def hostile_lines() -> dict[str, str]:
+    """Beginnings of patterns, and of the marks of loggers, over and over."""
+    starts = {part.pattern for row in SIGNATURES for pattern in row.parts() for part in pattern}
+    plain = {"".join(c for c in each if c.isalnum() or c in " _.-:'")[:30] for each in starts}
+    marks = {
+        "[1,2]<stderr>:",
+        "2026-01-02 03:04:05,678 ",
+        "(Worker pid=1",
+        "[rank1]: ",
+        "a.",
+        "| ",
+        "slurmft rank 1",
+        "(",
+    }
+    return {each: each * (MAX_LINE // max(1, len(each))) for each in sorted(plain | marks) if each}
+
+
+def test_no_line_makes_it_slow():
+    took = {}
+    for name, line in hostile_lines().items():
+        began_s = time.process_time()
+        signature_of("\n".join(f"{line}{number}" for number in range(10)))
+        took[name] = time.process_time() - began_s
+    assert {name: spent_s for name, spent_s in took.items() if spent_s > 0.3} == {}  # usually 0.005
+
+
+def test_only_the_end_of_a_long_log_is_read():
+    lines = "".join(f"{random.Random(number).random()} is said here, and nothing else\n" for number in range(1000))
+    end = "OSError: [Errno 28] No space left on device\n"
+    began_s = time.process_time()
+    assert signature_of(lines * 500 + TRACE + end).remedy is Remedy.WAIT
+    assert time.process_time() - began_s < 2.0
