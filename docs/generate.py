@@ -261,20 +261,20 @@ def _public_names() -> Iterator[str]:
 
 def _causes() -> Iterator[str]:
     yield _paragraphs(
-        """What slurmft makes of the words that programs, Slurm and the kernel print when something ends: in a rank's log
-        or error file where it left nothing better, and in `slurmft.categorize_failure`. Of a log, the newest 1,000 lines
-        count. Lines of source that a traceback quotes do not, nor do remarks, nor errors after which the program went on.
-        The first row that fits counts; what may be a peer's failure yields to anything else that is found.
+        """What slurmft makes of the words that programs, Slurm and the kernel print when something ends: in a rank's
+        log or error file where it left nothing better, and in `slurmft.categorize_failure`. Of a log, the newest 1,000
+        lines count. Lines of source that a traceback quotes do not, nor do remarks, nor errors after which the program
+        went on. The first row that fits counts; what may be a peer's failure yields to anything else that is found.
         [Verdicts and exclusions](../concepts/verdicts-and-exclusions.md) says what outweighs which."""
     )
     yield "## What is right to do"
     yield "| word | meaning |\n|---|---|\n" + "\n".join(f"| {each.value} | {_meaning_of(each)} |" for each in Remedy)
     yield "## Signatures"
-    yield from (_signatures([each for each in SIGNATURES if not each.is_loose]),)
+    yield _signatures([each for each in SIGNATURES if not each.is_loose])
     yield "## Words of people"
     yield _paragraphs(
-        """They name the category of an exception, or of a text of one line, where no signature fits. No verdict is based
-        on them."""
+        """They name the category of an exception, or of a text of one line, where no signature fits. No verdict is
+        based on them."""
     )
     yield _signatures([each for each in SIGNATURES if each.is_loose])
 

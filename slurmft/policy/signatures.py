@@ -191,7 +191,7 @@ SIGNATURES: Sequence[Signature] = (
          r"CANCELLED AT ... DUE TO (?:PREEMPTION|JOB REQUEUE)", r"Exiting gracefully after preemption",
          r"timed-out and not checkpointable", r"this job is preempted", cause=NONE),
     _row("a node has failed", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "slurmstepd, srun", r"DUE TO NODE FAILURE",
-         r"\[Hardware Error\]", r"srun: error: Node failure on",
+         r"\[Hardware Error\]", r"node has (?:crashed|died)", r"srun: error: Node failure on",
          r"Task launch for ... Communication connection failure", r"Task launch for ... Unable to contact slurmd",
          cause=NONE),
     _row("somebody's signal", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "torchrun, Lightning",
@@ -217,7 +217,7 @@ SIGNATURES: Sequence[Signature] = (
     _row("damaged file", _C.STORAGE, _S.DATA, _R.STOP, "PyTorch, safetensors, zip: cut off, or no such format",
          r"PytorchStreamReader failed", r"deserializing header", r"failed finding central directory",
          _E + r"BadZipFile", r"invalid load key", r"pickle data was truncated", r"UnidentifiedImageError",
-         r"image file is truncated", r"Compressed file ended before", r"file signature not found", r"unexpected EOF",
+         r"image file is truncated", r"Compressed file ended before", r"file signature not found", r"storage has wrong size", r"unexpected EOF",
          r"Ran out of input$", r"MetadataIncompleteBuffer", r"HeaderTooLarge"),
     _row("file is missing, or may not be read", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python: a mount may be missing",
          _E + r"FileNotFoundError\b", _E + r"PermissionError\b", _E + r"(?:IsA|NotA)DirectoryError\b",
@@ -286,7 +286,7 @@ SIGNATURES: Sequence[Signature] = (
 
     # --- ends that name no reason ---
     _row("a child crashed", _C.UNKNOWN, _S.NOBODY, _R.AGAIN, "spawn, Ray, Dask",
-         r"terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)", r"died unexpectedly", r"KilledWorker",
+         r"terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)", r"died unexpectedly", r"orker died or was killed", r"crashed during start", r"KilledWorker",
          r"exited unexpectedly", r"failed \(exitcode: -(?:4|6|7|8|11)\)", r"\(core dumped\)", r"^Segmentation fault",
          r"return code = -(?:6|7|11)$", r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS)\) received", r"^Fatal Python error: ",
          cause=NONE, is_echo=True),
@@ -317,7 +317,8 @@ SIGNATURES: Sequence[Signature] = (
          is_loose=True),
     _row("storage, in a person's words", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python", _E + r"(?:OS|IO)Error: \[Errno",
          is_loose=True),
-    _row("what may pass, in a person's words", _C.UNKNOWN, _S.NOBODY, _R.AGAIN, "exceptions of any program",
+    _row("what may pass, in a person's words", _C.CODE, _S.NOBODY, _R.AGAIN, "exceptions of any program",
+         _E + r"(?:Assertion|Value|Runtime)Error\b ... "
          r"(?i:tempora|unavailable|in use\b|\bbusy\b|try again|\bdevice|memory|interrupted|\bHTTP|\bSSL)", cause=NONE,
          is_loose=True),
     _row("an error with the program's words", _C.CODE, _S.CODE, _R.STOP, "Python",

@@ -6,10 +6,12 @@ import random
 import time
 
 import pytest
+from log_endings import log_endings
 from of_each import of_each
 from verdict_corpus import LABELS, verdict_corpus
 
-from slurmft.policy.judge import Circumstances, StepWords, WorkerEnd, judge
+from slurmft.policy.decide import Budget, decide
+from slurmft.policy.judge import Circumstances, StepWords, WorkerEnd, held_against, judge
 from slurmft.policy.judge import Testimony as Heard
 from slurmft.policy.signatures import SIGNATURES, FailureCategory, Remedy
 from slurmft.policy.symptoms import MAX_LINE, bug_of, cause_of_text, signature_of
@@ -49,7 +51,8 @@ def test_the_corpus_is_wide():
 
 
 def test_each_signature_is_met_in_an_excerpt():
-    met = {row.name for each in CORPUS if (row := signature_of(each.text, loosely=True)) is not None}
+    texts = [each.text for each in (*CORPUS, *log_endings())]
+    met = {row.name for text in texts if (row := signature_of(text, loosely=True)) is not None}
     assert sorted({row.name for row in SIGNATURES if not row.is_loose} - met) == []
 
 
@@ -119,9 +122,6 @@ def test_a_child_that_the_kernel_took_is_lack_of_memory_whichever_the_exit_code(
 
 
 def test_an_error_of_the_node_leads_away_from_it():
-    from slurmft.policy.decide import Budget, decide
-    from slurmft.policy.judge import held_against
-
     verdict = judged(1, LOST)
     assert (verdict.cause, verdict.suspects) == (Cause.WORKER_ERROR, (Suspect(node="n1", rank=0),))
     assert any("cannot be used on this node" in line for line in verdict.evidence)
@@ -136,15 +136,13 @@ def test_an_error_of_the_node_leads_away_from_it():
                   ("NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", Cause.NODE_LOST)]
 )  # fmt: skip
 def test_slurms_own_words_name_the_end_where_nothing_else_was_known(words, cause):
-    step = parse_srun_lines(
-        f"slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO {words} ***"
-    )
+    line = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05{} ***"
+    step = parse_srun_lines(line.format(f" DUE TO {words}"))
     assert step.ended is cause
     assert judged(143, f"{TRACE}KeyError: 'x'", step).cause is cause
     known = Circumstances(planned=Cause.STOPPED_BY_USER, planned_reason="asked", heard=Heard(step=step))
     assert judge([WorkerEnd(rank=0, node="n1", code=75)], world_size=1, seen=known).cause is Cause.STOPPED_BY_USER
-    plain = parse_srun_lines("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***")
-    assert plain.ended is None
+    assert parse_srun_lines(line.format("")).ended is None
 
 
 def hostile_lines() -> dict[str, str]:
