@@ -132,6 +132,9 @@ def _row(
 _E = r"^(?:\w+\.)*"
 """In front of the name of an exception's class."""
 
+_ANY = _E + r"(?:Assertion|Value|Runtime)Error\b"
+"""Errors whose words say more than their class."""
+
 _NOT_FATAL = r"(?!.{0,200}\b[Nn]on-?[Ff]atal\b)"
 
 # fmt: off
@@ -209,16 +212,17 @@ SIGNATURES: Sequence[Signature] = (
          r"[Ss]tale (?:NFS )?file handle", r"\[Errno (?:5|30|107|108|110|116|121)\] ... '/",
          r"\[Errno (?:5|30|107|108|116|121)\]", r"ransport endpoint (?:shutdown|is not connected)", r"\[Errno 12[67]\]",
          r"LustreError", r"nfs: server \S+ not responding", r"EXT4-fs error", r"XFS ... [Cc]orrupt", r"I/O error, dev ",
-         r"Buffer I/O error", r"Input/output error", r"Read-only file system", r"\[Errno 16\] Device or resource busy",
-         r"This client was evicted"),
+         r"Buffer I/O error", r"Input/output error", r"Failed to acquire lock on file", r"Read-only file system",
+         r"\[Errno 16\] Device or resource busy", r"This client was evicted"),
     _row("too many open files", _C.STORAGE, _S.CODE, _R.AGAIN,
          "Linux, PyTorch's loaders: ulimit -n, or file_system sharing", r"[Tt]oo many open files",
          r"received 0 items of ancdata", r"\[Errno 24\]"),
     _row("damaged file", _C.STORAGE, _S.DATA, _R.STOP, "PyTorch, safetensors, zip: cut off, or no such format",
          r"PytorchStreamReader failed", r"deserializing header", r"failed finding central directory",
          _E + r"BadZipFile", r"invalid load key", r"pickle data was truncated", r"UnidentifiedImageError",
-         r"image file is truncated", r"Compressed file ended before", r"file signature not found", r"storage has wrong size", r"unexpected EOF",
-         r"Ran out of input$", r"MetadataIncompleteBuffer", r"HeaderTooLarge"),
+         r"image file is truncated", r"Compressed file ended before", r"file signature not found",
+         r"storage has wrong size", r"unexpected EOF", r"Ran out of input$", r"MetadataIncompleteBuffer",
+         r"HeaderTooLarge"),
     _row("file is missing, or may not be read", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python: a mount may be missing",
          _E + r"FileNotFoundError\b", _E + r"PermissionError\b", _E + r"(?:IsA|NotA)DirectoryError\b",
          _E + r"FileExistsError\b"),
@@ -286,10 +290,10 @@ SIGNATURES: Sequence[Signature] = (
 
     # --- ends that name no reason ---
     _row("a child crashed", _C.UNKNOWN, _S.NOBODY, _R.AGAIN, "spawn, Ray, Dask",
-         r"terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)", r"died unexpectedly", r"orker died or was killed", r"crashed during start", r"KilledWorker",
-         r"exited unexpectedly", r"failed \(exitcode: -(?:4|6|7|8|11)\)", r"\(core dumped\)", r"^Segmentation fault",
-         r"return code = -(?:6|7|11)$", r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS)\) received", r"^Fatal Python error: ",
-         cause=NONE, is_echo=True),
+         r"terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)", r"died unexpectedly", r"orker died or was killed",
+         r"crashed during start", r"KilledWorker", r"exited unexpectedly", r"failed \(exitcode: -(?:4|6|7|8|11)\)",
+         r"\(core dumped\)", r"^Segmentation fault", r"return code = -(?:6|7|11)$",
+         r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS)\) received", r"^Fatal Python error: ", cause=NONE, is_echo=True),
     _row("an illegal access, or another error of the device", _C.HARDWARE, _S.CODE, _R.AGAIN, "CUDA, HIP",
          r"illegal memory access", r"cudaErrorIllegalAddress", r"Memory access fault by GPU", r"(?:CUDA|HIP) error\b",
          r"cuDNN error", r"CUDNN_STATUS_", r"MIOpen Error", r"rocBLAS error", cause=NONE),
@@ -318,11 +322,9 @@ SIGNATURES: Sequence[Signature] = (
     _row("storage, in a person's words", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python", _E + r"(?:OS|IO)Error: \[Errno",
          is_loose=True),
     _row("what may pass, in a person's words", _C.CODE, _S.NOBODY, _R.AGAIN, "exceptions of any program",
-         _E + r"(?:Assertion|Value|Runtime)Error\b ... "
-         r"(?i:tempora|unavailable|in use\b|\bbusy\b|try again|\bdevice|memory|interrupted|\bHTTP|\bSSL)", cause=NONE,
-         is_loose=True),
-    _row("an error with the program's words", _C.CODE, _S.CODE, _R.STOP, "Python",
-         _E + r"(?:Assertion|Value|Runtime)Error\b", is_loose=True),
+         rf"{_ANY} ... (?i:tempora|unavailable|in use\b|\bbusy\b|try again|\bdevice|memory|interrupted|\bHTTP|\bSSL)",
+         rf"{_ANY} ... (?i:\block\b|OS error|failed to (?:open|read|write|connect|get)\b)", cause=NONE, is_loose=True),
+    _row("an error with the program's words", _C.CODE, _S.CODE, _R.STOP, "Python", _ANY, is_loose=True),
 )
 # fmt: on
 """In the order in which they count where one failure has several; loose ones last."""
