@@ -49,8 +49,8 @@ def report() -> str:
         "mended: cause 159 of 160, category and action 158, no wrong stop. The patterns before these, on the whole "
         f"corpus: cause 268 of 329, category 118. Of the {len(endings)} ends of logs that those were written for "
         f"(`tests/unit/data/log_endings.txt`) {right} are right. The last 29 excerpts were looked for after the "
-        "table was written, and asked before anything was changed for them: cause 29 of 29, category 24, action 24, one "
-        "wrong stop. They are the better guess at what an unseen log gets.",
+        "table was written, and asked before anything was changed for them: cause 29 of 29, category and action 24, "
+        "one wrong stop. They are the better guess at what an unseen log gets.",
         "",
         "Causes of verdicts, both halves:",
         "",

@@ -151,10 +151,11 @@ def test_an_agent_goes_on_with_it_and_takes_it_along(tmp_path, is_as_asked):
 
 
 def test_caches_of_compilers_lie_on_the_nodes_own_disk(tmp_path):
-    base = {"TMPDIR": str(tmp_path)}
+    (root := tmp_path / "disk").mkdir()
+    base = {"TMPDIR": str(root)}
     caches = node_caches(base)
     assert set(caches) == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and node_caches(base) == caches
-    [folder] = tmp_path.iterdir()
+    [folder] = root.iterdir()
     assert all(Path(each).parent == folder for each in caches.values())
     assert folder.stat().st_mode & 0o777 == 0o700
     given = shared_environment({**base, "TRITON_CACHE_DIR": "/mine"}, name="n", per_node=1, own={})
@@ -162,9 +163,10 @@ def test_caches_of_compilers_lie_on_the_nodes_own_disk(tmp_path):
 
 
 def test_a_folder_that_others_can_write_to_holds_no_caches(tmp_path):
-    base = {"TMPDIR": str(tmp_path)}
+    (root := tmp_path / "disk").mkdir()
+    base = {"TMPDIR": str(root)}
     node_caches(base)
-    [folder] = tmp_path.iterdir()
+    [folder] = root.iterdir()
     folder.chmod(0o777)
     assert node_caches(base) == {}
     folder.rmdir()
