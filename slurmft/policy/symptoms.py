@@ -111,8 +111,10 @@ class _Reading:
         self._went_on: dict[str, int] = {}
 
     def failures(self) -> list[_Failure]:
-        """All of them, oldest first, without those after which the same process went on."""
-        return [each for each in self._found if each.at >= self._went_on.get(each.who, -1)]
+        """All of them, oldest first, without those after which the same process went on: its data may be spoilt even
+        so."""
+        after = self._went_on
+        return [each for each in self._found if each.at >= after.get(each.who, -1) or _of_failure(each) is _CORRUPTION]
 
     def take(self, at: int, line: str) -> None:
         """The next line."""

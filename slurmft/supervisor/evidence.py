@@ -219,8 +219,9 @@ def tail(path: Path, limit: int = TAIL_BYTES) -> str | None:
 def report_of(verdict: WorkerVerdict, *, source: str, rank: int | None, node: str) -> Report:
     """A verdict file as the judge takes it; an unknown cause is looked up in the traceback."""
     cause, text = claimed(verdict.cause), verdict.traceback
-    row = signature_of(text, loosely=True)
+    row = None
     if cause in (Cause.UNKNOWN, Cause.WORKER_ERROR):
+        row = signature_of(text, loosely=True)
         cause = verdict_cause(row) or (Cause.WORKER_ERROR if text or cause is Cause.WORKER_ERROR else cause)
     return Report(
         source=source, rank=rank, node=node, cause=cause, message=verdict.message or last_words(text), traceback=text,

@@ -85,6 +85,8 @@ def test_an_error_after_which_the_program_went_on_is_no_end(line):
     assert signature_of(error) is not None
     assert signature_of(f"{error}{line}\n") is None
     assert signature_of(f"{line}\n{error}") is signature_of(error)
+    spoilt = f"{TRACE}RuntimeError: CUDA error: uncorrectable ECC error encountered\n{line}\n"
+    assert cause_of_text(spoilt) is Cause.DATA_CORRUPTION
 
 
 def test_what_is_not_a_peers_failure_counts_more_than_its_echoes():
