@@ -60,6 +60,7 @@ _PROGRESS = re.compile(r"\d ?(?:it/s|s/it|[MG]B/s)\b|resuming normal operation")
 
 _MARK = r"^.{0,200}?slurmft rank \d+: "
 _MARKED = re.compile(_MARK)
+_MAY_BE_OURS = re.compile(r"slurmft|keeper: |hint: ")
 _OURS = re.compile(rf"{_MARK}|^slurmft: |^slurmft \d\d:\d\d:\d\d [A-Z]+ |^keeper: |^ {{2}}hint: ")
 """slurmft's own log lines, under any formatter: its reports of handled errors look like the errors themselves. Each
 line that it logs in a worker begins like this (``worker.session``), right behind a colour or a bracket of the
@@ -169,7 +170,7 @@ def _is_progress(words: str) -> bool:
 def _lines(text: str) -> list[str]:
     """The newest lines, without our own."""
     lines = [_COLOUR.sub("", line[:MAX_LINE]) for line in text[-MAX_CHARACTERS:].splitlines()[-MAX_LINES:]]
-    return [line for line in lines if not _OURS.match(_stripped(line)[1])]
+    return [line for line in lines if not (_MAY_BE_OURS.search(line) and _OURS.match(_stripped(line)[1]))]
 
 
 # --- What they mean ---
