@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-packages test-fast soak soak-faults soak-lightning check lint docs dist lab bench failures soak-integrations soak-ray soak-digests clean
+.PHONY: help install quickstart quickstart-infer test test-packages test-fast soak soak-faults soak-lightning lives check lint docs dist lab bench failures soak-integrations soak-ray soak-digests clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -18,7 +18,7 @@ INSTALLED := .venv/installed
 # All but those that look at the whole machine (ALONE). Most of their time they wait for Slurm, so five go
 # on at once, each in a cluster of its own; those come first, and small files fill what is left at the end.
 ALONE := tests/lab/test_lab_recovery.py
-BESIDES := tests/slurm tests/lab tests/fuzz tests/unit tests/architecture tests/docs
+BESIDES := tests/slurm tests/lives tests/lab tests/fuzz tests/unit tests/architecture tests/docs
 
 # A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
 TEST_LAB := /var/lib/slurmft-lab-make-test
@@ -88,7 +88,7 @@ build/llama/out/bin/llama-server:
 soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server ## the long tests that `make test` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
-		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/unit tests/docs
+		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/lives tests/unit tests/docs
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
 	@$(BIN)/pytest -m soak tests/lab
 
@@ -103,6 +103,9 @@ soak-digests: install ## fifty flipped bits on the lab, each found, its node lef
 
 soak-ray: install ## Ray Train on the lab: a node dies, two are lent, kills of every process (root; 20 minutes)
 	@$(BIN)/pytest -m "soak or not soak" --durations 10 tests/slurm/test_ray.py tests/slurm/test_ray_on_nodes.py
+
+lives: install ## simulated lives of runs, some 20 a second (SEEDS=0-99999); STORY=7 tells one
+	@PYTHONPATH=tests:tests/unit/support $(BIN)/python -m lives.many $(if $(STORY),--story $(STORY),$(SEEDS))
 
 SEEDS ?= 1000-1099
 soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)

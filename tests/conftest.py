@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from waiting import SLOWEST
 
 from slurmft.lab.cluster import Lab
 
@@ -29,6 +30,9 @@ def _why_no_gpu() -> str | None:
 
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
+
+MINUTES_S = 100
+"""Time limits of tests that wait for real processes, whose waits are longer on a machine that others load."""
 
 SLOW = frozenset({
     "agent/test_zygote.py", "checkpoint/replicas/test_copies_attacked.py", "checkpoint/replicas/test_supply.py",
@@ -54,6 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("soak") is None:
             item.add_marker(pytest.mark.flaky(reruns=1))
+        if (limit := item.get_closest_marker("timeout")) is not None and limit.args[0] >= MINUTES_S:
+            item.add_marker(pytest.mark.timeout(limit.args[0] * SLOWEST), append=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -94,8 +94,12 @@ class Channel:
             return
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; what was sent arrives, as soon as it can."""
         self._writer.close()
+
+    def abort(self) -> None:
+        """Close the connection; what has not left this machine is not sent any more."""
+        self._writer.transport.abort()
 
     def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
         text = direction + str(number).encode() + b" " + body

@@ -327,22 +327,34 @@ class AgentPool:
             if link.channel is not None:
                 link.channel.send(ping.as_call(UNANSWERED))
 
+    async def ask(
+        self, links: Sequence[AgentLink], call: Call[Answer], *, timeout_s: float
+    ) -> list[Answer | AgentLost]:
+        """Each one's reply, or why there is none; asked again where its connection broke and came back."""
+        asked = [self._newest(link) for link in links]
+        found = await ask_each(asked, call, timeout_s=timeout_s)
+        for _ in range(TRIES - 1):
+            broken = [
+                place for place, reply in enumerate(found)
+                if isinstance(reply, AgentLost) and asked[place].channel is None and not asked[place].dropped
+            ]  # fmt: skip
+            if not broken or not await self.are_back([asked[place] for place in broken]):
+                break
+            again = await ask_each([self._newest(asked[place]) for place in broken], call, timeout_s=timeout_s)
+            for place, reply in zip(broken, again, strict=True):
+                asked[place], found[place] = self._newest(asked[place]), reply
+        return found
+
     async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
-        """Ask every agent that can be reached, member or not, again where its connection broke and came back."""
-        for _ in range(TRIES):
-            links = list(self.links.values())
-            replies = await ask_each(links, call, timeout_s=timeout_s)
-            lost = [link for link, reply in zip(links, replies, strict=True) if isinstance(reply, AgentLost)]
-            broken = [link for link in lost if link.channel is None and not link.dropped]
-            if not broken or not await self.are_back(broken):
-                return
+        """Ask every agent that can be reached, member or not."""
+        await self.ask(list(self.links.values()), call, timeout_s=timeout_s)
 
     @staticmethod
     def drop(link: AgentLink) -> None:
-        """Disconnect an agent that counts as lost; pending calls to it fail."""
+        """Disconnect an agent that counts as lost; pending calls to it fail, and it does not get them later either."""
         link.dropped = True
         if link.channel is not None:
-            link.channel.close()
+            link.channel.abort()
             link.disconnected()
 
     async def wait_until_gone(self, timeout_s: float) -> bool:

@@ -55,7 +55,6 @@ from slurmft.supervisor.agents import (
     AgentLink,
     AgentLost,
     AgentPool,
-    ask_each,
     end_of_workers,
     grace_of_peers,
     kill_workers,
@@ -256,9 +255,9 @@ class Reclaimed:
 ROUND_TRIP_S = 2.0
 
 
-async def rescue(links: Sequence[AgentLink], journal: Journal) -> None:
+async def rescue(pool: AgentPool, links: Sequence[AgentLink], journal: Journal) -> None:
     """Have every node keep what it has; the journal says of which step. Never raises."""
-    replies = await ask_each(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
+    replies = await pool.ask(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
     kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
@@ -357,7 +356,7 @@ class AttemptRunner:
                 self._background.start(self._on_disconnect(link))
         await self._wait_for_agents()
         if takes_over and self._config.checkpoint.just_in_time:  # its workers may wait for dead ones
-            await rescue(list(self._pool.links.values()), self._journal)
+            await rescue(self._pool, list(self._pool.links.values()), self._journal)
         if self._over.is_set():
             return
         await self._start_workers()
@@ -499,6 +498,8 @@ class AttemptRunner:
 
     async def _on_connect(self, link: AgentLink) -> None:
         """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
+        if self._config.checkpoint.just_in_time and not self.stops.began:  # nothing newer has begun than what they have
+            await rescue(self._pool, [link], self._journal)
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
                 await link.call(Kill())
@@ -625,7 +626,7 @@ class AttemptRunner:
         """Have the nodes keep their newest step, once; a kill of workers waits for it."""
         if self._config.checkpoint.just_in_time and self._digests.found is None:
             if self._keeping is None:
-                self._keeping = asyncio.ensure_future(rescue(self._pool.members, self._journal))
+                self._keeping = asyncio.ensure_future(rescue(self._pool, self._pool.members, self._journal))
             await asyncio.shield(self._keeping)
 
     # The end

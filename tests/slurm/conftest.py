@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import SLOWEST, slowness
 
 from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
@@ -31,9 +32,9 @@ TRAINER = ["python", "-m", "slurmft.examples.byte_gpt", "--channels", "32", "--l
 
 def eventually(condition: Callable[[], Any], within_s: float, what: str | Callable[[], str]) -> Any:
     """The condition's first true value; ``what`` is asked when it has not come, and not before."""
-    deadline = time.monotonic() + within_s
+    began = time.monotonic()
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + within_s * slowness():
             pytest.fail(f"not within {within_s:.0f} s: {what() if callable(what) else what}", pytrace=True)
         time.sleep(0.1)
     return value
@@ -57,7 +58,7 @@ class Run:
         return RunFolder(self.path)
 
     def slurmft(self, *arguments: str, check: bool = True) -> str:
-        return self.lab.run(["slurmft", *arguments], check=check, timeout=90).stdout
+        return self.lab.run(["slurmft", *arguments], check=check, timeout=90 * SLOWEST).stdout
 
     def submit(self, *options: str) -> str:
         """Submit it; returns the job id."""

@@ -191,7 +191,10 @@ def test_a_stopped_replica_is_found_by_its_missing_progress(new_batch: NewBatch,
 
 
 def test_a_dead_agent_and_a_dead_node_cost_their_own_work_only(lab: Lab, new_batch: NewBatch) -> None:
-    run = new_batch(600)
+    # the rest waits: on a busy machine the batch would be over before the next agent has started
+    run = new_batch(
+        600, special={index: f"WAIT {index}" for index in range(280, 600)}, inference={"hang_timeout_s": 300}
+    )
     run.submit()
     run.wait_for_answers(60)
     agent = f"^[^ ]*python[^ ]* .*slurmft agent {run.path}"
@@ -201,6 +204,7 @@ def test_a_dead_agent_and_a_dead_node_cost_their_own_work_only(lab: Lab, new_bat
     batch_host = run.events("attempt started")[0].details["host"]
     victim = next(node for node in run.nodes if node != batch_host)
     lab.kill_node(victim)
+    (run.path.parent / "go").touch()
     try:
         run.assert_exactly_once()
     finally:
@@ -241,7 +245,8 @@ def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatc
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_engines_outlive_the_supervisor(new_batch: NewBatch, times: int) -> None:
-    run = new_batch(200 + 200 * times)
+    # a lease that a busy machine cannot miss: without a supervisor for that long, agents end
+    run = new_batch(200 + 200 * times, fault_tolerance={"agent_timeout_s": 3, "supervisor_lease_s": 60})
     run.submit()
     for start in range(1, times + 1):
         run.wait_for("requests opened", start)

@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from waiting import SLOWEST
 
 from slurm.conftest import STEPS, TRAINER, eventually
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)
+PATIENCE_S = 90.0
 SLURMFT = [sys.executable, "-m", "slurmft"]
 
 
@@ -42,7 +44,9 @@ class LocalRun:
         )
 
     def slurmft(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        result = subprocess.run([*SLURMFT, *arguments], capture_output=True, text=True, timeout=100, check=False)
+        result = subprocess.run(
+            [*SLURMFT, *arguments], capture_output=True, text=True, timeout=100 * SLOWEST, check=False
+        )
         assert not check or result.returncode == 0, result.stderr + self.story()
         return result
 
@@ -52,12 +56,12 @@ class LocalRun:
     def wait_for_step(self, step: int) -> None:
         eventually(
             lambda: ((self.folder.progress() or {}).get("step") or 0) >= step,
-            60,
+            PATIENCE_S,
             lambda: f"step {step}\n{self.story()}",
         )
 
     def wait_until_done(self) -> None:
-        eventually(lambda: self.folder.done() is not None, 90, lambda: f"done\n{self.story()}")
+        eventually(lambda: self.folder.done() is not None, PATIENCE_S, lambda: f"done\n{self.story()}")
 
     def story(self) -> str:
         logs = "".join(path.read_text(errors="replace") for path in self.folder.path.glob("submissions/*.out"))
@@ -219,7 +223,7 @@ with start_session(seed=1) as session:
     config = {"command": ["bash", "wrap.sh"], "run_folder": "run", "checkpoint": {"interval_steps": 2}}
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     command = [sys.executable, "-m", "slurmft", "submit", "run.yaml", "--cluster", "local", "--wait"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120 * SLOWEST)
     assert done.returncode == 0, done.stdout + done.stderr
     events = RunFolder(tmp_path / "run").journal().read()
     verdicts = [event.details for event in events if event.event == EventName.VERDICT]

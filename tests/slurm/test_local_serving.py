@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from waiting import SLOWEST
 
 from slurm.conftest import eventually
 from slurm.patient_client import post_once
@@ -46,7 +47,9 @@ class Endpoint:
                                                "fault_tolerance": faults}))  # fmt: skip
 
     def slurmft(self, *arguments: str) -> str:
-        result = subprocess.run([*SLURMFT, *arguments], capture_output=True, text=True, timeout=100, check=False)
+        result = subprocess.run(
+            [*SLURMFT, *arguments], capture_output=True, text=True, timeout=100 * SLOWEST, check=False
+        )
         assert result.returncode == 0, result.stderr + self.story()
         return result.stdout
 
@@ -217,7 +220,7 @@ def test_no_request_of_a_patient_client_fails_when_something_dies(endpoint: Endp
     else:
         number = signal.SIGSTOP if victim == "engine stopped" else signal.SIGKILL
         endpoint.processes("serving_engine.py")[0].send_signal(number)
-    told = json.loads(load.communicate(timeout=120)[0])
+    told = json.loads(load.communicate(timeout=120 * SLOWEST)[0])
     assert told["errors"] == {}, f"{told}\n{endpoint.story()}"
     assert told["right"] == told["asked"] > 300, told
     if victim == "supervisor":
@@ -239,7 +242,7 @@ def test_a_dead_router_costs_a_plain_client_what_it_had_a_patient_one_nothing(en
     load = endpoint.load(6, kind)
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)
     os.kill(endpoint.routers()[0], signal.SIGKILL)
-    told = json.loads(load.communicate(timeout=120)[0])
+    told = json.loads(load.communicate(timeout=120 * SLOWEST)[0])
     assert told["right"] > 300, told
     if kind == "patient":
         assert told["errors"] == {}, f"{told}\n{endpoint.story()}"
@@ -274,7 +277,7 @@ def test_too_few_replicas_degrade_the_endpoint_and_it_comes_back(endpoint: Endpo
     refused = eventually(lambda: found if (found := low())[0] == 503 else None, 10, endpoint.story)
     assert refused[1] == "degraded" and refused[2] > 0 and refused[3] == "degraded"
     eventually(lambda: low() == (200, "", 0, "well"), 30, endpoint.story)
-    told = json.loads(load.communicate(timeout=120)[0])
+    told = json.loads(load.communicate(timeout=120 * SLOWEST)[0])
     assert told["errors"] == {} and told["right"] == told["asked"] > 1000, f"{told}\n{endpoint.story()}"
 
 
@@ -283,7 +286,7 @@ def test_more_than_an_endpoint_can_do_is_refused_at_once(tmp_path: Path) -> None
     endpoint = Endpoint(tmp_path / "endpoint", concurrency=1, serving={"max_queue": 4})
     try:
         endpoint.start()
-        told = json.loads(endpoint.load(6, "plain").communicate(timeout=120)[0])
+        told = json.loads(endpoint.load(6, "plain").communicate(timeout=120 * SLOWEST)[0])
         assert told["errors"].keys() == {"HTTP 429"} and told["right"] > 100, f"{told}\n{endpoint.story()}"
         assert told["right"] + told["errors"]["HTTP 429"] == told["asked"] and told["longest_s"] < 5, told
     finally:
@@ -305,7 +308,7 @@ def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp
         again[0].kill()
         (down,) = eventually(lambda: endpoint.events("replica down"), 30, endpoint.story)
         assert "SIGKILL" in down.details["reason"] or "-9" in down.details["reason"], down
-        told = json.loads(load.communicate(timeout=120)[0])
+        told = json.loads(load.communicate(timeout=120 * SLOWEST)[0])
         assert told["errors"] == {} and told["right"] == told["asked"] > 1000, f"{told}\n{endpoint.story()}"
         endpoint.wait_for(2, 3)
         assert len(endpoint.events("replica down")) == 1
@@ -342,13 +345,13 @@ def test_replicas_follow_the_load_from_none_to_none_and_no_request_fails(idle: E
         for n in range(8)
     ]  # fmt: skip
     (tmp_path / "enough").touch()
-    told = json.loads(load.communicate(timeout=90)[0])
+    told = json.loads(load.communicate(timeout=90 * SLOWEST)[0])
     assert told["errors"] == {}, (told, endpoint.story())
     assert told["right"] == told["asked"] > 100
     eventually(lambda: endpoint.events("replicas wanted")[-1].details["wanted"] == 1, 30, endpoint.story)
     assert any(each.poll() is None for each in streams), "it shrinks while long answers are on their way"
     for each in streams:
-        assert each.communicate(timeout=60)[0].endswith("data: [DONE]\n\n"), endpoint.story()
+        assert each.communicate(timeout=60 * SLOWEST)[0].endswith("data: [DONE]\n\n"), endpoint.story()
     endpoint.wait_for(2, 0)
     eventually(lambda: endpoint.processes("serving_engine.py") == [], 20, endpoint.story)
     wanted = [each.details["wanted"] for each in endpoint.events("replicas wanted")]

@@ -1,0 +1,298 @@
+"""Time, processes and connections that are simulated: an event loop whose clock jumps to the next thing that happens.
+
+Everything that runs belongs to a *process*. Nothing of a dead one runs any more, not even its clean-up, as after a
+SIGKILL; nothing of a stopped one does until it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+class Stuck(AssertionError):
+    """Nothing will ever happen again, or not before the life's last moment."""
+
+
+class Process:
+    """Whatever can be killed or stopped as one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive, self.stopped = True, False
+        self.connections: list[End] = []
+        self.waiting: list[Callable[[], object]] = []
+        """What is due while it is stopped."""
+
+    def kill(self) -> None:
+        """SIGKILL: its connections are reset, and nothing of it runs any more."""
+        self.alive = False
+        for end in self.connections:
+            end.abort()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.stopped = True
+
+    def go_on(self) -> None:
+        """SIGCONT: all that was due meanwhile happens now, in its order."""
+        self.stopped = False
+        waiting, self.waiting = self.waiting, []
+        for each in waiting:
+            each()
+
+
+class Timeline(asyncio.BaseEventLoop):
+    """An event loop in which waiting takes no time. Call ``end`` with it.
+
+    Args:
+        until_s: a life that goes on for longer is ``Stuck``.
+    """
+
+    def __init__(self, *, until_s: float) -> None:
+        super().__init__()
+        self.now_s, self._until_s = 1000.0, 1000.0 + until_s
+        self.answer_s: Callable[[], float] = lambda: 0.01
+        """How long a thread takes for what it is asked."""
+
+        self._selector = self
+        self._clock_resolution = 1e-6
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.set_task_factory(_as_part_of_a_process)  # type: ignore[arg-type]
+        self.set_exception_handler(lambda _loop, _context: None)
+
+    # what BaseEventLoop asks of its selector
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Jump to the next timer."""
+        if timeout is None:
+            raise Stuck("nothing will ever happen again")
+        self.now_s += timeout
+        if self.now_s > self._until_s:
+            raise Stuck("the life goes on for too long")
+        return []
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def time(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+    def end(self) -> None:
+        """Close what is left of all tasks, so that nothing of them runs when they are collected; and the loop."""
+        for task in self.tasks:
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                for _ in range(9):  # each clean-up that awaits refuses once
+                    with contextlib.suppress(BaseException):
+                        task.get_coro().close()  # type: ignore[union-attr]
+                        break
+        self.close()
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+        """As of any loop, for the process around it."""
+        return super().call_soon(self._owned(callback, context), *args, context=context)
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As of any loop, for the process around it."""
+        return super().call_at(when, self._owned(callback, context), *args, context=context)
+
+    def _owned(self, callback: Any, context: contextvars.Context | None) -> Any:
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None:
+            return callback
+        owner = process
+
+        def run(*args: Any) -> None:
+            if owner.stopped:
+                again = contextvars.copy_context()
+                owner.waiting.append(lambda: asyncio.BaseEventLoop.call_soon(self, run, *args, context=again))
+            elif owner.alive:
+                callback(*args)
+
+        return run
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """A thread's work, done at once when its time has passed."""
+        future = self.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
+                future.set_exception(error)
+
+        self.call_later(self.answer_s(), work)
+        return future
+
+
+def _as_part_of_a_process(loop: Timeline, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **kwargs)
+    loop.tasks.append(task)  # all of them: one that is collected would run its clean-up
+    return task
+
+
+@contextmanager
+def inside(process: Process | None) -> Iterator[None]:
+    """What is begun in here belongs to that process."""
+    token = PROCESS.set(process)
+    try:
+        yield
+    finally:
+        PROCESS.reset(token)
+
+
+class End:
+    """One end of a connection; used as an ``asyncio.StreamWriter`` is."""
+
+    def __init__(self, network: Network, address: str, node: str) -> None:
+        self._network, self.address, self.node = network, address, node
+        self.reader = asyncio.StreamReader(limit=1 << 18, loop=network.timeline)
+        self.peer: End = self
+        self.transport = self
+        self._arrives_s = 0.0
+        self._held: deque[bytes | None] = deque()
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        """Send, in order, unless the connection has ended."""
+        if not self._closed:
+            self._send(data)
+
+    def close(self) -> None:
+        """Close this end; the other reads what was sent before, then its end."""
+        if not self._closed:
+            self._closed = True
+            self.reader.feed_eof()
+            self._send(None)
+
+    def abort(self) -> None:
+        """Reset the connection: what is on its way is lost."""
+        for end in (self, self.peer):
+            end._held.clear()
+            if not end._closed:
+                end._closed = True
+                end.reader.feed_eof()
+
+    def is_closing(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._closed
+
+    async def drain(self) -> None:
+        """Return at once: there is room."""
+
+    def get_extra_info(self, name: str) -> Any:
+        """Addresses, and a socket on which options can be set."""
+        return {"peername": (self.peer.node, 1), "sockname": (self.node, 1), "socket": self}.get(name)
+
+    def setsockopt(self, *_: Any) -> None:
+        """Nothing; the network's own patience counts."""
+
+    def _send(self, data: bytes | None) -> None:
+        if self._network.is_cut(self.node) or self._network.is_cut(self.peer.node):
+            self._held.append(data)
+            return
+        self._arrives_s = max(
+            self._arrives_s + 1e-6, self._network.timeline.now_s + self._network.latency_s(self.node, self.peer.node)
+        )
+        with inside(None):
+            self._network.timeline.call_at(self._arrives_s, self._arrive, data)
+
+    def _arrive(self, data: bytes | None) -> None:
+        peer = self.peer
+        if peer._closed:
+            return
+        if data is None:
+            peer.reader.feed_eof()
+        else:
+            peer.reader.feed_data(data)
+
+    def flush(self) -> None:
+        """Send what was held back while a node was cut off."""
+        held, self._held = self._held, deque()
+        for each in held:
+            self._send(each)
+
+
+class Network:
+    """Connections between nodes: latency, resets, and nodes that are cut off for a while or for good."""
+
+    PATIENCE_S = 20.0
+    """A node that is cut off for longer has lost its connections when it comes back (``ipc.channel.keep_alive``)."""
+
+    def __init__(self, timeline: Timeline, chance: random.Random) -> None:
+        self.timeline, self._chance = timeline, chance
+        self._ends: list[End] = []
+        self._cut: dict[str, float] = {}
+        self.listeners: dict[int, tuple[Process, Callable[[Any, Any], Coroutine[Any, Any, None]]]] = {}
+        self.slow: dict[str, float] = {}
+        """By how many seconds messages of a node are late."""
+
+    def latency_s(self, *nodes: str) -> float:
+        """Of one message between these nodes."""
+        return self._chance.uniform(0.0002, 0.003) + sum(self.slow.get(node, 0.0) for node in nodes)
+
+    def is_cut(self, node: str) -> bool:
+        """Whether nothing gets to the node, or from it."""
+        return node in self._cut
+
+    def cut(self, node: str) -> None:
+        """Drop all packets of the node."""
+        self._cut.setdefault(node, self.timeline.now_s)
+
+    def heal(self, node: str) -> None:
+        """Let packets of the node pass again."""
+        since_s = self._cut.pop(node, None)
+        if since_s is None:
+            return
+        is_late = self.timeline.now_s - since_s > self.PATIENCE_S
+        for end in self._ends:
+            if end.node == node or end.peer.node == node:
+                end.abort() if is_late else end.flush()
+
+    def reset(self, node: str) -> None:
+        """Reset all connections of the node."""
+        for end in self._ends:
+            if end.node == node and not end.is_closing():
+                end.abort()
+
+    async def dial(self, host: str, port: int, own: str) -> tuple[asyncio.StreamReader, End]:
+        """Connect from the node ``own``, as the present process.
+
+        Raises:
+            OSError: nothing listens there, or the node is cut off.
+        """
+        await asyncio.sleep(self.latency_s())
+        if self.is_cut(own):
+            await asyncio.sleep(10.0)
+            raise TimeoutError
+        process, serve = self.listeners.get(port, (None, None))
+        if process is None or serve is None or not process.alive:
+            raise ConnectionRefusedError
+        mine, theirs = End(self, own, own), End(self, host, host)
+        mine.peer, theirs.peer = theirs, mine
+        self._ends += [mine, theirs]
+        process.connections.append(theirs)
+        if (own_process := PROCESS.get()) is not None:
+            own_process.connections.append(mine)
+        with inside(process):
+            self.timeline.create_task(serve(theirs.reader, theirs))
+        return mine.reader, mine

@@ -1,0 +1,523 @@
+"""One life of a run: the real supervisor on a simulated machine, with faults, and what must hold whatever happens.
+
+The supervisor is the product's own, from ``supervise`` to the end of the run. Time, network, agents and their training
+are ``timeline`` and ``nodes``; the run folder is real, in memory. A seed makes the same life each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import UTC, datetime, tzinfo
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lives.nodes import Agent, Training
+from lives.timeline import PROCESS, Network, Process, Stuck, Timeline, inside
+from slurmft.config.run import RunConfig
+from slurmft.errors import SlurmftError, StorageUnavailable
+from slurmft.ipc.messages import Ping, StartWorkers
+from slurmft.policy.stop import ping_interval_s
+from slurmft.storage import journal as journal_module
+from slurmft.storage.journal import Event, EventName
+from slurmft.storage.patience import FolderThread
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor import agents as agents_module
+from slurmft.supervisor import guardian
+from slurmft.supervisor import run as run_module
+from slurmft.supervisor.agents import AgentPool
+from slurmft.supervisor.cluster import LOCAL_JOB_VARIABLE, LOCAL_RESTART_VARIABLE, LocalCluster
+
+START_S = 1_700_000_000.0
+LONGEST_S = 2 * 3600.0
+STOP_KNOWN_S = 5.0
+"""A supervisor that lives, and whose run folder answers, has seen a request for a stop by then."""
+
+
+class Killed(BaseException):
+    """The supervisor has got a SIGKILL: nothing of it runs any more."""
+
+
+class StartedAnew(BaseException):
+    """The supervisor has replaced itself by the next start of the run."""
+
+
+class Started:
+    """What starts an agent, as a ``asyncio.subprocess.Process``."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.pid = agent.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the agent lives."""
+        return self._agent.code
+
+    async def wait(self) -> int:
+        """Return when it has ended."""
+        await self._agent.ended.wait()
+        assert self._agent.code is not None
+        return self._agent.code
+
+    def terminate(self) -> None:
+        """End it; one whose node is cut off does not hear of it."""
+        if self._agent.code is None and not self._agent.world.network.is_cut(self._agent.host):
+            self._agent.die()
+
+    kill = terminate
+
+
+class Machine(LocalCluster):
+    """The cluster that the supervisor runs on: nodes of this life."""
+
+    def __init__(self, world: World, environment: Mapping[str, str]) -> None:
+        super().__init__(environment)
+        self._world = world
+
+    def agent_hosts(self, config: RunConfig) -> list[str]:
+        """n0, n1, ..."""
+        return [f"n{index}" for index in range(self.size(config))]
+
+    async def start_agent(self, config: RunConfig, log_folder: Path, attempt: Any, *, host: str, index: int) -> Any:
+        """A simulated agent; none on a node that is off."""
+        return Started(self._world.begin_agent(index, f"n{index}"))
+
+    def start_anew(self, argv: Any) -> None:
+        """End this process here; the life starts the next one."""
+        raise StartedAnew
+
+
+class World:
+    """Everything of one life.
+
+    Args:
+        folder: where the run folder is made.
+        chance: decides all that is left to chance.
+        config: keys of the run's configuration beside those that every life has.
+    """
+
+    def __init__(self, folder: Path, chance: random.Random, **config: Any) -> None:
+        self.chance, self.story = chance, [""]
+        self.timeline = Timeline(until_s=LONGEST_S)
+        self.network = Network(self.timeline, chance)
+        self.run = RunFolder(folder / "run")
+        self.config = RunConfig.model_validate({
+            "run_folder": str(self.run.path), "command": ["true"], "nodes": 2, "nproc_per_node": 2,
+            "exclusions": {"path": str(folder / "exclusions.json")}, **config,
+        })  # fmt: skip
+        self.until, self.step_s, self.save_every = 400, 0.2, 50
+        self.agents: list[Agent] = []
+        self.off: set[str] = set()
+        """Nodes without power."""
+
+        self.accusable: set[tuple[str, str]] = set()
+        """Kinds of evidence, and nodes that a fault has given reason for."""
+
+        self.dialing = ""
+        self.saved, self.saved_by = 0, 0
+        """The newest step on the disk, and the generation that has saved it."""
+
+        self.kept = -1
+        self.violations: list[str] = []
+        self.journal: list[str] = []
+        self.supervisor: Process | None = None
+        self._trainings: dict[int, Training] = {}
+        self._processes: list[Process] = []
+        self._pids = 1000
+        self.pinger = self.process("pings")
+        self._attempt_environment: dict[str, str] = {LOCAL_JOB_VARIABLE: "local-1", LOCAL_RESTART_VARIABLE: "0"}
+        self.peers_fail_s: tuple[float, ...] = (0.05, 0.5, 3.0, 1e9)
+        """How long ranks may wait for one that is gone before they fail of it."""
+
+        self.stop_asked_s = 0.0
+        """When a user has asked for the end of the run; 0 before."""
+
+        self.silent_until_s = 0.0
+        """The run folder answers nothing before."""
+
+        self.effects = 0
+        self.killed_at = -1
+        """The supervisor is killed before this effect on the run folder."""
+
+    # what agents and workers ask of it
+
+    def process(self, name: str) -> Process:
+        """A new process."""
+        self._processes.append(Process(name))
+        return self._processes[-1]
+
+    def next_pid(self) -> int:
+        """A process id that no other has."""
+        self._pids += 1
+        return self._pids
+
+    @property
+    def secret(self) -> bytes:
+        """The control channel's, of the newest attempt that agents know."""
+        newest = max(self.run.attempts.glob("*/secret"), key=lambda path: path.stat().st_mtime_ns)
+        return newest.read_bytes()
+
+    def wall_s(self) -> float:
+        """Unix time."""
+        return START_S + self.timeline.now_s
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is begun in here belongs to no process."""
+        with inside(None):
+            yield
+
+    def note(self, what: str) -> None:
+        """Add a line to the story of this life."""
+        self.story.append(f"{self.timeline.now_s - 1000.0:9.2f}  {what}")
+
+    def violate(self, invariant: str, what: str) -> None:
+        """Something that must hold does not."""
+        self.note(f"VIOLATION {invariant}: {what}")
+        self.violations.append(f"{invariant}: {what}")
+
+    def begin_agent(self, node: int, host: str) -> Agent:
+        """Start an agent; it ends at once on a node that is off."""
+        port = max(self.network.listeners, default=0)
+        agent = Agent(self, node, host, port)
+        self.agents.append(agent)
+        self.note(f"{agent.process.name} starts" + (", in vain" if host in self.off else ""))
+        if host in self.off:  # as of Slurm: a step on a node that is gone, and not noticed yet, fails after 6 s
+            self.timeline.call_later(6.0, agent.end, 1)
+            agent.process.alive = False
+            return agent
+        with inside(agent.process):
+            self.timeline.create_task(agent.live())
+        return agent
+
+    def training_of(self, order: StartWorkers) -> Training:
+        """The training of an order's generation."""
+        if order.generation not in self._trainings:
+            self.note(f"generation {order.generation} starts on {order.nodelist}")
+            if self.stop_asked_s and self.timeline.now_s > self.stop_asked_s + STOP_KNOWN_S:
+                self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
+            self._trainings[order.generation] = Training(self, order)
+        return self._trainings[order.generation]
+
+    @property
+    def trainings(self) -> list[Training]:
+        """All that have begun, in their order."""
+        return [each for _, each in sorted(self._trainings.items()) if each.step >= 0]
+
+    @property
+    def newest(self) -> int:
+        """The generation that was started last."""
+        return max(self._trainings)
+
+    def resumed(self, training: Training) -> int:
+        """The step that a training begins with: the newest that is on the disk, or was kept in memory of its nodes."""
+        memories = [agent.memory for agent in training.agents]
+        step = max(self.saved, *memories)
+        self.note(f"generation {training.generation} resumes at {step} (disk {self.saved}, memory {max(memories)})")
+        return step
+
+    def on_save(self, training: Training) -> None:
+        """A training has committed its step."""
+        if training.generation < self.newest:
+            return  # the fence in the checkpoint directory refuses it
+        self.saved, self.saved_by = max(self.saved, training.step), training.generation
+
+    def on_kill(self, agent: Agent) -> None:
+        """An agent was told to kill its workers: they must have been asked for their state."""
+        living = [worker for worker in agent.workers.values() if worker.alive and worker.step > worker.resumed >= 0]
+        asked = agent.asked_to_keep == agent.generation
+        # a stop that is overdue, or one before it could save, kills what cannot answer
+        if living and self.config.checkpoint.just_in_time and not asked and not self.is_stopping():
+            self.violate("state is kept", f"{agent.host} kills workers at step {living[0].step}, and was never asked")
+
+    def is_stopping(self) -> bool:
+        """Whether a stop is under way in the newest attempt."""
+        last = self.events()[-60:]
+        started = max((n for n, e in enumerate(last) if e.event == EventName.ATTEMPT_STARTED), default=0)
+        return any(event.event == EventName.STOP_REQUESTED for event in last[started:])
+
+    def events(self) -> list[Event]:
+        """The journal."""
+        return self.run.journal().read_past()
+
+    # the life of the supervisor
+
+    def live(self) -> int:
+        """Run supervisors until the run has ended for good; returns the last exit code.
+
+        Raises:
+            Stuck: it never ends.
+        """
+        code, number = -1, None
+        for _ in range(200):
+            self.supervisor = self.process("supervisor")
+            environment = dict(self._attempt_environment)
+            try:
+                with inside(self.supervisor):
+                    if number is None:
+                        code = run_module.supervise(self.config, environment)
+                    else:
+                        environment["SLURMFT_GUARD_LOST"] = str(os.getpid())
+                        code = run_module.recover(self.config, environment, number)
+                self._end_of_supervisor(f"ends with {code}")
+                return code
+            except StartedAnew:
+                restart = int(self._attempt_environment[LOCAL_RESTART_VARIABLE]) + 1
+                self._attempt_environment[LOCAL_RESTART_VARIABLE] = str(restart)
+                number = None
+                self._end_of_supervisor("starts anew")
+            except Killed:
+                number = signal.SIGKILL
+                self._end_of_supervisor("is gone")
+                for agent in self.agents:  # its guardian ends what it can reach
+                    if agent.is_there and not self.network.is_cut(agent.host):
+                        agent.die()
+            except SlurmftError as error:
+                self._end_of_supervisor(f"refuses: {error}")
+                return error.exit_code
+        raise Stuck("200 supervisors")
+
+    def outlive(self) -> None:
+        """No supervisor follows: what is left of the agents ends within their lease."""
+        lease_s = self.config.fault_tolerance.supervisor_lease_s
+        self.supervisor = None
+        with inside(None):
+            self.timeline.run_until_complete(asyncio.sleep(lease_s + 5.0))
+        for agent in self.agents:
+            if agent.is_there and not agent.process.stopped:
+                self.violate("agents end", f"{agent.process.name} lives {lease_s + 5.0} s after the end of the run")
+
+    def _end_of_supervisor(self, how: str) -> None:
+        self.note(f"the supervisor {how}")
+        assert self.supervisor is not None
+        self.supervisor.kill()
+        guardian._kept.clear()
+        guardian._listeners.clear()
+
+    def kill_supervisor(self) -> None:
+        """SIGKILL, at this moment of its work."""
+        if self.supervisor is not None and self.supervisor.alive:
+            self.note("SIGKILL for the supervisor")
+            self.supervisor.kill()
+            if self.timeline.is_running():
+                self.timeline.stop()
+
+    def end(self) -> None:
+        """The life is over; nothing of it runs any more."""
+        self.supervisor = None
+        for process in self._processes:
+            process.alive = False
+        self.timeline.end()
+
+    def is_gone(self) -> bool:
+        """Whether the process around is the supervisor, and was killed."""
+        return PROCESS.get() is self.supervisor and self.supervisor is not None and not self.supervisor.alive
+
+    def pass_time(self, seconds: float) -> None:
+        """The supervisor sleeps; the rest of the world does not."""
+        if self.is_gone():
+            raise Killed
+        supervisor = self.supervisor
+        if self.timeline.is_running() or supervisor is None:
+            self.timeline.now_s += seconds
+            return
+        supervisor.stopped = True
+        with inside(None), contextlib.suppress(RuntimeError):  # it is killed meanwhile
+            self.timeline.run_until_complete(asyncio.sleep(seconds))
+        supervisor.go_on()
+        if self.is_gone():
+            raise Killed
+
+
+class Runner:
+    """In the place of ``asyncio.Runner``: all supervisors of a life share its timeline."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def run(self, work: Any) -> Any:
+        """Its result."""
+        world = self._world
+        if world.is_gone():
+            work.close()
+            raise Killed
+        task = world.timeline.create_task(work)
+        while not task.done():
+            try:
+                world.timeline.run_until_complete(task)
+            except RuntimeError:
+                if world.is_gone():
+                    raise Killed from None
+                raise
+        return task.result()
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class _Wall(datetime):
+    world: World
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = UTC) -> _Wall:  # type: ignore[override]
+        return cls.fromtimestamp(cls.world.wall_s(), tz)
+
+
+class _Complaints(logging.Handler):
+    """An error that only the log shows is one all the same."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self._world.note(f"log: {text[:200]}")
+        if "internal error" in text or record.exc_info:
+            import traceback
+
+            trace = "".join(traceback.format_exception(*record.exc_info)[-3:]) if record.exc_info else ""
+            self._world.violate("no internal error", f"{text[:300]} {trace[-600:]}")
+
+
+@contextmanager
+def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Put the life's time, network and machine in the place of real ones."""
+    timeline = world.timeline
+    asyncio.set_event_loop(timeline)
+    patch.setattr(subprocess, "Popen", _no_process)
+    patch.setattr(time, "monotonic", lambda: timeline.now_s)
+    patch.setattr(time, "time", world.wall_s)
+    patch.setattr(time, "sleep", world.pass_time)
+    patch.setattr(asyncio, "Runner", lambda: Runner(world))
+
+    async def open_connection(host: str, port: int, **_: Any) -> Any:
+        return await world.network.dial(host, port, world.dialing)
+
+    patch.setattr(asyncio, "open_connection", open_connection)
+    patch.setattr(journal_module, "datetime", type("Wall", (_Wall,), {"world": world}))
+    patch.setattr(run_module, "detect", lambda environment: Machine(world, environment))
+    patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
+    patch.setattr(FolderThread, "__init__", _begin_thread)
+    patch.setattr(FolderThread, "submit", lambda self, work: _submit(world, work))
+    patch.setattr(FolderThread, "call", lambda self, work, timeout_s: _call(world, work, timeout_s))
+
+    async def listen(self: AgentPool, host: str | None, listener: Any = None) -> int:
+        port = max(world.network.listeners, default=1000) + 1
+        process = PROCESS.get()
+        assert process is not None
+        world.network.listeners[port] = process, self._serve
+        return port
+
+    patch.setattr(AgentPool, "listen", listen)
+    patch.setattr(agents_module, "find_outlived", lambda *_: None)
+    patch.setattr(run_module, "find_outlived", lambda *_: None)
+    patch.setattr(run_module, "threading", SimpleNamespace(
+        Event=_Flag, Thread=lambda target, args, **_: _Pings(world, target, *args)))  # fmt: skip
+    complaints = _Complaints(world)
+    root = logging.getLogger("slurmft")
+    root.addHandler(complaints)
+    random.seed(world.chance.random())
+    try:
+        yield world
+    finally:
+        root.removeHandler(complaints)
+        world.end()
+        asyncio.set_event_loop(None)
+
+
+def _no_process(argv: Any, *_: Any, **__: Any) -> None:
+    raise FileNotFoundError(f"no process in a life: {argv}")
+
+
+class _Flag:
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+
+class _Pings:
+    """The thread that tells agents of their supervisor between two attempts."""
+
+    def __init__(self, world: World, target: Callable[..., None], over: _Flag) -> None:
+        self._world, self._attempts, self._over = world, target.__self__, over  # type: ignore[attr-defined]
+        self._process = PROCESS.get()
+
+    def start(self) -> None:
+        with inside(self._world.pinger):
+            self._world.timeline.create_task(self._ping())
+
+    def join(self) -> None:
+        """It ends at its next look."""
+
+    async def _ping(self) -> None:
+        crew, lease_s = self._attempts._crew, self._attempts._config.fault_tolerance.ping_lease_s
+        while crew is not None and self._process is not None and self._process.alive:
+            await asyncio.sleep(ping_interval_s(len(crew.pool.links), lease_s=lease_s))
+            if self._over.is_set():
+                return
+            crew.pool.ping(Ping())
+
+
+def _begin_thread(self: FolderThread) -> None:
+    from collections import deque
+
+    self.unwritten = deque()
+
+
+def _submit(world: World, work: Callable[[], Any]) -> Future[Any]:
+    if world.is_gone():
+        raise Killed
+    future: Future[Any] = Future()
+    world.effects += 1
+    if world.effects == world.killed_at:
+        world.kill_supervisor()
+        raise Killed
+    silent_s = world.silent_until_s - world.timeline.now_s
+    if silent_s <= 0:
+        _do(future, work)
+    else:
+        process = PROCESS.get()
+        with inside(process):
+            world.timeline.call_later(silent_s + 1e-6 * (world.effects % 1000), _do, future, work)
+    return future
+
+
+def _call(world: World, work: Callable[[], Any], timeout_s: float) -> Any:
+    future = _submit(world, work)
+    if not future.done():
+        silent_s = world.silent_until_s - world.timeline.now_s
+        if silent_s >= timeout_s:
+            world.pass_time(timeout_s)
+            raise StorageUnavailable(f"the run folder did not answer within {timeout_s:.0f} s")
+        world.pass_time(silent_s + 0.01)
+        if not future.done():  # its process was not to run meanwhile
+            _do(future, work)
+    return future.result(0)
+
+
+def _do(future: Future[Any], work: Callable[[], Any]) -> None:
+    if future.done():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
+        future.set_exception(error)
