@@ -1,9 +1,13 @@
-"""``slurmft convert`` and ``slurmft ft-launch``: batch scripts and command lines of others become runs."""
+"""Batch scripts and command lines that exist already: ``slurmft sbatch``, what it launches in the job, ``convert`` and
+``ft-launch``.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +21,57 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.scheduler.slurm import known_options
 from slurmft.system.files import read_text, replace_atomically
 from slurmft.system.foreign_text import one_line
+
+if TYPE_CHECKING:
+    from slurmft.operations.script import Ranks
+
+# --- ``slurmft sbatch``: the batch script that one has, submitted as it is; and what it launches, in the job ---
+
+_AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command(context_settings=_AS_GIVEN)
+@click.option("--again", is_flag=True, help="Repeat launches that have finished in an earlier start of the job.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF SBATCH] SCRIPT [ARGUMENTS]...")
+def sbatch(*, again: bool, words: tuple[str, ...]) -> int:
+    """Submit the batch script that you have, as sbatch would; what it launches is supervised.
+
+    Takes what sbatch takes: its options, #SBATCH lines and variables, --wrap, a script from standard input. Only where
+    you set nothing, --requeue, --open-mode=append and --signal=USR2@120 are added.
+
+    In the job the script runs as it is. A launch that trains is restarted where ranks or nodes fail, and goes on
+    through the queue: torchrun, ft_launcher, python -m torch.distributed.run, accelerate launch, deepspeed, and srun
+    where its command runs a Python program. SLURMFT=off in front of a launch, or #SLURMFT off above it, leaves it
+    alone; SLURMFT=train and #SLURMFT train supervise any other command of these names, or of python.
+    """
+    from slurmft.operations.script import submit_script
+
+    return submit_script(words, os.environ, again=again, tell=lambda line: say(f"slurmft: {line}", err=True))
+
+
+@click.command(hidden=True, context_settings=_AS_GIVEN)
+@click.option("--last-word", is_flag=True)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def launch(*, last_word: bool, words: tuple[str, ...]) -> int:
+    """Stand for a launcher of a batch script (called by the functions of slurmft/launchers)."""
+    from slurmft.operations import script
+
+    def tell(line: str) -> None:
+        say(f"slurmft: {line}", err=True)
+
+    if last_word:
+        if word := script.last_word(os.environ):
+            tell(word)
+        return 0
+    return script.launch(words[0], words[1:], os.environ, read_ranks=_ranks, tell=tell)
+
+
+def _ranks(words: Sequence[str]) -> Ranks:
+    from slurmft.operations.script import Ranks
+
+    found = converters.parse(words)
+    return Ranks(settings=found.settings, remarks=found.remarks)
+
 
 # --- ``slurmft convert``: a batch script of one's own becomes a configuration ---
 
