@@ -94,7 +94,7 @@ def counted(number: int, noun: str) -> str:
 VERBS = {
     "advise": ("plan", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
-    "convert": ("sbatch", "Convert a batch script with srun, torchrun or ft_launcher to a configuration"),
+    "convert": ("sbatch", "Say what to use instead: a batch script is not converted any more, it is run as it is"),
     "doctor": ("site", "Say what will and will not work on this cluster, and what to do about it"),
     "drill": ("site", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),

@@ -14,30 +14,29 @@ import click
 from slurmft.cli.main import say, say_block
 from slurmft.cli.submit import submit_run
 from slurmft.compat import converters
-from slurmft.compat.converters import convert as converted
-from slurmft.config import base
 from slurmft.config.run import from_values
-from slurmft.errors import StorageError, UsageError
+from slurmft.errors import UsageError
 from slurmft.scheduler.slurm import known_options
-from slurmft.system.files import read_text, replace_atomically
-from slurmft.system.foreign_text import one_line
 
 if TYPE_CHECKING:
     from slurmft.operations.script import Ranks
 
 # --- ``slurmft sbatch``: the batch script that one has, submitted as it is; and what it launches, in the job ---
 
-_AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+# no -h: click would find it in sbatch's -Jhello
+_AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
 
 
 @click.command(context_settings=_AS_GIVEN)
 @click.option("--again", is_flag=True, help="Repeat launches that have finished in an earlier start of the job.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set one key of the configuration of each run, such as checkpoint.interval_steps=50.")  # fmt: skip
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF SBATCH] SCRIPT [ARGUMENTS]...")
-def sbatch(*, again: bool, words: tuple[str, ...]) -> int:
+def sbatch(*, again: bool, overrides: tuple[str, ...], words: tuple[str, ...]) -> int:
     """Submit the batch script that you have, as sbatch would; what it launches is supervised.
 
     Takes what sbatch takes: its options, #SBATCH lines and variables, --wrap, a script from standard input. Only where
-    you set nothing, --requeue, --open-mode=append and --signal=USR2@120 are added.
+    you set nothing, --requeue, --open-mode=append and --signal=USR2@120 are added. The options below come first.
 
     In the job the script runs as it is. A launch that trains is restarted where ranks or nodes fail, and goes on
     through the queue: torchrun, ft_launcher, python -m torch.distributed.run, accelerate launch, deepspeed, and srun
@@ -46,7 +45,9 @@ def sbatch(*, again: bool, words: tuple[str, ...]) -> int:
     """
     from slurmft.operations.script import submit_script
 
-    return submit_script(words, os.environ, again=again, tell=lambda line: say(f"slurmft: {line}", err=True))
+    return submit_script(
+        words, os.environ, overrides=overrides, again=again, tell=lambda line: say(f"slurmft: {line}", err=True)
+    )
 
 
 @click.command(hidden=True, context_settings=_AS_GIVEN)
@@ -73,43 +74,16 @@ def _ranks(words: Sequence[str]) -> Ranks:
     return Ranks(settings=found.settings, remarks=found.remarks)
 
 
-# --- ``slurmft convert``: a batch script of one's own becomes a configuration ---
-
-MAX_SCRIPT_BYTES = 1 << 20
+# --- ``slurmft convert``: what there is in its place ---
 
 
-@click.command()
-@click.argument("script", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path),
-              help="Write the configuration to this file, which must not exist; default: print it.")  # fmt: skip
-def convert(*, script: Path, output: Path | None) -> int:
-    """Convert a batch script with srun, torchrun or ft_launcher to a configuration.
-
-    Nothing is run and nothing is submitted. What has no counterpart is named in comments, with its line.
-    """
-    try:
-        text = read_text(script, limit_bytes=MAX_SCRIPT_BYTES)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {script}: it is not UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {script}: {error.strerror or error}") from error
-    found = converted(text, script.stem)
-    from_values(dict(found.settings), source=f"what {script} says", known_here=lambda options: options)
-    remarks = "".join(f"# {one_line(remark)}\n" for remark in found.remarks)
-    result = f"# From {one_line(script.name)}\n{remarks}{base.written(found.settings)}"
-    if output is None:
-        say_block(result.removesuffix("\n"))
-        return 0
-    if output.exists() or output.is_symlink():
-        raise UsageError(f"{output} exists", hint="remove it, or name another file")
-    try:
-        replace_atomically(output, result, mode=0o644)
-    except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
-    for remark in found.remarks:
-        say(remark, err=True)
-    say(f"wrote {output}; try it with: slurmft submit {output} --dry-run", err=True)
-    return 0
+@click.command(context_settings=_AS_GIVEN)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT]")
+def convert(*, words: tuple[str, ...]) -> int:
+    """Say what to use instead: a batch script is not converted any more, it is run as it is."""
+    script = words[0] if words else "job.sh"
+    raise UsageError("batch scripts are not converted to configurations any more: they run as they are",
+                     hint=f"slurmft sbatch {script}; for a configuration see configs/quickstart.yaml")  # fmt: skip
 
 
 # --- ``slurmft ft-launch``: a command line of ``ft_launcher`` or torchrun becomes a run ---

@@ -11,7 +11,7 @@ if [ -n "${slurmft_is_batch_script:-}" ]; then
         BASH_ENV=$SLURMFT_LAUNCHERS/functions.sh
         PATH=$SLURMFT_LAUNCHERS/bin:$PATH
         export SLURMFT_BATCH_JOB SLURMFT_BASH_ENV BASH_ENV PATH
-        export SLURMFT_LAUNCHERS SLURMFT_PYTHON SLURMFT_SIGNAL SLURMFT_AGAIN
+        export SLURMFT_LAUNCHERS SLURMFT_PYTHON SLURMFT_SIGNAL SLURMFT_SET SLURMFT_AGAIN
         # a trap of the script's own takes its place, and this word is not said
         trap 'slurmft_last_word' EXIT
     fi

@@ -58,13 +58,22 @@ Tell = Callable[[str], None]
 """Takes a line for the user."""
 
 
-def submit_script(words: Sequence[str], environment: Mapping[str, str], *, again: bool, tell: Tell) -> int:
+def submit_script(
+    words: Sequence[str], environment: Mapping[str, str], *, overrides: Sequence[str], again: bool, tell: Tell
+) -> int:
     """Submit the script as sbatch would with these words; sbatch's exit code.
 
+    Args:
+        overrides: ``key.sub=value`` of the configuration of each run that its launches become.
+
     Raises:
+        ConfigError: an override names no key, or its value makes no sense.
         UsageError: there is no script, or what it launches could not be met.
         SlurmUnavailable: there is no sbatch.
     """
+    from_values(
+        {"command": ["train"], "run_folder": "runs/job"}, overrides, source="sbatch", known_here=lambda names: names
+    )
     line = split_line(words, policy.SBATCH_FLAGS | slurm.options_of_site().flags)
     if {"help", "usage", "version", "h", "V"} & {name for name, _ in line.options}:
         return slurm.sbatch_as_given(words, environment)
@@ -76,7 +85,7 @@ def submit_script(words: Sequence[str], environment: Mapping[str, str], *, again
     policy.refuse_several([*line.words, *line.command], text)
     options = list(_without_wrap(line))
     given = [policy.head_of(text.removeprefix("\ufeff").replace("\r\n", "\n")), options]
-    guarded = policy.with_guard(text, _guard(policy.signal_of(given, environment), again=again))
+    guarded = policy.with_guard(text, _guard(policy.signal_of(given, environment), overrides, again=again))
     with tempfile.TemporaryDirectory(prefix="slurmft-sbatch-") as folder:
         path = Path(folder) / name  # its name is the job's where none is given
         path.write_text(guarded, encoding="utf-8")
@@ -114,21 +123,24 @@ def _without_wrap(line: Line) -> Iterator[str]:
             yield word
 
 
-def _guard(signal_option: tuple[str, int], *, again: bool) -> str:
+def _guard(signal_option: tuple[str, int], overrides: Sequence[str], *, again: bool) -> str:
     """The words in front of the script's first command."""
     name, lead_s = signal_option
-    where = shlex.quote(str(LAUNCHERS))
+    values = {
+        "slurmft_is_batch_script": "yes", "SLURMFT_PYTHON": sys.executable, "SLURMFT_LAUNCHERS": str(LAUNCHERS),
+        "SLURMFT_SIGNAL": f"{name}@{lead_s}", "SLURMFT_SET": json.dumps(overrides),
+        "SLURMFT_AGAIN": "yes" if again else "",
+    }  # fmt: skip
     return (
-        f"slurmft_is_batch_script=yes; SLURMFT_PYTHON={shlex.quote(sys.executable)}; SLURMFT_LAUNCHERS={where}; "
-        f"SLURMFT_SIGNAL={name}@{lead_s}; SLURMFT_AGAIN={'yes' if again else ''}; "
-        'if [ -r "$SLURMFT_LAUNCHERS/functions.sh" ]; then . "$SLURMFT_LAUNCHERS/functions.sh"; fi; '
+        "".join(f"{name}={shlex.quote(value)}; " for name, value in values.items())
+        + 'if [ -r "$SLURMFT_LAUNCHERS/functions.sh" ]; then . "$SLURMFT_LAUNCHERS/functions.sh"; fi; '
     )
 
 
 # --- launches ---
 
-_OF_GUARD = ("SLURMFT", "SLURMFT_PYTHON", "SLURMFT_LAUNCHERS", "SLURMFT_SIGNAL", "SLURMFT_AGAIN", "SLURMFT_BATCH_JOB",
-             "SLURMFT_BASH_ENV", "SLURMFT_LINE", "SLURMFT_SOURCE", "BASH_ENV")  # fmt: skip
+_OF_GUARD = ("SLURMFT", "SLURMFT_PYTHON", "SLURMFT_LAUNCHERS", "SLURMFT_SIGNAL", "SLURMFT_SET", "SLURMFT_AGAIN",
+             "SLURMFT_BATCH_JOB", "SLURMFT_BASH_ENV", "SLURMFT_LINE", "SLURMFT_SOURCE", "BASH_ENV")  # fmt: skip
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEAVING_S = 120.0
 """How long a launch whose run goes on through the queue waits for Slurm to end the script."""
@@ -275,7 +287,7 @@ def launch(
     try:
         script.base.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         ready = _prepared(name, words, line, script, read_ranks)
-    except (OSError, SlurmftError) as error:
+    except (OSError, ValueError, SlurmftError) as error:
         ready = str(error).partition("\n")[0]
     if isinstance(ready, str):
         tell(f"{name} is not supervised: {ready}")
@@ -328,6 +340,8 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
         with tempfile.TemporaryDirectory(dir=script.base.parent, prefix=".tasks-") as folder:
             tasks = slurm.tasks_of(policy.options_for_tasks(line), Path(folder), own)
     else:
+        if shutil.which(name, path=own.get("PATH")) is None:
+            return "there is no such command"
         command = [name, *command]
         tasks = [{**own, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0",
                   "SLURM_STEP_NODELIST": own.get("SLURMD_NODENAME", "")}]  # fmt: skip
@@ -387,9 +401,10 @@ def _found(command: Sequence[str], own: Mapping[str, str]) -> list[str]:
 
     Whatever ends in .py is run by the interpreter that it names itself, not by ours.
     """
-    if command[0].rpartition("/")[2].startswith("python"):
-        return [shutil.which(command[0], path=own.get("PATH")) or command[0], *command[1:]]
-    return ["env", *command] if command[0].endswith(".py") else list(command)
+    found = shutil.which(command[0], path=own.get("PATH"))
+    if command[0].rpartition("/")[2].startswith("python") and found is not None:
+        return [found, *command[1:]]
+    return list(command) if found is not None and not command[0].endswith(".py") else ["env", *command]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -424,7 +439,8 @@ def _prepared(
     if plan.settings["command"][0] != sys.executable:  # nothing would be forked from what the agent imports ahead
         tolerance["preload"] = False
     values = {**plan.settings, "fault_tolerance": tolerance, "run_folder": str(script.base), "preemption": preemption}
-    config = from_values(values, source=name, known_here=lambda options: options)
+    overrides = json.loads(script.environment.get("SLURMFT_SET") or "[]")
+    config = from_values(values, overrides, source=name, known_here=lambda options: options)
     number, code = _claimed([name, *words], script)
     if number > 1:
         config = config.placed_in(script.base.with_name(f"{script.base.name}-{number}"))

@@ -99,18 +99,30 @@ def head_of(text: str) -> list[str]:
 
 def added_options(given: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[str]:
     """What slurmft adds to sbatch's command line; ``given`` are the words of the command line and of the head."""
-    names = {word[2:].partition("=")[0] for words in given for word in words if word.startswith("--")}
+    names = {word[2:].partition("=")[0] for words in given for word in words if len(word) > 4 and word[:2] == "--"}
     names |= {name for name, variable in _VARIABLES.items() if variable in environment}
-    return [option for option, others in ADDED.items() if not names.intersection(others)]
+    return [
+        option for option, others in ADDED.items()
+        if not any(other.startswith(name) for other in others for name in names)  # getopt takes beginnings
+    ]  # fmt: skip
 
 
 def signal_of(given: Sequence[Sequence[str]], environment: Mapping[str, str]) -> tuple[str, int]:
-    """The signal that Slurm will send, and seconds before the limit; as sbatch ranks where it is said."""
-    texts = ["USR2@120"]
-    for words in reversed(given):
-        texts += [value for name, value in split_line(words, SBATCH_FLAGS).options if name == "signal"]
-        if words is given[-1] and "SBATCH_SIGNAL" in environment:
-            texts.append(environment["SBATCH_SIGNAL"])
+    """The signal that Slurm will send, and seconds before the limit; as sbatch ranks where it is said.
+
+    Args:
+        given: the words of the script's head, and those of the command line.
+    """
+    head, command_line = (
+        [
+            value
+            for name, value in split_line(words, SBATCH_FLAGS).options
+            if len(name) > 1 and "signal".startswith(name)
+        ]
+        for words in given
+    )
+    variable = [environment["SBATCH_SIGNAL"]] if "SBATCH_SIGNAL" in environment else []
+    texts = ["USR2@120", *head, *variable, *command_line]
     match = _SIGNAL.fullmatch(texts[-1].rpartition(":")[2].strip())
     if match is None:
         return "SIGUSR2", _LEAD_S  # another one than those that a run answers to
@@ -161,7 +173,7 @@ _LAUNCHES = re.compile(
 )
 _PYTHON = re.compile(
     rf"{_BEFORE}python[\d.]*((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
-    r"(?:-m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s])"
+    r"(?:-m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s]\S*\.py\b|\$)"
 )
 _PROGRAM = re.compile(r"\S+\.py(?:\s|$)")
 

@@ -1,0 +1,3 @@
+#!/bin/bash -l
+#SBATCH -N1
+srun python train.py
