@@ -27,7 +27,7 @@ slurmft_last_word() {
 slurmft_meet() {
     slurmft_name=$1
     shift
-    if [ "${BASHPID:-$$}" = "$$" ]; then
+    if [ "${BASHPID:-$(exec sh -c 'echo $PPID')}" = "$$" ]; then
         "$SLURMFT_PYTHON" -E -P -m slurmft launch "$slurmft_name" "$@"
         return
     fi

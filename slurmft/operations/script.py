@@ -145,6 +145,9 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 LEAVING_S = 120.0
 """How long a launch whose run goes on through the queue waits for Slurm to end the script."""
 
+SCRIPT_ENDS_S = 5
+"""Begin time of a requeue: the script and its handlers have to end as well, and a second too few costs two minutes."""
+
 _LEAVES = frozenset({EventName.REQUEUED, EventName.PLACED, EventName.LEFT_TO_SLURM, EventName.RESUBMITTED})
 
 
@@ -434,7 +437,7 @@ def _prepared(
         return f"srun --output={pattern} cannot be carried over to a supervised run"
     sign, _, lead_s = script.environment.get("SLURMFT_SIGNAL", "").partition("@")
     preemption = {"signal": sign or "SIGUSR2", "signal_lead_s": int(lead_s or 120), "continue_by": "requeue",
-                  **plan.settings.get("preemption", {})}  # fmt: skip
+                  "requeue_delay_s": SCRIPT_ENDS_S, **plan.settings.get("preemption", {})}  # fmt: skip
     tolerance = dict(plan.settings.get("fault_tolerance", {}))
     if plan.settings["command"][0] != sys.executable:  # nothing would be forked from what the agent imports ahead
         tolerance["preload"] = False

@@ -34,7 +34,7 @@ SBATCH_FLAGS = frozenset(
 )
 """Options of sbatch that stand without a value, or whose value needs a ``=``."""
 
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ksh93", "mksh", "ash"})
+_SHELLS = frozenset({"sh", "bash", "dash"})
 _SIGNAL = re.compile(r"(?:SIG)?(TERM|INT|USR1|USR2|15|2|10|12)(?:@(\d+))?", re.IGNORECASE)
 _NAMES = {"15": "TERM", "2": "INT", "10": "USR1", "12": "USR2"}
 _LEAD_S = 60
@@ -156,7 +156,7 @@ def with_guard(text: str, guard: str) -> str:
     program = next((PurePath(word).name for word in words if PurePath(word).name != "env" and word[:1] != "-"), "")
     if program not in _SHELLS:
         raise UsageError(f"the script is run by {program or 'nothing'}: what it launches cannot be met",
-                         hint="slurmft sbatch takes scripts of sh, bash, dash, zsh, ksh; others: sbatch")  # fmt: skip
+                         hint="slurmft sbatch takes scripts of sh, bash and dash; others: sbatch")  # fmt: skip
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith("#"):
             lines[number] = guard + line
