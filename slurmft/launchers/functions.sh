@@ -27,49 +27,59 @@ slurmft_last_word() {
 slurmft_meet() {
     slurmft_name=$1
     shift
-    if [ "${BASHPID:-$(exec sh -c 'echo $PPID')}" = "$$" ]; then
-        "$SLURMFT_PYTHON" -E -P -m slurmft launch "$slurmft_name" "$@"
-        return
-    fi
-    { "$SLURMFT_PYTHON" -E -P -m slurmft launch "$slurmft_name" "$@" <&3 3<&- & } 3<&0
-    slurmft_child=$!
-    for slurmft_signal in HUP INT TERM USR1 USR2; do
-        # shellcheck disable=SC2064
-        trap "kill -$slurmft_signal $slurmft_child 2> /dev/null" "$slurmft_signal"
-    done
     slurmft_code=0
-    wait "$slurmft_child" || slurmft_code=$?
-    while kill -0 "$slurmft_child" 2> /dev/null; do
-        slurmft_code=0
+    if [ "${BASHPID:-$(exec sh -c 'echo $PPID')}" = "$$" ]; then
+        SLURMFT=${SLURMFT:-} SLURMFT_LINE=$slurmft_line SLURMFT_SOURCE=$0 \
+            "$SLURMFT_PYTHON" -E -P -m slurmft launch "$slurmft_name" "$@" || slurmft_code=$?
+    else
+        {
+            SLURMFT=${SLURMFT:-} SLURMFT_LINE=$slurmft_line SLURMFT_SOURCE=$0 \
+                "$SLURMFT_PYTHON" -E -P -m slurmft launch "$slurmft_name" "$@" <&3 3<&- &
+        } 3<&0
+        slurmft_child=$!
+        for slurmft_signal in HUP INT TERM USR1 USR2; do
+            # shellcheck disable=SC2064
+            trap "kill -$slurmft_signal $slurmft_child 2> /dev/null" "$slurmft_signal"
+        done
         wait "$slurmft_child" || slurmft_code=$?
-    done
-    trap - HUP INT TERM USR1 USR2
-    return "$slurmft_code"
+        while kill -0 "$slurmft_child" 2> /dev/null; do
+            slurmft_code=0
+            wait "$slurmft_child" || slurmft_code=$?
+        done
+        trap - HUP INT TERM USR1 USR2
+    fi
+    {
+        case $slurmft_options in *x*) set -x ;; esac
+        return "$slurmft_code"
+    } 2> /dev/null
 }
 
 if [ "${SLURMFT_BATCH_JOB:-none}" = "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
-    srun() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet srun "$@"; }
-    torchrun() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet torchrun "$@"; }
-    ft_launcher() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet ft_launcher "$@"; }
-    accelerate() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet accelerate "$@"; }
-    deepspeed() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet deepspeed "$@"; }
-    mpirun() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet mpirun "$@"; }
-    uv() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_meet uv "$@"; }
+    srun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet srun "$@"; }
+    torchrun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet torchrun "$@"; }
+    ft_launcher() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet ft_launcher "$@"; }
+    accelerate() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet accelerate "$@"; }
+    deepspeed() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet deepspeed "$@"; }
+    mpirun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet mpirun "$@"; }
+    uv() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet uv "$@"; }
     # of these only what launches, or is marked, is looked at: a script may call python a thousand times
-    python() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_python python "$@"; }
-    python3() { SLURMFT_LINE=${BASH_LINENO:-0} SLURMFT_SOURCE=$0 slurmft_python python3 "$@"; }
+    python() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python "$@"; }
+    python3() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python3 "$@"; }
 fi
 
 slurmft_python() {
     case "${SLURMFT:-} $*" in
         train\ * | *torch.distributed.run* | *torch.distributed.launch*) slurmft_meet "$@" ;;
         *)
-            if [ "${SLURMFT_LINE:-0}" -gt 1 ] && grep -qs '#SLURMFT' "$SLURMFT_SOURCE"; then
+            if [ "$slurmft_line" -gt 1 ] && grep -qs '#SLURMFT' "$0"; then
                 slurmft_meet "$@"
             else
-                slurmft_interpreter=$1
-                shift
-                command "$slurmft_interpreter" "$@"
+                slurmft_code=0
+                command "$@" || slurmft_code=$?
+                {
+                    case $slurmft_options in *x*) set -x ;; esac
+                    return "$slurmft_code"
+                } 2> /dev/null
             fi
             ;;
     esac

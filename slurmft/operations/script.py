@@ -37,18 +37,18 @@ from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import (
     append_line,
+    appending,
     open_regular,
     read_lines,
     read_part,
-    read_pipe,
     read_text,
     replace_atomically,
+    write_bytes,
     write_json,
 )
 
 LAUNCHERS = Path(__file__).parent.parent / "launchers"
 MAX_SCRIPT_BYTES = 4 << 20
-PIPE_S = 3600.0
 _MAX_LINE_BYTES = 1 << 16
 
 # --- submission ---
@@ -74,10 +74,10 @@ def submit_script(
     from_values(
         {"command": ["train"], "run_folder": "runs/job"}, overrides, source="sbatch", known_here=lambda names: names
     )
-    line = split_line(words, policy.SBATCH_FLAGS | slurm.options_of_site().flags)
+    line = split_line(words, (policy.SBATCH_FLAGS | slurm.options_of_site().flags) - {"wrap"})  # which needs its value
     if {"help", "usage", "version", "h", "V"} & {name for name, _ in line.options}:
         return slurm.sbatch_as_given(words, environment)
-    name, text = _script_of(line)
+    text, name = _script_of(line)
     if text.startswith("\ufeff") or "\r\n" in text:
         tell(
             "the script was written on another system: it is submitted without its byte order mark and carriage returns"
@@ -88,24 +88,24 @@ def submit_script(
     guarded = policy.with_guard(text, _guard(policy.signal_of(given, environment), overrides, again=again))
     with tempfile.TemporaryDirectory(prefix="slurmft-sbatch-") as folder:
         path = Path(folder) / name  # its name is the job's where none is given
-        path.write_text(guarded, encoding="utf-8")
+        write_bytes(path, guarded.encode())
         added = policy.added_options(given, environment)
         return slurm.sbatch_as_given([*options, *added, str(path), *line.command[1:]], environment)
 
 
 def _script_of(line: Line) -> tuple[str, str]:
-    """The script's name and text."""
+    """The script's text and name."""
     try:
         if (wrapped := line.value("wrap")) is not None:
             if line.command:
                 raise UsageError("--wrap and a script were given", hint="give one of them")
-            return "wrap", f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n"
+            return f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n", "wrap"
         if not line.command:
-            return "sbatch", read_pipe("/dev/stdin", limit_bytes=MAX_SCRIPT_BYTES, within_s=PIPE_S).decode("utf-8")
+            return sys.stdin.buffer.read(MAX_SCRIPT_BYTES).decode("utf-8"), "sbatch"
         path = Path(line.command[0])
         if not path.exists() and "/" not in line.command[0] and (found := shutil.which(line.command[0])):
             path = Path(found)
-        return path.name, read_text(path, limit_bytes=MAX_SCRIPT_BYTES)
+        return read_text(path, limit_bytes=MAX_SCRIPT_BYTES), path.name
     except UnicodeDecodeError as error:
         raise UsageError("the script is not UTF-8") from error
     except OSError as error:
@@ -340,8 +340,13 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
     if name == "srun":
         if why := policy.why_not_srun(line):
             return why
+        folder = line.value("chdir", "D") or "."
+        if not any(shutil.which(each, path=own.get("PATH")) for each in (command[0], f"{folder}/{command[0]}")):
+            return f"there is no {command[0]} here"
         with tempfile.TemporaryDirectory(dir=script.base.parent, prefix=".tasks-") as folder:
             tasks = slurm.tasks_of(policy.options_for_tasks(line), Path(folder), own)
+        if line.value("label", "l") is not None:  # which would label what the tasks say as well
+            tasks = [{**task, "SLURM_LABELIO": "1"} for task in tasks]
     else:
         if shutil.which(name, path=own.get("PATH")) is None:
             return "there is no such command"
@@ -369,7 +374,7 @@ def _ranks(command: Sequence[str], own: Mapping[str, str], places: Places, read:
     program = command[0].rpartition("/")[2]
     if program in ("torchrun", "ft_launcher"):
         interpreter, rest = _interpreter_of(shutil.which(command[0], path=own.get("PATH"))), list(command[1:])
-    elif program.startswith("python") and command[1:3] == ["-m", "torch.distributed.run"]:
+    elif program.startswith("python") and command[1] == "-m" and command[2].endswith("distributed.run"):
         interpreter, rest = shutil.which(command[0], path=own.get("PATH")), list(command[3:])
     else:
         return None
@@ -507,13 +512,9 @@ def _supervised(ready: _Ready) -> int | None:
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     argv = [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(run.config)]
-    log = os.open(run.logs / f"{environment['SLURM_JOB_ID']}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        with ready.relay:
-            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment))
-            code = child.wait()
-    finally:
-        os.close(log)
+    with ready.relay, appending(run.logs / f"{environment['SLURM_JOB_ID']}.log") as log:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment))
+        code = child.wait()
     events = [event.event for event in run.journal().read()]
     decided = len(events) - 1 - events[::-1].index(EventName.DECISION) if EventName.DECISION in events else 0
     if run.done() is None and _LEAVES.intersection(events[decided:]):
@@ -581,6 +582,4 @@ class _Relay:
         task = self._tasks[min(rank, len(self._tasks) - 1)]
         name = policy.output_name(self._pattern, task, user=getpass.getuser())
         if name is not None:
-            descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            with contextlib.closing(os.fdopen(descriptor, "wb")) as file:
-                file.write(part)
+            write_bytes(name, part, append=True)

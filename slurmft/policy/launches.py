@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from slurmft.errors import UsageError
 
@@ -153,7 +152,8 @@ def with_guard(text: str, guard: str) -> str:
         raise UsageError("this is no batch script: its first line does not begin with #!",
                          hint="#!/bin/bash, or --wrap for a single command")  # fmt: skip
     words = lines[0][2:].split()
-    program = next((PurePath(word).name for word in words if PurePath(word).name != "env" and word[:1] != "-"), "")
+    names = [word.rpartition("/")[2] for word in words if not word.startswith("-")]
+    program = next((name for name in names if name != "env"), "")
     if program not in _SHELLS:
         raise UsageError(f"the script is run by {program or 'nothing'}: what it launches cannot be met",
                          hint="slurmft sbatch takes scripts of sh, bash and dash; others: sbatch")  # fmt: skip
@@ -272,7 +272,7 @@ def options_for_tasks(line: Line) -> list[str]:
     """The options of place, as those of another step on the same places."""
     found = []
     for name, value in line.options:
-        if name in _OF_PLACE:
+        if name in _OF_PLACE or name in ("u", "unbuffered"):
             found += [f"-{name}{value}" if len(name) == 1 else f"--{name}={value}" if value else f"--{name}"]
     return found
 

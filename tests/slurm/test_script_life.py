@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually
+from slurm.conftest import TRAINER as GPT
 from slurmft.lab.cluster import Lab
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
@@ -136,6 +137,21 @@ def test_a_killed_rank_restarts_all_in_place(script: Script) -> None:
     script.wait_for("code 0")
     told = script.output()
     assert (told.count("start 0 resumed"), told.count("begin")) == (2, 1), script.story()
+
+
+def test_a_trainer_with_a_session_saves_at_an_agreed_step_and_resumes_there(script: Script) -> None:
+    job = script.submit(HEAD + f"srun {' '.join(GPT)} --steps 60 --step-delay 0.2\necho code $?\n")
+    run = RunFolder(script.folder / "runs" / f"job.sh-{job}")
+    eventually(lambda: ((run.progress() or {}).get("step") or 0) >= 5, 2 * PATIENCE_S, script.story)
+    send(script, job, "--signal=USR2")
+    script.wait_for("code 0")
+    [agreed] = script.events("stop agreed")
+    assert agreed.details["plan"] == "save at step", script.story()
+    starts = [event.details for event in script.events("measured")]
+    assert [facts["attached"] for facts in starts] == [True, True], starts
+    resumed = max(event.details.get("first_step") or 0 for event in script.events("verdict"))
+    assert resumed == agreed.details["step"], script.story()
+    assert script.output().count("final weights sha256: ") == 1
 
 
 def test_each_element_of_an_array_is_a_run(script: Script) -> None:

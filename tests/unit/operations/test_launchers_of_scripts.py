@@ -32,7 +32,7 @@ def run(tmp_path: Path):
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
 
-    def run(body: str, *, shell: str = "bash", **environment: str) -> list[str]:
+    def run(body: str, *, shell: str = "bash", traces: str = "", **environment: str) -> list[str]:
         guard = (f"slurmft_is_batch_script=yes; SLURMFT_PYTHON={stand_in}; SLURMFT_LAUNCHERS={LAUNCHERS}; "
                  f". {LAUNCHERS}/functions.sh; ")  # fmt: skip
         path = tmp_path / "job.sh"
@@ -45,7 +45,9 @@ def run(tmp_path: Path):
         }
         done = subprocess.run([shell, str(path)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60,
                               check=False, stdin=subprocess.DEVNULL)  # fmt: skip
-        assert done.stderr == ""
+        assert [line for line in done.stderr.splitlines() if "last" not in line] == (
+            [traces, "+ set +x"] if traces else []
+        )
         return [line for line in done.stdout.splitlines() if line != "met --last-word"]
 
     return run
@@ -75,6 +77,11 @@ def test_a_script_that_is_called_has_them_too_and_its_own_environment_file_is_re
     (tmp_path / "inner.sh").write_text("srun inside; echo $OF_SITE\n")
     (tmp_path / "site.sh").write_text("OF_SITE=yes\n")
     assert run("bash inner.sh", BASH_ENV=str(tmp_path / "site.sh")) == ["met srun inside", "yes"]
+
+
+@pytest.mark.parametrize("body", ["srun a", "python a"])
+def test_a_script_that_traces_itself_shows_its_own_commands(run, body: str):
+    assert run(f"set -x; {body}; set +x 2> /dev/null", traces="+ " + body)
 
 
 def test_a_task_and_another_job_are_left_alone(run, tmp_path: Path):
