@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import PART_VARIABLE, TASKS_VARIABLE, current_job
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 from slurmft.system.files import (
     append_line,
     appending,
@@ -438,8 +439,12 @@ def _prepared(
     plan = _plan(name, line, script, read_ranks)
     if isinstance(plan, str):
         return plan
-    if (pattern := line.value("output", "o")) and policy.output_name(pattern, script.own, user="") is None:
-        return f"srun --output={pattern} cannot be carried over to a supervised run"
+    for pattern in filter(None, (line.value("output", "o"), line.value("error", "e"))):
+        if policy.output_name(pattern, script.own, user="") is None:
+            return f"srun's output to {pattern} cannot be carried over to a supervised run"
+    own_errors = _has_own_errors(line)
+    if own_errors:
+        plan = replace(plan, settings={**plan.settings, "command": _apart(plan)})
     sign, _, lead_s = script.environment.get("SLURMFT_SIGNAL", "").partition("@")
     preemption = {"signal": sign or "SIGUSR2", "signal_lead_s": int(lead_s or 120), "continue_by": "requeue",
                   "requeue_delay_s": SCRIPT_ENDS_S, **plan.settings.get("preemption", {})}  # fmt: skip
@@ -461,7 +466,7 @@ def _prepared(
         run.create()
         replace_atomically(run.config, config.as_yaml())
         _leave_tasks(run.path / "tasks.json", plan, config, supervisors)
-    relay = _Relay(run, line, plan, script)
+    relay = _Relay(run, line, plan, script, own_errors=own_errors)
     return _Ready(number=number, code=code, plan=plan, run=run, environment=supervisors, relay=relay)
 
 
@@ -531,13 +536,33 @@ RELAY_S = 0.1
 _PART_BYTES = 1 << 16
 
 
-class _Relay:
-    """Copies what ranks write from now on to where srun would have written it."""
+def _has_own_errors(line: Line) -> bool:
+    """Whether standard error goes elsewhere than standard output."""
+    if line.value("error", "e") is not None:
+        return True
+    out, errors = os.fstat(1), os.fstat(2)
+    return line.value("output", "o") is None and (out.st_dev, out.st_ino) != (errors.st_dev, errors.st_ino)
 
-    def __init__(self, run: RunFolder, line: Line, plan: _Plan, script: _Script) -> None:
+
+def _apart(plan: _Plan) -> list[str]:
+    """The command with its standard output in a file of its own, beside the log, which keeps the errors as evidence."""
+    rank = "SLURM_PROCID" if plan.ranks_are_tasks else "RANK"
+    return ["/bin/sh", "-c", f'exec "$@" >> "${{{ERROR_DIR_VARIABLE}}}/rank-${{{rank}}}.out"', "sh",
+            *plan.settings["command"]]  # fmt: skip
+
+
+class _Relay:
+    """Copies what ranks write from now on to where srun would have written it.
+
+    Args:
+        own_errors: their standard output is in ``.out``, so that ``.log`` has errors alone.
+    """
+
+    def __init__(self, run: RunFolder, line: Line, plan: _Plan, script: _Script, *, own_errors: bool) -> None:
         self._run, self._labelled = run, line.value("label", "l") is not None
-        self._places, self._pattern = plan.places, line.value("output", "o")
-        self._job, self._restart = script.start.rpartition(".")[0], script.start.rpartition(".")[2]
+        out, errors = (line.value("output", "o"), 1), (line.value("error", "e"), 2)
+        self._targets = {".out": out, ".log": errors if own_errors else out}
+        self._job, _, self._restart = script.start.rpartition(".")
         self._tasks = [task for tasks in plan.places.hosts.values() for task in tasks]
         self._over = threading.Event()
         self._read: dict[Path, int] = {}
@@ -556,10 +581,11 @@ class _Relay:
         self._copy(to_the_end=True)
 
     def _copy(self, *, to_the_end: bool = False) -> None:
-        for path in sorted(self._run.attempts.glob(f"{self._job}.{self._restart}.*/rank-*.log")):
+        found = self._run.attempts.glob(f"{self._job}.{self._restart}.*/rank-*")
+        for path in sorted(path for path in found if path.suffix in self._targets):
             while part := self._next(path, to_the_end=to_the_end):
                 with contextlib.suppress(OSError):
-                    self._write(int(path.stem.partition("-")[2]), part)
+                    self._write(path, part)
 
     def _next(self, path: Path, *, to_the_end: bool) -> bytes:
         at = self._read.get(path, 0)
@@ -567,19 +593,18 @@ class _Relay:
             part = read_part(path, at, _PART_BYTES)
         except OSError:
             return b""
-        if not to_the_end and len(part) < _PART_BYTES:
-            part = part[: part.rfind(b"\n") + 1]  # whole lines: several ranks write to one file
+        if not to_the_end and len(part) < _PART_BYTES:  # whole lines: several ranks write to one file
+            part = part[: max(part.rfind(b"\n"), part.rfind(b"\r")) + 1]
         self._read[path] = at + len(part)
         return part
 
-    def _write(self, rank: int, part: bytes) -> None:
+    def _write(self, path: Path, part: bytes) -> None:
+        rank, (pattern, descriptor) = int(path.stem.partition("-")[2]), self._targets[path.suffix]
         if self._labelled:
             part = b"".join(b"%d: %s" % (rank, line) for line in part.splitlines(keepends=True))
-        if self._pattern is None:
-            while part:
-                part = part[os.write(1, part) :]
-            return
         task = self._tasks[min(rank, len(self._tasks) - 1)]
-        name = policy.output_name(self._pattern, task, user=getpass.getuser())
-        if name is not None:
+        if pattern is not None and (name := policy.output_name(pattern, task, user=getpass.getuser())) is not None:
             write_bytes(name, part, append=True)
+            return
+        while part:
+            part = part[os.write(descriptor, part) :]

@@ -1,3 +1,3 @@
 #!/bin/bash -l
 #SBATCH -N1
-srun python train.py
+srun /usr/bin/python3 train.py
