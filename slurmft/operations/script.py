@@ -86,11 +86,12 @@ def submit_script(
     policy.refuse_several([*line.words, *line.command], text)
     options = list(_without_wrap(line))
     given = [policy.head_of(text.removeprefix("\ufeff").replace("\r\n", "\n")), options]
-    guarded = policy.with_guard(text, _guard(policy.signal_of(given, environment), overrides, again=again))
+    added = policy.added_options(given, environment)
+    sent = None if policy.OWN_SIGNAL in added else policy.signal_of(given, environment)
+    guarded = policy.with_guard(text, _guard(sent, overrides, again=again))
     with tempfile.TemporaryDirectory(prefix="slurmft-sbatch-") as folder:
         path = Path(folder) / name  # its name is the job's where none is given
         write_bytes(path, guarded.encode())
-        added = policy.added_options(given, environment)
         return slurm.sbatch_as_given([*options, *added, str(path), *line.command[1:]], environment)
 
 
@@ -124,12 +125,11 @@ def _without_wrap(line: Line) -> Iterator[str]:
             yield word
 
 
-def _guard(signal_option: tuple[str, int], overrides: Sequence[str], *, again: bool) -> str:
+def _guard(sent: tuple[str, int] | None, overrides: Sequence[str], *, again: bool) -> str:
     """The words in front of the script's first command."""
-    name, lead_s = signal_option
     values = {
         "slurmft_is_batch_script": "yes", "SLURMFT_PYTHON": sys.executable, "SLURMFT_LAUNCHERS": str(LAUNCHERS),
-        "SLURMFT_SIGNAL": f"{name}@{lead_s}", "SLURMFT_SET": json.dumps(overrides),
+        "SLURMFT_SIGNAL": "" if sent is None else "@".join(map(str, sent)), "SLURMFT_SET": json.dumps(overrides),
         "SLURMFT_AGAIN": "yes" if again else "",
     }  # fmt: skip
     return (
@@ -451,7 +451,9 @@ def _prepared(
     tolerance = dict(plan.settings.get("fault_tolerance", {}))
     if plan.settings["command"][0] != sys.executable:  # nothing would be forked from what the agent imports ahead
         tolerance["preload"] = False
-    values = {**plan.settings, "fault_tolerance": tolerance, "run_folder": str(script.base), "preemption": preemption}
+    own: dict[str, Any] = {} if sign else {"exit_actions": {"COMPLETE": "0"}}  # our own signal ends no program
+    own |= {"fault_tolerance": tolerance, "run_folder": str(script.base), "preemption": preemption}
+    values = {**plan.settings, **own}
     overrides = json.loads(script.environment.get("SLURMFT_SET") or "[]")
     config = from_values(values, overrides, source=name, known_here=lambda options: options)
     number, code = _claimed([name, *words], script)

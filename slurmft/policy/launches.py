@@ -14,10 +14,11 @@ from slurmft.errors import UsageError
 
 # --- sbatch's command line, and the script ---
 
+OWN_SIGNAL = "--signal=USR2@120"
 ADDED: Mapping[str, tuple[str, ...]] = {
     "--requeue": ("requeue", "no-requeue"),
     "--open-mode=append": ("open-mode",),
-    "--signal=USR2@120": ("signal",),
+    OWN_SIGNAL: ("signal",),
 }
 """What is added to sbatch's command line, and the options of the user's that leave it out. A program without a handler
 ignores USR2 as a worker: a TERM would end it two minutes early."""

@@ -177,3 +177,17 @@ def test_other_ways_to_give_a_script(script: Script, way: str) -> None:
     script.wait_for("code 0")
     assert "trained" in script.output()
     assert len(list(script.folder.glob("runs/*/done.json"))) == 1, script.story()
+
+
+def test_a_training_that_ends_by_itself_after_the_notice_has_finished(script: Script) -> None:
+    script.write(
+        "short.py",
+        "import os, time\nprint('begun', flush=True)\nwhile not os.path.exists('end'):\n    time.sleep(0.1)\n",
+    )
+    job = script.submit(HEAD + "srun /usr/bin/python3 short.py\necho code $?\n")
+    script.wait_for("begun", 2)
+    send(script, job, "--signal=USR2")
+    eventually(lambda: script.events("stop agreed"), PATIENCE_S, script.story)
+    script.write("end", "")
+    script.wait_for("code 0")
+    assert script.output().count("begun") == 2, script.story()
