@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmft.cli.main import say, say_block
-from slurmft.cli.submit import submit_run
-from slurmft.compat import converters
-from slurmft.config.run import from_values
 from slurmft.errors import UsageError
-from slurmft.scheduler.slurm import known_options
 
 if TYPE_CHECKING:
     from slurmft.operations.script import Ranks
@@ -68,6 +64,7 @@ def launch(*, last_word: bool, words: tuple[str, ...]) -> int:
 
 
 def _ranks(words: Sequence[str]) -> Ranks:
+    from slurmft.compat import converters
     from slurmft.operations.script import Ranks
 
     found = converters.parse(words)
@@ -112,6 +109,11 @@ def ft_launch(
     and --ft-* or --ft-param-* of nvidia-resiliency-ext behind the options below. Options without a counterpart are
     named.
     """
+    from slurmft.cli.submit import submit_run  # not for a launch, whose training waits for it
+    from slurmft.compat import converters
+    from slurmft.config.run import from_values
+    from slurmft.scheduler.slurm import known_options
+
     if "SLURM_PROCID" in os.environ:
         raise UsageError("this is inside of a job, where each task would submit a run of its own",
                          hint="call slurmft ft-launch once, where you would call sbatch")  # fmt: skip

@@ -97,7 +97,8 @@ def test_a_signal_to_the_steps_reaches_workers_and_the_job_goes_on_once(script: 
     send(script, job, f"--signal={name}")
     script.wait_until_gone(job)
     told = script.output()
-    assert told.count(f"start 0 got SIG{name}") == 2, script.story()
+    # where Slurm signals whole trees, a worker gets it from Slurm and from its agent
+    assert {f"rank {rank} start 0 got SIG{name}" for rank in (0, 1)} <= {*told.splitlines()}, script.story()
     assert told.count("start 1 resumed") == 2, script.story()
     assert (told.count("begin"), told.count("code 0")) == (2, 1), script.story()
 
@@ -110,7 +111,7 @@ def test_a_handler_that_passes_the_signal_on_and_requeues_by_itself(script: Scri
     send(script, job, "--batch", "--signal=USR1")
     script.wait_until_gone(job)
     told = script.output()
-    assert told.count("got SIGUSR1") == 2, script.story()
+    assert {f"rank {rank} start 0 got SIGUSR1" for rank in (0, 1)} <= {*told.splitlines()}, script.story()
     assert (told.count("handler"), told.count("begin"), told.count("start 1 resumed")) == (1, 2, 2), script.story()
 
 
