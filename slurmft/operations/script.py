@@ -149,6 +149,9 @@ LEAVING_S = 120.0
 SCRIPT_ENDS_S = 5
 """Begin time of a requeue: the script and its handlers have to end as well, and a second too few costs two minutes."""
 
+UNSEEN_CYCLES = 50
+"""Ends in a row without a saved step: what a script saves by itself is not seen."""
+
 _LEAVES = frozenset({EventName.REQUEUED, EventName.PLACED, EventName.LEFT_TO_SLURM, EventName.RESUBMITTED})
 
 
@@ -448,7 +451,7 @@ def _prepared(
     sign, _, lead_s = script.environment.get("SLURMFT_SIGNAL", "").partition("@")
     preemption = {"signal": sign or "SIGUSR2", "signal_lead_s": int(lead_s or 120), "continue_by": "requeue",
                   "requeue_delay_s": SCRIPT_ENDS_S, **plan.settings.get("preemption", {})}  # fmt: skip
-    tolerance = dict(plan.settings.get("fault_tolerance", {}))
+    tolerance = {"max_no_progress_cycles": UNSEEN_CYCLES, **plan.settings.get("fault_tolerance", {})}
     if plan.settings["command"][0] != sys.executable:  # nothing would be forked from what the agent imports ahead
         tolerance["preload"] = False
     own: dict[str, Any] = {} if sign else {"exit_actions": {"COMPLETE": "0"}}  # our own signal ends no program
