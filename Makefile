@@ -122,7 +122,7 @@ lint: install ## ruff, mypy --strict, shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/shellcheck bin/* sbatch/*.sh bench/endings/trainers/*.sh .ci/run
+	@$(BIN)/shellcheck bin/* sbatch/*.sh bench/endings/trainers/*.sh .ci/run slurmft/launchers/functions.sh slurmft/launchers/bin/*
 
 docs: install ## write the reference pages and build the documentation into site/ (no network; a broken link fails)
 	@$(BIN)/python docs/generate.py

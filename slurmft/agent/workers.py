@@ -22,18 +22,22 @@ from pathlib import Path
 
 from slurmft.agent.zygote import LEFT_S, PACKET_BYTES, ForkRequest
 from slurmft.config.run import RunConfig
+from slurmft.errors import StorageError
 from slurmft.ipc.messages import StartWorkers, WorkerFacts
 from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SUFFIX, TIMING_PAGE_VARIABLE, Page, Slot, State, TimingPage
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.ipc.zygote_start import Zygote, shared_environment
 from slurmft.policy import hangs
 from slurmft.policy.hangs import STEP
+from slurmft.policy.launches import worker_of_task
 from slurmft.policy.reruns import RerunSettings
 from slurmft.policy.stop import Look
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
+from slurmft.scheduler.environment import TASKS_VARIABLE
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
+from slurmft.system.files import read_json
 from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import is_left_over, left_to, make_private_folder, remove_tree
 from slurmft.system.processes import (
@@ -630,7 +634,23 @@ def worker_environment(
     limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)
     environment |= own_device(environment, local_rank)
     environment |= hangs.watchdog_variables(environment, timeout_s=timeout_s, limit_s=limit_s)
-    return variables(entries, folder, same_torch=same_torch) | environment
+    return as_task(variables(entries, folder, same_torch=same_torch) | environment, local_rank)
+
+
+def as_task(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """The environment of a worker that stands for a task of a batch script's own srun (``slurmft sbatch``).
+
+    Raises:
+        StorageError: the file that the supervisor's launcher has left cannot be read, or has no such task.
+    """
+    if not (path := environment.get(TASKS_VARIABLE)):
+        return dict(environment)
+    try:
+        tasks = (read_json(Path(path), owners={os.geteuid()}) or {})["hosts"][environment["SLURMD_NODENAME"]]
+        changes, gpus = tasks[local_rank]["changes"], int(tasks[local_rank]["gpus"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise StorageError(f"{path} has no task {local_rank} of this node: {error!r}") from error
+    return worker_of_task(environment, changes, gpus=gpus, local=local_rank)
 
 
 def slurm_task(environment: Mapping[str, str], nodelist: str | None) -> dict[str, str]:

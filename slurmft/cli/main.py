@@ -94,14 +94,14 @@ def counted(number: int, noun: str) -> str:
 VERBS = {
     "advise": ("plan", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
-    "convert": ("convert", "Convert a batch script with srun, torchrun or ft_launcher to a configuration"),
+    "convert": ("script", "Say what to use instead: a batch script is not converted any more, it is run as it is"),
     "doctor": ("site", "Say what will and will not work on this cluster, and what to do about it"),
     "drill": ("site", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),
     "endpoint": ("inference", "Print the address of a router of the endpoint RUN that lives"),
     "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("status", "Show the run's history: each event, each decision and its reason, from the journal"),
-    "ft-launch": ("convert", "Submit a run by the command line of ft_launcher or torchrun"),
+    "ft-launch": ("script", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("health", "Slurm's hooks: show the lines for slurm.conf"),
     "infer": ("inference", "Answer a batch of requests, or continue one that has stopped"),
@@ -118,6 +118,7 @@ VERBS = {
                 "batch script"),
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("control", "Save a checkpoint now and go on training"),
+    "sbatch": ("script", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
     "schema": ("schema", "Print the JSON schema of a configuration, for editors"),
     "serve": ("inference", "Serve a model: submit an endpoint, or continue one that has stopped"),
     "status": ("status", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
@@ -129,7 +130,7 @@ VERBS = {
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
-HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "standby": "run"}
+HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "launch": "script", "standby": "run"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b

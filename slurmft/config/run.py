@@ -133,7 +133,8 @@ class RunConfig(_Section):
     exit_actions: Annotated[
         dict[ExitAction, Text], BeforeValidator(lists_as_texts), AfterValidator(unambiguous)
     ] = Field(default_factory=dict)  # fmt: skip
-    """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""
+    """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults. COMPLETE
+    counts for workers without a session also when a stop was asked for by another signal than SIGTERM."""
 
     @field_validator("command")
     @classmethod

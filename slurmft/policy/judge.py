@@ -616,6 +616,9 @@ class Circumstances:
     complete_codes: frozenset[int] = frozenset()
     """Exit codes that mean the same as 0 (``final_ends``)."""
 
+    only_ignored_signals: bool = False
+    """The stop under way has sent the workers nothing but a signal that a script does not know unless it says so."""
+
     only_lead: bool = False
     """``ignore_nonlead_status``: how ranks other than 0 end does not matter."""
 
@@ -678,7 +681,11 @@ def _finished(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -> 
     code = max((end.code for end in ends), default=0)
     who = f"all {expected} ranks" if not seen.only_lead else "the lead rank"
     trouble = seen.lost_nodes or seen.hang or seen.launch_error
-    others = seen.planned or seen.outside or trouble or _objections(seen.heard)
+    # a script that knows the signal may have saved and ended with 0; one that says COMPLETE of this code has finished
+    is_by_itself = seen.only_ignored_signals and all(
+        end.code in seen.complete_codes and not end.attached for end in ends
+    )
+    others = (seen.planned and not is_by_itself) or seen.outside or trouble or _objections(seen.heard)
     if all(end.finished for end in ends):
         reason = f"{who} finished at step {ends[0].step}"
     elif not others and all(end.code in calm for end in ends):

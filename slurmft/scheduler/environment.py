@@ -15,6 +15,11 @@ _LEAKING = ("SLURM_", "SLURMD_", "SLURMFT_", "SUBMITIT_", "PMI_", "PMIX_", "TORC
 _KEPT = frozenset({"SLURM_CONF", "SLURMFT_RUNS", "SUBMITIT_PREEMPT_SIGNAL"})
 
 
+PART_VARIABLE = "SLURMFT_NODES"
+TASKS_VARIABLE = "SLURMFT_TASKS"
+"""A file with the variables of the tasks that workers stand for (``slurmft sbatch``)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
     """The job this process runs in."""
@@ -28,6 +33,9 @@ class SlurmJob:
 
     node_count: int
     partition: str
+    part: str = ""
+    """Hostlist of the nodes that the run is for, where that is not the whole allocation."""
+
     identity: JobIdentity = NOTHING_KNOWN
     """The job's identity as far as the environment shows it."""
 
@@ -45,6 +53,7 @@ def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
         nodes=environment.get("SLURM_JOB_NODELIST", ""),
         node_count=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
         partition=environment.get("SLURM_JOB_PARTITION", ""),
+        part=environment.get(PART_VARIABLE, ""),
         identity=JobIdentity(
             user=os.getuid(),
             cluster=environment.get("SLURM_CLUSTER_NAME", ""),

@@ -34,6 +34,8 @@ from slurmft.system.files import read_text
 # --- Running one Slurm command: an argument list, a time limit, both streams captured, errors translated once ---
 
 COMMAND_TIMEOUT_S = 20.0
+TASKS_S = 300.0
+"""A step may wait for one before it, and many nodes take their time."""
 
 NOT_ANSWERING = (
     "Unable to contact slurm controller",
@@ -186,6 +188,42 @@ def run_inside(options: Sequence[str], argv: Sequence[str], *, timeout_s: float)
     """
     one = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--input=none"]
     return run([*one, *options, *argv], timeout_s=timeout_s, environment=os.environ)
+
+
+def sbatch_as_given(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run sbatch with these words, our standard streams and no time limit (``--wait``); its exit code.
+
+    Raises:
+        SlurmUnavailable: there is no sbatch.
+    """
+    try:
+        return subprocess.run(["sbatch", *words], env=dict(environment), check=False).returncode
+    except OSError as error:
+        raise SlurmUnavailable(f"the command sbatch cannot be run: {error.strerror or error}") from error
+
+
+def tasks_of(options: Sequence[str], folder: Path, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environments of the tasks that srun starts with these options, by a step that does nothing else.
+
+    Each task writes its own into a file of ``folder``, which is removed: on one stream, those of many would mix.
+
+    Raises:
+        SlurmError: srun refused, or a task has not written it; with its words.
+    """
+    out = ["--output", f"{folder}/task-%t", "--error", f"{folder}/task-%t", "--input=none", "--kill-on-bad-exit=1"]
+    try:
+        run(["srun", *options, *out, "env", "-0"], timeout_s=TASKS_S, environment=environment)
+        files = sorted(folder.glob("task-*"))
+        texts = [read_text(path, errors="surrogateescape", owners={os.geteuid()}) for path in files]
+    except (OSError, ValueError) as error:
+        raise SlurmError(f"the places of its tasks are not known: {error}") from error
+    finally:
+        for path in folder.glob("task-*"):
+            path.unlink(missing_ok=True)
+    found = [dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair) for text in texts]
+    if not found or any(not task.keys() >= {"SLURM_PROCID", "SLURM_STEP_NODELIST"} for task in found):
+        raise SlurmError("the places of its tasks are not known: env did not say them")
+    return found
 
 
 # --- site ---

@@ -662,6 +662,7 @@ class AttemptRunner:
                 corruption=self._digests.found,
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
+                only_ignored_signals=self.stops.signals == {self._config.preemption.signal} != {"SIGTERM"},
                 planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects, *self._digests.convicted),
                 lost_nodes=tuple(self.lost),
                 hang=self._hangs.found,

@@ -223,20 +223,22 @@ class SlurmCluster:
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
 
     def present(self) -> list[str]:
-        """The allocation's nodes, in its order, without those that are lost.
+        """The run's nodes of the allocation, in its order, without those that are lost.
 
         Raises:
             ValueError: Slurm's node list cannot be parsed.
         """
-        return [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost]
+        nodes = self.job.part or self.job.nodes
+        return [node for node in scheduler_nodes.expand(nodes) if node not in self.lost]
 
     def size(self, config: RunConfig) -> int:
-        """All nodes of the allocation."""
-        return max(self.job.node_count, config.size.minimum)
+        """All nodes of the allocation, or of the run's part of it."""
+        count = len(scheduler_nodes.expand(self.job.part)) if self.job.part else self.job.node_count
+        return max(count, config.size.minimum)
 
     def agent_hosts(self, config: RunConfig) -> list[str]:
-        """The allocation's nodes, as srun numbers its tasks."""
-        return scheduler_nodes.expand(self.job.nodes)
+        """The run's nodes of the allocation, as srun numbers its tasks."""
+        return scheduler_nodes.expand(self.job.part or self.job.nodes)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -256,7 +258,7 @@ class SlurmCluster:
             SlurmUnavailable: there is no srun.
             LaunchError: the container's bundle cannot be used.
         """
-        argv = agents_argv(config, os.environ, self.size(config), self.attempt)
+        argv = agents_argv(config, os.environ, self.size(config), self.attempt, host=self.job.part)
         return [await self._srun(argv, log_folder, environment_for(config, agents_environment(os.environ)))]
 
     async def start_agent(
@@ -275,7 +277,8 @@ class SlurmCluster:
     def give_back(self, host: str) -> str:
         """Shrink the job."""
         try:
-            jobs.shrink(self.own, [node for node in self.present() if node != host])
+            left = [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost | {host}]
+            jobs.shrink(self.own, left)
         except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
             return str(error)
         self.given_back.add(host)

@@ -213,6 +213,9 @@ class Stops:
         self.ends_at_s: float | None = None
         """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
 
+        self.signals: set[str] = set()
+        """Those that workers have got."""
+
         self._share = SHARE_OF_WORKERS if config.sync else 1.0
         self._up_at_s = math.inf
         slurm.on_ending = self._hurry
@@ -248,6 +251,7 @@ class Stops:
 
     def on_signal(self, name: str, where: str) -> None:
         """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
+        self.signals.add(name)
         if self.planned is None:
             self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
             log_signal("Received signal %d, initiating graceful stop", name)
@@ -384,6 +388,7 @@ class Stops:
                 # no worker uses a session (yet): the signal is all that they can handle
                 await self._pool.tell_all(PassOnTerm())
             elif isinstance(plan, ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
+                self.signals.add("SIGTERM")
                 await self._pool.tell_all(PassOnTerm(at_last=True))
             if not told:
                 await self._told.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ import yaml
 from docs_pages import DOCS, Block, blocks
 
 from slurmft.config import run as configuration
+from slurmft.policy import launches
 
 SLURMFT = [sys.executable, "-P", "-m", "slurmft"]
 PAGES = sorted((DOCS / "coming-from").glob("*.md"))
-CONVERTED = ["lightning", "megatron", "nvrx", "torchrun"]
+WITH_SCRIPT = ["lightning", "megatron", "nvrx", "torchrun"]
 
 
 def of(page: str, *languages: str) -> list[Block]:
@@ -34,14 +36,14 @@ def test_every_page_is_in_the_list():
     assert sorted(set(listed)) == [page.name for page in PAGES]
 
 
-@pytest.mark.parametrize("page", CONVERTED)
-def test_a_batch_script_becomes_what_the_page_shows(page: str, tmp_path: Path):
+@pytest.mark.parametrize("page", WITH_SCRIPT)
+def test_the_launch_in_a_batch_script_of_a_page_trains(page: str):
     [script] = [block.text for block in of(page, "bash") if block.text.startswith("#!")]
-    (tmp_path / "job.sh").write_text(script)
-    [shown] = [block.text for block in of(page, "yaml") if block.text.startswith("# From job.sh")]
-    assert run([*SLURMFT, "convert", "job.sh"], tmp_path) == shown
-    run([*SLURMFT, "convert", "job.sh", "--output", "run.yaml"], tmp_path)
-    assert "slurmft run" in run([*SLURMFT, "submit", "run.yaml", "--cluster", "local", "--dry-run"], tmp_path)
+    assert launches.with_guard(script, "GUARD; ").count("GUARD; ") == 1
+    [launch] = re.findall(r"^srun ((?:.*\\\n)*.*)$", script, re.MULTILINE)
+    line = launches.split_line(shlex.split(launch), launches.SRUN_FLAGS)
+    assert launches.judged("srun", line.command, said="").trains
+    assert launches.why_not_srun(line) == ""
 
 
 LAUNCHES = [(page.stem, line) for page in PAGES for block in of(page.stem, "bash") if not block.text.startswith("#!")

@@ -63,9 +63,12 @@ submit --dry-run --cluster slurm CONFIG
 submit --dry-run --cluster local CONFIG
 submit --dry-run CONFIG -- TEXT
 convert CONFIG
+sbatch CONFIG
+sbatch --set SET CONFIG
 plan CONFIG --seeds 2
 plan CONFIG --site CONFIG --seeds 2
 convert TEXT
+launch --last-word
 ft-launch --dry-run --cluster local --run-folder OUT --nnodes TEXT train.py
 ft-launch --print-config --set SET --ft-rank-heartbeat-timeout TEXT train.py TEXT
 ft-launch --dry-run --cluster local --ft-cfg-path CONFIG TEXT

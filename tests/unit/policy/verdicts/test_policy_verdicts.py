@@ -607,3 +607,19 @@ def test_exit_0_of_a_wrapper_counts_where_the_session_inside_was_closed(change, 
     assert (found.cause, found.suspects) == (cause, ())
     is_failure = cause is not Cause.FINISHED
     assert ends_attempt(ends[0], planned=False, complete_codes=frozenset(), only_lead=False) is is_failure
+
+
+@pytest.mark.parametrize(
+    ("seen", "cause"),
+    [
+        ({"only_ignored_signals": True, "complete_codes": frozenset({0})}, Cause.FINISHED),
+        ({"only_ignored_signals": True}, Cause.TIME_LIMIT),  # a script that says nothing may have saved, and left
+        ({"complete_codes": frozenset({0})}, Cause.TIME_LIMIT),  # it may have answered a TERM
+        ({"only_ignored_signals": True, "complete_codes": frozenset({0}), "outside": Cause.PREEMPTED}, Cause.PREEMPTED),
+    ],
+)
+def test_a_script_that_ends_by_itself_while_a_stop_is_asked_for(seen, cause):
+    seen = {"planned": Cause.TIME_LIMIT, "planned_reason": "SIGUSR2 at n1", **seen}
+    assert judged([end(0, attached=False), end(1, attached=False)], **seen).cause is cause
+    with_session = judged([end(0), end(1)], **seen)  # it has saved, and its loop has ended
+    assert with_session.cause is seen.get("outside", Cause.TIME_LIMIT)

@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+/usr/bin/srun python train.py

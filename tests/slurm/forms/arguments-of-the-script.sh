@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+srun python train.py "$@" --count $#

@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N2 --ntasks-per-node=2
+srun --distribution=cyclic python train.py

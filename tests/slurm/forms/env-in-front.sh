@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+env MODE=fast srun python train.py

@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+exec srun python train.py

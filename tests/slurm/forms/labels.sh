@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1 -n2
+srun -l python train.py

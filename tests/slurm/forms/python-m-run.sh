@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+python -m torch.distributed.run --nproc_per_node=2 train.py

@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+SLURMFT=off srun python train.py

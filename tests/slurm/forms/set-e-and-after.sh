@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH -N1
+set -euo pipefail
+srun python train.py
+echo afterwards

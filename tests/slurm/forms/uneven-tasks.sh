@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N2 -n3
+srun python train.py

@@ -1,0 +1,3 @@
+#!/bin/bash
+#SBATCH -N1
+srun ./with_env.sh python train.py

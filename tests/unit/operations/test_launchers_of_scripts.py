@@ -1,0 +1,125 @@
+"""The functions that a batch script of `slurmft sbatch` reads: which calls they meet, in which shells, with what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmft.operations import script
+from slurmft.operations.script import LAUNCHERS, last_word
+from slurmft.policy import launches
+
+STAND_IN = """#!/bin/sh
+shift 5
+echo "met $*"
+case $* in *--wait*) trap 'echo got USR1; exit 5' USR1; echo ready; while :; do sleep 0.05; done ;; esac
+cat
+exit "${CODE:-0}"
+"""
+REAL = '#!/bin/sh\necho "real ${0##*/} $*"\n'
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "torchrun", "python", "uv", "accelerate"):
+        (tmp_path / "bin" / name).write_text(REAL)
+        (tmp_path / "bin" / name).chmod(0o755)
+    stand_in = tmp_path / "interpreter"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+
+    def run(body: str, *, shell: str = "bash", traces: str = "", **environment: str) -> list[str]:
+        guard = (f"slurmft_is_batch_script=yes; SLURMFT_PYTHON={stand_in}; SLURMFT_LAUNCHERS={LAUNCHERS}; "
+                 f". {LAUNCHERS}/functions.sh; ")  # fmt: skip
+        path = tmp_path / "job.sh"
+        path.write_text(launches.with_guard(f"#!/bin/{shell}\n{body}\n", guard))
+        given = {
+            "PATH": f"{tmp_path}/bin:{os.defpath}",
+            "SLURM_JOB_ID": "7",
+            "OTHER": str(tmp_path / "bin"),
+            **environment,
+        }
+        done = subprocess.run([shell, str(path)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                              check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+        assert [line for line in done.stderr.splitlines() if "last" not in line] == (
+            [traces, "+ set +x"] if traces else []
+        )
+        return [line for line in done.stdout.splitlines() if line != "met --last-word"]
+
+    return run
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash"])
+@pytest.mark.parametrize(
+    ("body", "lines"),
+    [
+        ("srun -n2 'a b'", ["met srun -n2 a b"]),
+        ("PATH=$OTHER:$PATH; torchrun x.py", ["met torchrun x.py"]),
+        ("L='srun -n1'; $L x", ["met srun -n1 x"]),
+        ('x=$(srun y); echo "[$x]"', ["[met srun y]"]),
+        ("echo text | srun y", ["met srun y", "text"]),
+        ("srun a || echo failed $?", ["met srun a", "failed 3"]),
+        ("python -m torch.distributed.run x.py", ["met python -m torch.distributed.run x.py"]),
+        ("python prepare.py", ["real python prepare.py"]),
+        ("exec srun a", ["met srun a"]),
+        ("env X=1 srun a", ["met srun a"]),
+    ],
+)
+def test_calls_that_are_met(run, body: str, lines: list[str], shell: str):
+    assert run(body, shell=shell, **({"CODE": "3"} if "failed" in body else {})) == lines
+
+
+def test_a_script_that_is_called_has_them_too_and_its_own_environment_file_is_read(run, tmp_path: Path):
+    (tmp_path / "inner.sh").write_text("srun inside; echo $OF_SITE\n")
+    (tmp_path / "site.sh").write_text("OF_SITE=yes\n")
+    assert run("bash inner.sh", BASH_ENV=str(tmp_path / "site.sh")) == ["met srun inside", "yes"]
+
+
+@pytest.mark.parametrize("body", ["srun a", "python a"])
+def test_a_script_that_traces_itself_shows_its_own_commands(run, body: str):
+    assert run(f"set -x; {body}; set +x 2> /dev/null", traces="+ " + body)
+
+
+def test_a_task_and_another_job_are_left_alone(run, tmp_path: Path):
+    assert run("srun a", SLURM_STEP_ID="0") == ["real srun a"]
+    (tmp_path / "inner.sh").write_text("python -m torch.distributed.run x.py\n")
+    assert run("SLURM_JOB_ID=8 bash inner.sh") == ["real python -m torch.distributed.run x.py"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash"])
+def test_a_signal_to_what_runs_in_the_background_reaches_the_launcher(run, shell: str, tmp_path: Path):
+    (tmp_path / "fifo").unlink(missing_ok=True)
+    body = """mkfifo fifo
+srun --wait > fifo &
+child=$!
+while read -r line; do
+    echo "$line"
+    case $line in ready) kill -USR1 $child ;; esac
+done < fifo
+wait $child
+echo "ended with $?" """
+    assert run(body, shell=shell) == ["met srun --wait", "ready", "got USR1", "ended with 5"]
+
+
+def test_the_word_at_the_end(tmp_path: Path):
+    job = {"SLURM_JOB_ID": "7", "SLURMFT_BATCH_JOB": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "a/b c"}
+    around = script._Script(job)
+    assert around.base == tmp_path / "runs" / "a-b-c-7"
+    assert "it calls no launcher by its name" in last_word(job)
+    around.note(why="hostname")
+    around.note(why="its tasks are odd", trains=True)
+    assert "because its tasks are odd;" in last_word(job)
+    around.note(number=1, words=["srun", "x.py"], code=None)
+    assert last_word(job) == ""
+    assert "it calls no launcher" in last_word({**job, "SLURM_RESTART_COUNT": "1"})  # each start has its own
+    assert last_word({**job, "SLURM_STEP_ID": "0"}) == last_word({}) == ""
+
+
+def test_what_the_script_itself_sees_has_nothing_of_slurmft():
+    given = {"PATH": f"{LAUNCHERS}/bin:/usr/bin", "SLURMFT_LAUNCHERS": str(LAUNCHERS), "BASH_ENV": "ours",
+             "SLURMFT_BASH_ENV": "/site", "SLURMFT": "train", "SLURMFT_SET": "[]", "X": "1"}  # fmt: skip
+    assert script._Script(given).own == {"PATH": "/usr/bin", "BASH_ENV": "/site", "X": "1"}

@@ -1,0 +1,261 @@
+"""Which launch trains, what is added to sbatch's command line, and what makes a worker the task it stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmft.errors import UsageError
+from slurmft.policy import launches
+from slurmft.policy.launches import Known, Line, split_line
+
+GUARD = "GUARD; "
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "options", "command"),
+    [
+        (["-N2", "-n", "4", "job.sh", "-x"], launches.SBATCH_FLAGS, (("N", "2"), ("n", "4")), ("job.sh", "-x")),
+        (["--nodes=2", "--wait", "job.sh"], launches.SBATCH_FLAGS, (("nodes", "2"), ("wait", "")), ("job.sh",)),
+        (["-HW", "job.sh"], launches.SBATCH_FLAGS, (("H", ""), ("W", "")), ("job.sh",)),
+        (["--kill-on-bad-exit", "run.sh", "python"], launches.SRUN_FLAGS, (("kill-on-bad-exit", ""),),
+         ("run.sh", "python")),
+        (["-luc8", "python"], launches.SRUN_FLAGS, (("l", ""), ("u", ""), ("c", "8")), ("python",)),
+        (["-n1", "--", "-odd"], launches.SRUN_FLAGS, (("n", "1"),), ("-odd",)),
+        ([], launches.SRUN_FLAGS, (), ()),
+    ],
+)  # fmt: skip
+def test_options_end_where_getopt_ends_them(words, flags, options, command):
+    line = split_line(words, flags)
+    assert (line.options, line.command) == (options, command)
+    assert [*line.words, *line.command] == [word for word in words if word != "--"]
+
+
+ALL = ["--requeue", "--open-mode=append", "--signal=USR2@120"]
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "added"),
+    [
+        ([[], []], {}, ALL),
+        ([["--signal=TERM@60"], []], {}, ALL[:2]),
+        ([[], ["--signal", "B:USR1@60"]], {}, ALL[:2]),
+        ([["--no-requeue"], ["--open-mode", "truncate"]], {}, ALL[2:]),
+        ([["--sig=TERM"], []], {}, ALL[:2]),
+        ([[], []], {"SBATCH_SIGNAL": "TERM", "SBATCH_REQUEUE": "1", "SBATCH_OPEN_MODE": "append"}, []),
+    ],
+)  # fmt: skip
+def test_only_what_the_user_has_not_set_is_added(given, environment, added):
+    assert launches.added_options(given, environment) == added
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ([[], []], {}, ("SIGUSR2", 120)),
+        ([["--signal=TERM@60"], []], {}, ("SIGTERM", 60)),
+        ([["--signal=TERM@60"], ["--signal=B:USR1@300"]], {}, ("SIGUSR1", 300)),
+        ([["--signal=TERM@60"], []], {"SBATCH_SIGNAL": "2@30"}, ("SIGINT", 30)),
+        ([[], ["--signal", "SIGUSR2"]], {}, ("SIGUSR2", 60)),
+        ([["--signal=HUP@60"], []], {}, ("SIGUSR2", 60)),
+    ],
+)  # fmt: skip
+def test_the_signal_is_the_one_that_sbatch_would_take(given, environment, expected):
+    assert launches.signal_of(given, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "guarded"),
+    [
+        ("#!/bin/bash\n#SBATCH -N1\n\nset -e\nrun\n", "#!/bin/bash\n#SBATCH -N1\n\nGUARD; set -e\nrun\n"),
+        ("#!/usr/bin/env bash\nrun", "#!/usr/bin/env bash\nGUARD; run"),
+        ("\ufeff#!/bin/sh -l\r\n# first\r\nrun\r\n", "#!/bin/sh -l\n# first\nGUARD; run\n"),
+        ("#!/bin/bash\n#SBATCH\n--mem=32G\n", "#!/bin/bash\n#SBATCH\nGUARD; --mem=32G\n"),
+        ("#!/bin/sh\n# nothing\n", "#!/bin/sh\n# nothing\nGUARD; \n"),
+    ],
+)
+def test_the_guard_moves_no_line(text, guarded):
+    assert launches.with_guard(text, GUARD) == guarded
+
+
+@pytest.mark.parametrize("text", ["run\n", "", "#!/usr/bin/env python3\nprint()\n", "#!/bin/tcsh\nrun\n"])
+def test_a_script_whose_launches_cannot_be_met_is_refused(text):
+    with pytest.raises(UsageError, match=r"first line|cannot be met"):
+        launches.with_guard(text, GUARD)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [([], "#!/bin/sh\n#SBATCH hetjob\n"), ([], "#!/bin/sh\n#SBATCH packjob\n"), (["-N1", ":", "-N2"], "#!/bin/sh\n")],
+)
+def test_a_job_of_several_components_is_refused(words, text):
+    with pytest.raises(UsageError, match="not one run"):
+        launches.refuse_several(words, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "trains"),
+    [
+        ("srun", "python train.py --lr 1", True),
+        ("srun", "python -u -m pkg.train", True),
+        ("srun", "python3.11 -X dev train.py", True),
+        ("srun", "scripts/with_env.sh python src/train.py", True),
+        ("srun", "./train.py", True),
+        ("srun", "bash -c source a && python train.py", True),
+        ("srun", "sh -xeuc \n  torchrun \\\n --nnodes 2 main.py", True),
+        ("srun", "singularity exec img python -m torch.distributed.run vit.py", True),
+        ("srun", "hostname --ip-address", False),
+        ("srun", "prepare_env.sh", False),
+        ("srun", "python -c import torch", False),
+        ("srun", "python --version", False),
+        ("srun", "python -m pip install x", False),
+        ("srun", "cp -r /data/python /tmp", False),
+        ("srun", "sh -c if test $SLURM_PROCID -eq 0; then hostname; fi", False),
+        ("torchrun", "--nproc_per_node 2 train.py", True),
+        ("accelerate", "launch train.py", True),
+        ("accelerate", "config", False),
+        ("deepspeed", "train.py", True),
+        ("python", "-m torch.distributed.launch train.py", True),
+        ("python", "prepare.py", False),
+        ("uv", "run torchrun --nproc-per-node 4 train.py", True),
+        ("uv", "run python prepare.py", False),
+        ("mpirun", "-n 4 python train.py", False),
+    ],
+)
+def test_which_launch_trains(name, command, trains):
+    assert launches.judged(name, command.split(" "), said="").trains is trains
+
+
+def test_what_the_script_says_goes_first():
+    assert launches.judged("srun", ["hostname"], said="train").trains
+    assert not launches.judged("torchrun", ["train.py"], said="off").trains
+
+
+SCRIPT = ["#!/bin/bash", "#SLURMFT train", "python train.py \\", "  --lr 1", "python other.py", "srun x  #SLURMFT off"]
+
+
+@pytest.mark.parametrize(("line", "said"), [(3, "train"), (4, "train"), (5, ""), (6, "off"), (0, ""), (9, "")])
+def test_a_remark_holds_for_the_command_below_it(line, said):
+    assert launches.said_in(SCRIPT, line) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--pty", "python", "train.py"], "--pty"),
+        (["--gpus-per-task=1", "python", "train.py"], "--gpus-per-task"),
+        (["--exact", "python", "train.py"], "--exact"),
+        (["--mpi=pmix", "python", "train.py"], "MPI"),
+        (["python", "-"], "standard input"),
+        (["--multi-prog", "list"], "--multi-prog"),
+        ([], "no command"),
+        (["--mpi=none", "-N1", "--gres=gpu:2", "python", "train.py"], ""),
+    ],
+)
+def test_a_step_that_agents_cannot_stand_for_says_why(words, why):
+    found = launches.why_not_srun(split_line(words, launches.SRUN_FLAGS))
+    assert why in found if why else found == ""
+
+
+def task(rank: int, node: int, local: int, **more: str) -> dict[str, str]:
+    return {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
+            "SLURMD_NODENAME": f"n{node}", "SLURM_STEP_NODELIST": "n[0-1]", **more}  # fmt: skip
+
+
+def test_places_of_equal_blocks():
+    found = launches.places_of([task(each, *divmod(each, 2), SLURM_CPUS_PER_TASK="3") for each in (2, 0, 3, 1)])
+    assert not isinstance(found, str)
+    assert (found.nodes, found.per_node, found.cpus_per_node, found.nodelist) == (2, 2, "6", "n[0-1]")
+    assert [each["SLURM_PROCID"] for each in found.hosts["n1"]] == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        [task(0, 0, 0), task(1, 0, 1), task(2, 1, 0)],
+        [task(0, 0, 0), task(1, 1, 0), task(2, 0, 1), task(3, 1, 1)],
+    ],
+)
+def test_other_places_are_refused(tasks):
+    assert "not spread over 2 nodes" in str(launches.places_of(tasks))
+
+
+def test_a_worker_has_the_environment_of_its_task():
+    agents = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "7", "SLURM_NTASKS": "2", "SLURM_ONLY_AGENTS": "1", "PATH": "/bin",
+              "SLURMFT_NODES": "n0", "SLURMFT_TASKS": "/t", "RANK": "3", "SLURMFT_PAGE": "/p", "OTHER": "x",
+              "SLURM_CONF": "/c"}  # fmt: skip
+    base = {"PATH": "/bin", "OTHER": "x"}
+    changes = launches.changes_for(
+        task(3, 1, 1, SLURM_STEP_ID="5", SLURM_NTASKS="4", PATH="/bin", MODE="given", PMIX_RANK="3"),
+        base, ranks_are_tasks=True,
+    )  # fmt: skip
+    worker = launches.worker_of_task(agents, changes, gpus=0, local=1)
+    assert worker == task(3, 1, 1, SLURM_STEP_ID="7", SLURM_NTASKS="4", PATH="/bin", MODE="given", SLURM_CONF="/c",
+                          SLURMFT_PAGE="/p")  # fmt: skip
+
+
+def test_ranks_of_a_launcher_keep_their_places_and_a_launcher_has_none():
+    agents = {"RANK": "3", "SLURMFT_PAGE": "/p", "SLURM_PROCID": "9"}
+    as_rank = launches.changes_for({"SLURM_PROCID": "0"}, {}, ranks_are_tasks=False)
+    assert launches.worker_of_task(agents, as_rank, gpus=0, local=0) == {**agents, "SLURM_PROCID": "0"}
+    as_launcher = launches.changes_for({"SLURM_PROCID": "0"}, {}, ranks_are_tasks=True, attached=False)
+    assert launches.worker_of_task(agents, as_launcher, gpus=0, local=0) == {"SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("own", "bound", "local", "visible"),
+    [
+        ("0", True, 0, "0"),
+        ("0", True, 3, "3"),  # each task counts from 0 in its cgroup
+        ("0,1", True, 1, "2,3"),
+        ("0,1,2,3", False, 1, "0,1,2,3"),
+        ("0,1,2,3", True, 1, "0,1,2,3"),  # more than there are: all of the node's
+    ],
+)
+def test_gpus_of_a_task(own, bound, local, visible):
+    of_task = {"CUDA_VISIBLE_DEVICES": own, **({"SLURM_GPUS_PER_TASK": "1"} if bound else {})}
+    agents = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    worker = launches.worker_of_task(agents, {}, gpus=launches.gpus_of(of_task), local=local)
+    assert worker["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("out-%j-%t.txt", "out-12-3.txt"),
+        ("%x_%A_%a_%4t", "job_11_2_0003"),
+        ("100%%", "100%"),
+        ("%b", None),
+        ("3", None),
+    ],
+)
+def test_the_files_of_sruns_output(pattern, name):
+    environment = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2", "SLURM_PROCID": "3",
+                   "SLURM_JOB_NAME": "job"}  # fmt: skip
+    assert launches.output_name(pattern, environment, user="me") == name
+
+
+def known(number: int, words: str, code: int | None, start: str = "7.0") -> Known:
+    return Known(number=number, words=tuple(words.split()), code=code, start=start)
+
+
+BEFORE = [known(1, "srun python a.py", 0), known(2, "srun python b.py --fresh", None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "number"),
+    [
+        ("srun python a.py", BEFORE, 1),
+        ("srun python b.py --resume last", BEFORE, 2),  # unfinished: the same launch with other arguments
+        ("srun python a.py --other", BEFORE, None),  # finished: another one
+        ("srun python c.py", BEFORE, None),
+        ("srun python a.py", [known(1, "srun python a.py", 0, "7.1")], None),  # of this very start: a loop
+        ("srun python a.py", [known(1, "srun python a.py", 0, "7.1"), known(2, "srun python a.py", None)], 2),
+    ],
+)
+def test_a_launch_of_an_earlier_start(words, before, number):
+    found = launches.same_launch(words.split(), before, "7.1")
+    assert (found.number if found else None) == number
+
+
+def test_line_without_options_has_no_value():
+    assert Line((), (), ()).value("nodes", "N") is None
