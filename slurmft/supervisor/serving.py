@@ -31,12 +31,12 @@ from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import Owner, RunFolder, progress_of
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.agents import AgentLink, AgentLost
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off
+from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off, taken_from
 from slurmft.supervisor.inference import LOOK_S, POLL_S, PROGRESS_S, InferenceAttempt, InferenceStops
 from slurmft.supervisor.placement import Accuser
 from slurmft.system.files import read_text, replace_atomically
@@ -367,6 +367,9 @@ class ServingAttempt(InferenceAttempt):
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
                              replicas=config.nodes * section.replicas_per_node)  # fmt: skip
         if self._candidacy is None:
+            # the supervisor before may have died while routers of the job before still had requests for these replicas
+            if self._crew.has_outlived and (before := taken_from(self._start.history, self._cluster.attempt)):
+                self._take_over_from(before)
             self._offer()
 
     def _offer(self) -> None:
@@ -504,11 +507,11 @@ class ServingAttempt(InferenceAttempt):
         self._roster.requests.done += more
         self._offer()
 
-    def _take_over_from(self, before: Owner) -> None:
+    def _take_over_from(self, before: Owner | Attempt) -> None:
         self._predecessor_serves = True
         self._background.start(self._see_off(before))
 
-    async def _see_off(self, before: Owner) -> None:
+    async def _see_off(self, before: Owner | Attempt) -> None:
         """See to it that the job before ends: one that has lost its batch host keeps the nodes that are left."""
         state: str | None = None
         while state is None:
