@@ -552,6 +552,9 @@ class Load:
     kept: bool = False
     """For a request that may have killed engines, and is to be alone on it."""
 
+    taken: bool = False
+    """By a suspect of this router, which is alone on it or waits for that."""
+
     proven: bool = True
     """It has answered something."""
 
@@ -571,11 +574,11 @@ def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) 
 def place_alone(loads: Sequence[Load], without: Collection[str]) -> str | None:
     """The replica on which a suspect is tried with nothing beside it: one that works, and is soon empty.
 
-    They are tried on one replica, one after the other, whichever router has them: the others go on meanwhile. Where two
-    routers have begun at the same moment, both go on with the first by name.
+    Up to half of the replicas are kept for suspects, each for one at a time, whichever router has them: the others go
+    on meanwhile. Where routers have kept more at the same moment, they go on with the first by name.
     """
-    kept = sorted((each for each in loads if each.kept), key=lambda each: each.name)[:1]
-    able = [each for each in kept or loads if not each.avoided]
+    kept, most = sorted((each for each in loads if each.kept), key=lambda each: each.name), max(1, len(loads) // 2)
+    able = [each for each in (loads if len(kept) < most else kept[:most]) if not each.avoided and not each.taken]
     return min(able, key=lambda each: (each.name in without, not each.proven, each.in_flight)).name if able else None
 
 
