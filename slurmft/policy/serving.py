@@ -751,8 +751,8 @@ def after_failure(
 # --- What an endpoint that serves may have replaced: its engine, and nothing else ---
 
 ENGINE = "inference.engine."
-OF_ROUTERS = frozenset({"inference.engine.token_file", "inference.engine.allow_paths"})
-"""Settings of the engine that routers read when they start."""
+OF_ROUTERS = frozenset({f"{ENGINE}{key}" for key in ("token_file", "allow_paths", "nodes")})
+"""Settings of the engine that routers, or the supervisor, read when they start."""
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -365,7 +365,7 @@ class ServingAttempt(InferenceAttempt):
             self._follow_the_load(bounds, goes_on=goes_on)
         self._coordinator = self.stops.coordinator = self._roster
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
-                             replicas=config.nodes * section.replicas_per_node)  # fmt: skip
+                             replicas=section.replicas_on(config.nodes))  # fmt: skip
         if self._candidacy is None:
             # the supervisor before may have died while routers of the job before still had requests for these replicas
             if self._crew.has_outlived and (before := taken_from(self._start.history, self._cluster.attempt)):
@@ -375,7 +375,8 @@ class ServingAttempt(InferenceAttempt):
     def _offer(self) -> None:
         """Hand the endpoint over when that is due, and give it another engine when that is asked for."""
         assert self._section.serving is not None
-        self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
+        agents = self._joined if self._gangs is None else self._gangs.heads
+        self._update = update = RollingUpdate(self._section, self._start, agents, self._is_calm)
         self._background.start(update.watch())
         self._background.start(self._make_up())
         if (bounds := self._bounds()) is not None:
@@ -544,7 +545,7 @@ class ServingAttempt(InferenceAttempt):
         section, scaled = self._section, self._section.serving and self._section.serving.replicas
         if not scaled or scaled.min is None:
             return None
-        most = scaled.max or self._config.nodes * section.replicas_per_node
+        most = scaled.max or section.replicas_on(self._config.nodes)
         return Bounds(least=scaled.min, most=most, concurrency=section.concurrency, idle_s=scaled.idle_s)
 
     def _follow_the_load(self, bounds: Bounds, *, goes_on: bool) -> None:
