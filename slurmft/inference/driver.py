@@ -128,6 +128,9 @@ class Replica:
     runs: JoinGang | None = None
     """... that of its process; None where there is none."""
 
+    ended_first: int = 0
+    """Rank of the member whose end is that of the engine."""
+
     why: str = ""
     """What it is killed for."""
 
@@ -146,6 +149,7 @@ class Replica:
         self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
         self.in_flight, self.begun, self.void, self.ends, self.why, self.port = {}, set(), 0, {}, "", 0
         self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
+        self.ended_first = 0
 
     def room(self, ahead: int = 0) -> int:
         """Requests that it can take now, of which ``ahead`` wait for a slot."""
@@ -535,12 +539,12 @@ class HttpEngine:
             headers=headers,
             trust_env=False,
         )
+        ended = asyncio.ensure_future(self.ended())
         while not await self._is_ready():
-            if self._process is not None and self._process.returncode is not None:
-                raise LaunchError(f"the engine ended with {self._process.returncode} before it was ready")
-            if self._head is not None and self._head.broken.done():
-                raise LaunchError("a member of the engine ended before it was ready")
+            if ended.done():
+                raise LaunchError(f"the engine ended with {ended.result()} before it was ready")
             await asyncio.sleep(READY_LOOK_S)
+        ended.cancel()
 
     async def launch(self, more: Mapping[str, str]) -> None:
         """Start the command, if there is one, with ``more`` in the place of its words."""

@@ -134,7 +134,7 @@ class Head:
         finally:
             writer.close()
         if member is not None and not self.broken.done():
-            self._tell(kind="broken", member=f"member {member.rank} on {member.host}", code=code)
+            self._tell(kind="broken", rank=member.rank, host=member.host, code=code)
             self.broken.set_result(code)
 
 

@@ -313,6 +313,7 @@ class ReplicaPool:
             epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
             how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
             failures=self._manager.failures(replica.number), load=max(len(begun), replica.last.in_flight),
+            member=replica.ended_first,
         )  # fmt: skip
         self._report(died)
         if delay_s is None:
@@ -466,7 +467,8 @@ class ReplicaPool:
                 replica.port = message["port"]
                 self.tell_state(replica)
             case "broken":
-                replica.why = replica.why or f"{message['member']}: {how_it_ended(message['code'])}"
+                member, replica.ended_first = f"member {message['rank']} on {message['host']}", message["rank"]
+                replica.why = replica.why or f"{member}: {how_it_ended(message['code'])}"
             case "progress":  # a byte of an answer, a token, or the answer to the smallest request
                 self._monitor.progressed(replica.number, now_s)
             case "patience":

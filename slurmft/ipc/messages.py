@@ -734,6 +734,9 @@ class ReplicaDied(InferenceReport, frozen=True, kw_only=True, tag="replica_died"
     load: Count | None = None
     """Requests that it had, also where they have no numbers."""
 
+    member: Rank = 0
+    """Of an engine over several nodes: that whose process has ended first."""
+
     @property
     def had(self) -> int:
         """How many requests, as far as is known."""

@@ -50,7 +50,7 @@ from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
-from slurmft.storage.run_folder import Attempt
+from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
@@ -208,6 +208,11 @@ class Gangs:
             for node in next((gang[1:] for gang in self._gangs if gang[0] == link.node), ()):
                 self._tell(node)
 
+    def host_of(self, head: AgentLink, rank: int) -> str:
+        """The node of a member; the head's where the gang is broken up already."""
+        gang = next((gang for gang in self._gangs if gang[0] == head.node), (head.node,) * (rank + 1))
+        return self._joined.get(gang[rank], head).host
+
     def too_few(self, now_s: float) -> str:
         """Why no engine can work any more with what is left of the job; empty while one can, or nodes may come back."""
         if self._awaited and now_s - self._began_s > self._times.supervisor_lease_s:
@@ -351,7 +356,8 @@ class InferenceAttempt:
         folder = folder_of(self._run.path)
         # slurmft infer has read them; a batch script written by hand has not
         batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
-        await self._in_folder(lambda: prepare_key(self._run.path))
+        if self._gangs is not None:
+            await self._in_folder(lambda: prepare_key(self._run.path))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
         self._coordinator = self.stops.coordinator = Coordinator(
             self._section, batch, self._ledger, self._start.thread.submit, self._journal.append
@@ -603,7 +609,8 @@ class InferenceAttempt:
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
         now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
-        self._deaths = self._deaths.died(link.host, now_s, in_flight=report.had)
+        host = link.host if self._gangs is None else self._gangs.host_of(link, report.member)
+        self._deaths = self._deaths.died(host, now_s, in_flight=report.had)
         if (node := self._deaths.suspect(nodes, now_s)) is None:
             return
         self._deaths = self._deaths.forgiven(node)
@@ -613,21 +620,27 @@ class InferenceAttempt:
         self._accuser.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
 
     async def _watch_requests(self) -> None:
-        assert self._coordinator is not None
         told_s = 0.0
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             if time.monotonic() - told_s > PROGRESS_S:
                 told_s = time.monotonic()
                 await self._tell_progress()
-            for kind, who in (await self._folder.requests(ready=True)).items():
-                if kind == "KILL":
-                    self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-                elif kind == "REQUEUE":
-                    self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
-                else:  # every answer is saved within a second
-                    await self._coordinator.commit_now()
-                    self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
+            await self._heed_requests()
+
+    async def _heed_requests(self) -> None:
+        assert self._coordinator is not None
+        for kind, who in (await self._folder.requests(ready=True)).items():
+            if kind == "KILL":
+                self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+            elif kind == "REQUEUE":
+                self._requeue(f"requeued by {who}")
+            else:  # every answer is saved within a second
+                await self._coordinator.commit_now()
+                self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
+
+    def _requeue(self, reason: str) -> None:
+        self.stops.stop_for(Cause.REQUEUED_BY_USER, reason)
 
     async def _tell_progress(self) -> None:
         self._journal.retry()
@@ -638,7 +651,10 @@ class InferenceAttempt:
         except (OSError, StorageError):
             return
         if owner is not None and owner.generation > self._start.generation:
-            self._over.set()
+            await self._superseded(owner)
+
+    async def _superseded(self, _owner: Owner) -> None:
+        self._over.set()
 
     def _write_progress(self) -> None:
         if isinstance(self._coordinator, Coordinator):

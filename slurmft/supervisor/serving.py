@@ -37,7 +37,7 @@ from slurmft.supervisor.agents import AgentLink, AgentLost
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
 from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off, taken_from
-from slurmft.supervisor.inference import LOOK_S, POLL_S, PROGRESS_S, InferenceAttempt, InferenceStops
+from slurmft.supervisor.inference import LOOK_S, PROGRESS_S, InferenceAttempt, InferenceStops
 from slurmft.supervisor.placement import Accuser
 from slurmft.system.files import read_text, replace_atomically
 
@@ -421,29 +421,17 @@ class ServingAttempt(InferenceAttempt):
 
     # Who owns the run
 
-    async def _watch_requests(self) -> None:
-        told_s = 0.0
-        while not self._over.is_set():
-            await asyncio.sleep(POLL_S)
-            if time.monotonic() - told_s > PROGRESS_S:
-                told_s = time.monotonic()
-                await self._tell_progress()
-            if self.stops.superseded:  # requests are for the new owner
-                continue
-            if self._candidacy is not None:
-                await self._heed_stop()
-                continue
-            for kind, who in (await self._folder.requests(ready=True)).items():
-                self._heed(kind, who)
-
-    def _heed(self, kind: str, who: str) -> None:
-        if kind == "KILL":
-            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-        elif kind == "REQUEUE":
-            if self.stops.giver is None or not self.stops.giver.want(f"requeued by {who}"):
-                self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+    async def _heed_requests(self) -> None:
+        if self.stops.superseded:  # they are for the new owner
+            return
+        if self._candidacy is not None:
+            await self._heed_stop()
         else:
-            self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._roster.requests.done)
+            await super()._heed_requests()
+
+    def _requeue(self, reason: str) -> None:
+        if self.stops.giver is None or not self.stops.giver.want(reason):
+            super()._requeue(reason)
 
     async def _heed_stop(self) -> None:
         """A candidate leaves requests to the owner, but for a stop, which means both."""
@@ -456,17 +444,16 @@ class ServingAttempt(InferenceAttempt):
             self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
 
     async def _tell_progress(self) -> None:
-        self._journal.retry()
-        try:
-            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
-            if self._candidacy is not None:
-                await self._stand(self._candidacy)
-                return
-            await self._in_folder(self._write_progress)
-            owner = await self._in_folder(self._run.owner)
-        except (OSError, StorageError):
+        if self._candidacy is None:
+            await super()._tell_progress()
             return
-        if owner is None or owner.generation <= self._start.generation or self.stops.superseded:
+        self._journal.retry()
+        with contextlib.suppress(OSError, StorageError):
+            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
+            await self._stand(self._candidacy)
+
+    async def _superseded(self, owner: Owner) -> None:
+        if self.stops.superseded:
             return
         if not await self._in_folder(lambda: is_heir(self._run, self._cluster.attempt.job, owner)):
             self._over.set()
