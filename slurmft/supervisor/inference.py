@@ -260,15 +260,16 @@ class Gangs:
 
 def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]]:
     """The gangs of this start of the job, as the journal has them."""
-    gangs: dict[tuple[int, ...], None] = {}
+    gangs: list[tuple[int, ...]] = []
     for event in history:
-        if event.attempt.startswith(f"{attempt.job}.{attempt.restart}."):
+        mine = event.attempt.startswith(f"{attempt.job}.{attempt.restart}.")
+        if mine and event.event in (EventName.GANG_FORMED, EventName.GANG_BROKEN):
             numbers = tuple(event.details.get("numbers", ()))
-            if event.event == EventName.GANG_FORMED:
-                gangs[numbers] = None
-            elif event.event == EventName.GANG_BROKEN:
-                gangs.pop(numbers, None)
-    return list(gangs)
+            gangs = [
+                gang for gang in gangs if not set(gang) & set(numbers)
+            ]  # an attempt may end with gangs as they are
+            gangs += [numbers] * (event.event == EventName.GANG_FORMED)
+    return gangs
 
 
 # --- attempt ---

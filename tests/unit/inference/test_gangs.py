@@ -20,7 +20,7 @@ from slurmft.ipc.messages import JoinGang, ReplicaDied, ReplicaPhase, ReplicaPla
 from slurmft.policy.inference import gangs_of
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.inference import Gangs
+from slurmft.supervisor.inference import Gangs, gangs_in
 
 KEY = b"k" * 64
 COMMAND = ("engine", "{port}", "{node_rank}")
@@ -124,6 +124,16 @@ def test_the_next_supervisor_leaves_gangs_as_they_are_until_an_agent_does_not_re
     alone.gangs.too_few(1e9)
     assert alone.parts() == {0: (0, None), 1: (None, None)} or list(alone.gangs.heads) == [0]
     assert alone.events(EventName.GANG_FORMED)[-1] == [0, 1]
+
+
+def test_the_journal_tells_which_gangs_there_are(tmp_path: Path) -> None:
+    run, mine = RunFolder(tmp_path / "run"), Attempt(job="7", restart=1, cycle=2)
+    run.create()
+    run.journal(Attempt(job="7", restart=0)).append(EventName.GANG_FORMED, numbers=[6, 7])
+    for name, numbers in (("formed", [0, 1]), ("formed", [2, 3]), ("broken", [2, 3]), ("formed", [1, 2])):
+        run.journal(Attempt(job="7", restart=1)).append(EventName(f"gang {name}"), numbers=numbers)
+    run.journal(mine).append(EventName.GANG_FORMED, numbers=[4, 5])
+    assert gangs_in(run.journal().read_past(), mine) == [(1, 2), (4, 5)]
 
 
 @pytest.mark.parametrize("end", ["crash", "gone"])
