@@ -29,6 +29,7 @@ from slurmft.ipc.messages import (
     BeginReplicas,
     Call,
     Drain,
+    JoinGang,
     Lease,
     Members,
     RenewReplica,
@@ -273,6 +274,8 @@ class Replicas:
             case Members() if self._router is not None:
                 await self._router.take(call)
                 self._pool.want(call.on, call.epoch)
+            case JoinGang():
+                self._pool.join_gang(call)
             case Lease():
                 self._pool.lease(call.runs, call.alone, call.epoch, call.partials or ())
             case Drain():
@@ -355,10 +358,11 @@ class Replicas:
         if devices := devices_of(self._gpus or [], number, self._section.gpus_per_replica):
             environment[VISIBLE_VARIABLE] = ",".join(devices)
         command = COMMAND if self._section.serving is None else SERVING_COMMAND
+        part = self._pool.replicas[number].part or JoinGang(epoch=0)
         settings = ReplicaSettings(
             socket=socket, config=str(self._run.path / self._configs.get(number, OWN_CONFIG)),
             generation=self._pool.generation, node=self._node, replica=number, life=life,
-            device="cuda" if devices else "",
+            device="cuda" if devices else "", rank=part.rank or 0, head=part.head,
         )  # fmt: skip
         environment[SETTINGS_VARIABLE] = settings.as_text()
         environment[STOP_SIGNAL_VARIABLE] = self._config.preemption.signal

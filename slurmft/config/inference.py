@@ -143,6 +143,8 @@ MAX_CONCURRENCY = 4096
 PORT_WORD = "{port}"
 SOCKET_WORD = "{socket}"
 
+GANG_WORDS = ("{node_rank}", "{nodes}", "{head}", "{head_port}")
+
 ONLY_BATCH = ("output", "on_bad_input", "tail_after_s", "commit_interval_s")
 """Keys without a meaning for an endpoint."""
 
@@ -154,6 +156,12 @@ class EngineConfig(Section):
     """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{socket}`` the path
     of a Unix socket that no other user can reach, ``{replica}`` the replica's number on the node. vLLM, SGLang, TGI
     and llama.cpp are known by name."""
+
+    nodes: Annotated[Positive, AfterValidator(plain.at_most(64))] = 1
+    """Nodes of one engine. With more than 1 each starts ``command``, in which ``{node_rank}`` becomes its number from 0
+    on, ``{nodes}`` how many there are, ``{head}`` the address of the first one and ``{head_port}`` a free port there;
+    requests go to the first one's ``{port}`` alone. When one ends or is lost, all are ended and started again, on other
+    nodes where that is needed (``spare_nodes``)."""
 
     stage_in_memory: tuple[Text, ...] = ()
     """Files and folders of ``command``, by their absolute paths, that each node copies into its memory at the first
@@ -201,6 +209,8 @@ class EngineConfig(Section):
             raise ValueError(f"give one of command, callable and url; given: {', '.join(given) or 'none'}")
         if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
             raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
+        if self.nodes > 1 and not any(word in part for part in self.command or () for word in GANG_WORDS):
+            raise ValueError(f"nodes: an engine over several needs a command with some of {', '.join(GANG_WORDS)}")
         for path in self.stage_in_memory:
             if not re.match(r"/+[^/]", path) or with_another_path(self.command or (), path, "") == (self.command or ()):
                 raise ValueError(f"stage_in_memory: {path!r} is no absolute path that is in a word of command")
@@ -271,7 +281,8 @@ class InferenceConfig(Section):
     """Engines on each node."""
 
     gpus_per_replica: Annotated[Count, AfterValidator(plain.at_most(64))] = Field(default=1, ge=0)
-    """GPUs that each engine sees, where the node has any; 0: all of them. One engine over several nodes: not here."""
+    """GPUs that each engine sees, where the node has any; 0: all of them. One engine over several nodes sees so many on
+    each (``engine.nodes``)."""
 
     concurrency: Annotated[Positive, AfterValidator(plain.at_most(MAX_CONCURRENCY))] = 32
     """Requests at a time for each replica; for a callable the longest list. Halved when it runs out of memory."""
@@ -324,6 +335,11 @@ class InferenceConfig(Section):
     def _is_batch_or_endpoint(self) -> Self:
         if (self.input is None) == (self.serving is None):
             raise ValueError("give one of input (a batch) and serving (an endpoint)")
+        if self.engine.nodes > 1 and (
+            self.replicas_per_node > 1 or (self.serving and self.serving.replicas.min is not None)
+        ):
+            raise ValueError("engine.nodes: with more than 1 there is one engine on a node, and none follows the load; "
+                             "remove replicas_per_node and serving.replicas")  # fmt: skip
         if self.serving is not None:
             if self.engine.continue_from_prefix == "always":
                 raise ValueError(
@@ -335,6 +351,10 @@ class InferenceConfig(Section):
             if given:
                 raise ValueError(f"{', '.join(given)}: without a meaning for an endpoint; remove it")
         return self
+
+    def replicas_on(self, nodes: int) -> int:
+        """Engines that there should be on so many nodes."""
+        return nodes // self.engine.nodes * self.replicas_per_node
 
     @property
     def from_stdin(self) -> bool:

@@ -192,12 +192,15 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _folders_can_be_kept(self) -> Self:
         if self.inference is not None and self.inference.serving is not None:
-            scaled, places = self.inference.serving.replicas, self.nodes * self.inference.replicas_per_node
+            scaled, places = self.inference.serving.replicas, self.inference.replicas_on(self.nodes)
             for name, value in (("min", scaled.min), ("max", scaled.max)):
                 if value is not None and value > places:
                     raise ValueError(
                         f"inference.serving.replicas.{name} ({value}) is above nodes times replicas_per_node ({places})"
                     )
+        if self.inference is not None and self.nodes % self.inference.engine.nodes:
+            raise ValueError(f"nodes ({self.nodes}) is no multiple of inference.engine.nodes "
+                             f"({self.inference.engine.nodes}); nodes in reserve are spare_nodes")  # fmt: skip
         if self.sync and self.inference is not None:
             raise ValueError("sync: it is for trainers; a run with a section inference keeps its answers itself")
         if problem := sync_problem_of(self.sync, str(self.run_folder), tuple(self.environment)):

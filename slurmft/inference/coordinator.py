@@ -380,7 +380,9 @@ class Coordinator:
     def all_down(self) -> bool:
         """Every replica of every agent has given up."""
         phases = [phase for agent in self.agents.values() for phase in agent.replicas.values()]
-        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and set(phases) == {"down"}
+        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and {*phases} - {"member"} == {
+            "down"
+        }
 
     def count(self, phase: str) -> int:
         """Replicas in this phase."""

@@ -22,7 +22,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter, deque
@@ -35,11 +34,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
 from slurmft.config.run import load
-from slurmft.errors import LaunchError, StorageError, UsageError
+from slurmft.errors import LaunchError, SlurmftError, StorageError, UsageError
+from slurmft.inference.endpoint import is_local, key_of
+from slurmft.inference.gang import Ended, Head, Starts, free_port, join
+from slurmft.inference.handover import is_config_name
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
 from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
 from slurmft.ipc.channel import Fields
+from slurmft.ipc.messages import JoinGang, ReplicaPlace
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.engines import counter_in, engine_kind, patience_for, smallest, with_another_path
 from slurmft.policy.inference import Outcome, Slots, is_good, is_out_of_memory, outcome_of_status, retry_after_s
@@ -72,6 +75,9 @@ class Phase(StrEnum):
 
     OFF = "off"
     """It is not needed for the load."""
+
+    MEMBER = "member"
+    """Another node answers for the engine, of which this one has a part, or has none to be the head of."""
 
 
 @dataclass(slots=True)
@@ -114,7 +120,16 @@ class Replica:
     """The disk takes none of its answers."""
 
     port: int = 0
-    """Where its gate listens; 0 for a replica of a batch."""
+    """Where its gate listens; 0 for a replica of a batch. Before it is ready: where it waits for members."""
+
+    part: JoinGang | None = None
+    """In an engine over several nodes, as it was told, and ..."""
+
+    runs: JoinGang | None = None
+    """... that of its process; None where there is none."""
+
+    ended_first: int = 0
+    """Rank of the member whose end is that of the engine."""
 
     why: str = ""
     """What it is killed for."""
@@ -132,8 +147,9 @@ class Replica:
         """Another life of it, in which nothing of the last one counts."""
         self.life, self.generation = self.life + 1, generation
         self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
-        self.in_flight, self.begun, self.void, self.ends, self.why = {}, set(), 0, {}, ""
+        self.in_flight, self.begun, self.void, self.ends, self.why, self.port = {}, set(), 0, {}, "", 0
         self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
+        self.ended_first = 0
 
     def room(self, ahead: int = 0) -> int:
         """Requests that it can take now, of which ``ahead`` wait for a slot."""
@@ -175,6 +191,12 @@ class ReplicaSettings(Fields, frozen=True, kw_only=True):
 
     device: str
     """For a callable; empty: whatever there is."""
+
+    rank: int = 0
+    """In an engine over several nodes, and ..."""
+
+    head: ReplicaPlace | None = None
+    """... where its head waits for this member; None: it is no member."""
 
 
 # --- Tries of one request: exponential backoff with jitter, and what the engine itself asks for ---
@@ -447,13 +469,25 @@ class Engine(Protocol):
         """Let go of it."""
 
 
-def engine_of(config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer) -> Engine:
+def head_of(
+    settings: ReplicaSettings, config: InferenceConfig, run_folder: Path, tell: Callable[..., None]
+) -> Head | None:
+    """What gathers an engine over several nodes; None for any other."""
+    if config.engine.nodes == 1:
+        return None
+    name, host = Path(settings.config).relative_to(run_folder), "127.0.0.1" if is_local(os.environ) else None
+    return Head(key_of(run_folder), nodes=config.engine.nodes, config=str(name), host=host, tell=tell)
+
+
+def engine_of(
+    config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer, head: Head | None = None
+) -> Engine:
     """The engine that the configuration names; ``partials`` takes the beginnings of its answers, and has known ones."""
     if config.engine.callable is not None:
         keeps = config.engine.continue_from_prefix != "never"
         device = device or default_device()
         return CallableEngine(config.engine.callable, device, config.concurrency, partials if keeps else None)
-    return HttpEngine(config, replica, partials)
+    return HttpEngine(config, replica, partials, head)
 
 
 class HttpEngine:
@@ -461,7 +495,11 @@ class HttpEngine:
 
     at_once = 1
 
-    def __init__(self, config: InferenceConfig, replica: int, partials: RequestCheckpointer | None = None) -> None:
+    def __init__(
+        self, config: InferenceConfig, replica: int, partials: RequestCheckpointer | None = None,
+        head: Head | None = None,
+    ) -> None:  # fmt: skip
+        self._head = head
         engine, kind = config.engine, engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
         self._partials = RequestCheckpointer() if partials is None else partials
@@ -481,7 +519,7 @@ class HttpEngine:
         """Where a server that was started here listens: its port on this node, or the path of its Unix socket."""
 
     async def start(self) -> None:
-        """Start the server and wait until it is ready; its limit is the agent's."""
+        """Start the server, where it has members with them, and wait until it is ready; its limit is the agent's."""
         try:
             import aiohttp
         except ImportError as error:
@@ -490,9 +528,9 @@ class HttpEngine:
         headers = {}
         if self._config.engine.token_file is not None:
             headers["Authorization"] = f"Bearer {token_in(self._config.engine.token_file, at_least=1)}"
+        await self.launch(await self._head.gather() if self._head is not None else {})
         connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-        if self._config.engine.command is not None and any(SOCKET_WORD in each for each in self._config.engine.command):
-            self._private = make_private_folder()
+        if self._private is not None:
             connector = aiohttp.UnixConnector(str(self._private.path / "engine.sock"), limit=0, keepalive_timeout=30)
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -501,28 +539,34 @@ class HttpEngine:
             headers=headers,
             trust_env=False,
         )
-        if self._config.engine.command is not None:
-            port = self._port = _free_port()
-            self._base = f"http://127.0.0.1:{port}"
-            self.place = port
-            words = {PORT_WORD: str(port), "{replica}": str(self._replica)}
-            if self._private is not None:
-                self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
-            command = self._config.engine.command
-            for path in self._config.engine.stage_in_memory:
-                copy = await asyncio.to_thread(stage_in_memory, path)
-                command = with_another_path(command, path, str(copy))
-            argv = [_filled(word, words) for word in command]
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine
-                )
-            except OSError as error:
-                raise UsageError(f"cannot start the engine {argv[0]!r}: {error.strerror or error}") from error
+        ended = asyncio.ensure_future(self.ended())
         while not await self._is_ready():
-            if self._process is not None and self._process.returncode is not None:
-                raise LaunchError(f"the engine ended with {self._process.returncode} before it was ready")
+            if ended.done():
+                raise LaunchError(f"the engine ended with {ended.result()} before it was ready")
             await asyncio.sleep(READY_LOOK_S)
+        ended.cancel()
+
+    async def launch(self, more: Mapping[str, str]) -> None:
+        """Start the command, if there is one, with ``more`` in the place of its words."""
+        if (command := self._config.engine.command) is None:
+            return
+        port = self._port = free_port("127.0.0.1")
+        self._base = f"http://127.0.0.1:{port}"
+        self.place = port
+        words = {PORT_WORD: str(port), "{replica}": str(self._replica), **more}
+        if any(SOCKET_WORD in each for each in command):
+            self._private = make_private_folder()
+            self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
+        for path in self._config.engine.stage_in_memory:
+            copy = await asyncio.to_thread(stage_in_memory, path)
+            command = with_another_path(command, path, str(copy))
+        argv = [_filled(word, words) for word in command]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine
+            )
+        except OSError as error:
+            raise UsageError(f"cannot start the engine {argv[0]!r}: {error.strerror or error}") from error
 
     async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
         """One request, by POST."""
@@ -637,7 +681,12 @@ class HttpEngine:
         self._partials.note(key, prefix.text, tokens=prefix.tokens, prompt_tokens=prefix.prompt_tokens)
 
     async def ended(self) -> int:
-        """The server's exit."""
+        """The server's exit, or that of a member."""
+        exits = {asyncio.ensure_future(self._exit()), *([self._head.broken] if self._head is not None else [])}
+        done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+
+    async def _exit(self) -> int:
         if self._process is None:
             await asyncio.Event().wait()
         assert self._process is not None
@@ -648,7 +697,9 @@ class HttpEngine:
             reap_adopted({self._process.pid})
 
     async def close(self) -> None:
-        """End the server; the zygote ends what else it has started."""
+        """End the server, and with it all members; the zygote ends what else it has started."""
+        if self._head is not None:
+            self._head.close()
         if self._session is not None:
             await self._session.close()
         if self._process is not None and self._process.returncode is None:
@@ -731,12 +782,6 @@ def _filled(word: str, words: Mapping[str, str]) -> str:
     for name, value in words.items():
         word = word.replace(name, value)
     return word
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- The driver of one replica: starts its engine, asks it what the agent hands over, and writes the answers ---
@@ -831,7 +876,8 @@ class Driver:
         owner = {name: getattr(settings, name) for name in ("generation", "node", "replica", "life")}
         self._fingerprint = fingerprint(config.engine)
         self._partials_file = CheckpointFile(self._folder, owner, self._fingerprint, self._partials)
-        self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials)
+        head = head_of(settings, config, run_folder, self._send)
+        self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head)
         self._slots = Slots.full(config.concurrency)
         self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
@@ -1155,6 +1201,56 @@ class Driver:
             self._writer.write(b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in messages))
 
 
+class Member:
+    """The part of an engine that another node's driver answers for, until the engine or that driver ends."""
+
+    def __init__(self, settings: ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
+        self._settings, self._config, self._run_folder = settings, config, run_folder
+
+    async def run(self) -> int:
+        """Work until the agent or the head is gone, or the engine ends; returns the exit code.
+
+        Raises:
+            SlurmftError: the head is not to be found, or the engine cannot be started.
+        """
+        mine = self._settings
+        assert mine.head is not None
+        reader, writer = await asyncio.open_unix_connection(mine.socket)
+        hello = {"kind": "hello", "replica": mine.replica, "life": mine.life}
+        writer.write(json.dumps(hello).encode() + b"\n")
+        hearing = asyncio.create_task(reader.read())
+        channel, code, engine = await join(mine.head, mine.rank, key_of(self._run_folder)), 0, None
+        try:
+            waiting = asyncio.create_task(channel.receive())
+            await asyncio.wait({hearing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done() or (told := waiting.result()) is None:
+                return 0
+            starts = Starts.parse(told, "what the head says")
+            if (
+                not is_config_name(starts.config)
+                or (config := load(self._run_folder / starts.config).inference) is None
+            ):
+                raise LaunchError(f"{starts.config} is no configuration of this run")
+            engine = HttpEngine(config, mine.replica)
+            await engine.launch(starts.words(mine.rank))
+            ended, over = asyncio.create_task(engine.ended()), asyncio.create_task(channel.receive())
+            await asyncio.wait({hearing, ended, over}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                code = ended.result()
+                sys.stderr.write(f"slurmft: this part of the engine has ended with {code}\n")
+                return exit_code_of(code)
+            return 0
+        except SlurmftError as error:
+            code = error.exit_code
+            raise
+        finally:
+            channel.send(Ended(code=code))
+            await channel.drain()
+            channel.close()
+            if engine is not None:
+                await engine.close()
+
+
 def exit_code_of(code: int) -> int:
     """As a shell has it: 128 and the signal; an engine that ends without being asked to never ends well."""
     return 128 - code if code < 0 else code or 1
@@ -1174,7 +1270,8 @@ def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], OneReplica]) 
         settings = ReplicaSettings.parse(os.environ.pop(SETTINGS_VARIABLE).encode(), SETTINGS_VARIABLE)
         config = load(Path(settings.config))
         assert config.inference is not None
-        return await kind(settings, config.inference, config.run_folder).run()
+        chosen = kind if settings.head is None else Member
+        return await chosen(settings, config.inference, config.run_folder).run()
 
     return run_below_agent(run)
 

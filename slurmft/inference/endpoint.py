@@ -119,11 +119,9 @@ def prepare(run_folder: Path, token_file: Path | None, *, job: str = "", goes_on
         UsageError: the user's token cannot be used.
         StorageError: the run folder cannot be written.
     """
+    prepare_key(run_folder)
     folder = folder_of(run_folder)
     with writing(folder):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not (folder / "key").exists():
-            replace_atomically(folder / "key", secrets.token_hex(32))
         note = folder / "job"
         is_new = bool(job) and not goes_on and note.exists() and read_text(note, owners={os.geteuid()}) != job
         if token_file is not None:
@@ -138,8 +136,21 @@ def prepare(run_folder: Path, token_file: Path | None, *, job: str = "", goes_on
         replace_atomically(headers_file(run_folder), f"Authorization: Bearer {token}\n")
 
 
+def prepare_key(run_folder: Path) -> None:
+    """Make the key that is not there yet.
+
+    Raises:
+        StorageError: the run folder cannot be written.
+    """
+    folder = folder_of(run_folder)
+    with writing(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not (folder / "key").exists():
+            replace_atomically(folder / "key", secrets.token_hex(32))
+
+
 def key_of(run_folder: Path) -> bytes:
-    """The key by which the run's routers and replicas know each other.
+    """The key by which the run's routers and replicas, and the nodes of one engine, know each other.
 
     Raises:
         StorageError: it cannot be read.

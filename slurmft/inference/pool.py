@@ -20,6 +20,7 @@ from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMon
 from slurmft.inference.requests import folder_of, left_in, load, runs_of, segment_name
 from slurmft.ipc.messages import (
     Drained,
+    JoinGang,
     ReplicaDied,
     ReplicaPhase,
     ReplicaSmaller,
@@ -74,6 +75,7 @@ class ReplicaPool:
         self.socket = folder / "replicas.sock"
         self._start, self._kill, self._report, self._last_words = start, kill, report, last_words
         first = Phase.OFF if config.serving is not None and config.serving.replicas.min is not None else Phase.WAITING
+        first = Phase.MEMBER if config.engine.nodes > 1 else first
         self.replicas = [Replica(number, first) for number in range(config.replicas_per_node)]
         self._monitor = WorkerHealthMonitor(
             hang_timeout_s=config.hang_timeout_s, startup_timeout_s=config.startup_timeout_s
@@ -220,6 +222,28 @@ class ReplicaPool:
                 if replica.phase is Phase.STARTING:
                     self._kill(replica.number)
 
+    def join_gang(self, part: JoinGang) -> None:
+        """Have this node's part in an engine over several nodes; another one that it has ends at once."""
+        if self._draining or part.epoch != self._epoch:
+            return
+        replica = self.replicas[0]
+        replica.part, is_head = part, replica.phase is not Phase.MEMBER and not replica.is_leaving
+        if is_head and part.rank == 0:
+            return
+        if replica.runs is None:
+            self._take_part(replica)
+        elif is_head or (replica.runs.rank, replica.runs.head) != (part.rank, part.head):
+            replica.is_leaving = True
+            self._kill(replica.number)
+
+    def _take_part(self, replica: Replica) -> None:
+        replica.is_leaving = False
+        if replica.part is not None and (replica.part.rank == 0 or replica.part.head is not None):
+            self._start_replica(replica)
+        else:
+            replica.phase = Phase.MEMBER
+            self.tell_state(replica)
+
     def _turn_off(self, replica: Replica) -> None:
         replica.phase = Phase.OFF
         self.tell_state(replica)
@@ -234,8 +258,11 @@ class ReplicaPool:
 
     def _start_replica(self, replica: Replica) -> None:
         replica.begin(self.generation)
-        self._monitor.started(replica.number, time.monotonic())
-        why = ""
+        replica.runs, why = replica.part, ""
+        if replica.part is not None and replica.part.rank:
+            replica.phase = Phase.MEMBER
+        else:
+            self._monitor.started(replica.number, time.monotonic())
         try:
             self._start(replica.number, str(self.socket), replica.life)
         except (OSError, ValueError) as error:
@@ -254,6 +281,16 @@ class ReplicaPool:
         how = replica.why or how_it_ended(code)
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
+        runs, replica.runs = replica.runs, None
+        if (
+            replica.is_leaving and replica.part is not None and not asked
+        ):  # its gang is gone, for no fault of its own or of a request
+            self._return(lost)
+            self._give_back()
+            self._take_part(replica)
+            return
+        if runs is not None and runs.rank:  # its head begins another life, and says where
+            return
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
         if replica.is_leaving:
             self._turn_off(replica)  # the roster names it again where it is needed by now
@@ -276,6 +313,7 @@ class ReplicaPool:
             epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
             how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
             failures=self._manager.failures(replica.number), load=max(len(begun), replica.last.in_flight),
+            member=replica.ended_first,
         )  # fmt: skip
         self._report(died)
         if delay_s is None:
@@ -380,7 +418,7 @@ class ReplicaPool:
         with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, OSError, asyncio.CancelledError):
             hello = json.loads(await reader.readline())
             replica = self.replicas[hello["replica"]]
-            if hello["life"] != replica.life or replica.phase is not Phase.STARTING:
+            if hello["life"] != replica.life or replica.phase not in (Phase.STARTING, Phase.MEMBER):
                 return
             replica.writer = writer
             while line := await reader.readline():
@@ -425,6 +463,12 @@ class ReplicaPool:
 
     def _note_work(self, replica: Replica, message: Mapping[str, Any], now_s: float) -> None:
         match message["kind"]:
+            case "gathers":  # members are to find it
+                replica.port = message["port"]
+                self.tell_state(replica)
+            case "broken":
+                member, replica.ended_first = f"member {message['rank']} on {message['host']}", message["rank"]
+                replica.why = replica.why or f"{member}: {how_it_ended(message['code'])}"
             case "progress":  # a byte of an answer, a token, or the answer to the smallest request
                 self._monitor.progressed(replica.number, now_s)
             case "patience":
@@ -467,7 +511,7 @@ class ReplicaPool:
 
     def tell_state(self, replica: Replica, why: str = "") -> None:
         """Report how it is."""
-        port = replica.port if replica.phase is Phase.READY and replica.port else None
+        port = replica.port if replica.phase in (Phase.STARTING, Phase.READY) and replica.port else None
         self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
                                   life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip
 

@@ -134,6 +134,9 @@ class Replica:
         """That in which a suspect of this router wants to be alone on it, the one that its gate says it is, and that in
         which it is kept for suspects."""
 
+        self.is_taken = False
+        """A suspect of this router is alone on it, or waits for that."""
+
         self._heard_s = 0.0
         self.breaker = Breaker()
         self.gone = asyncio.Event()
@@ -158,7 +161,8 @@ class Replica:
         if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
             return None
         is_avoided, is_kept = self.is_suspected or self.breaker.is_open(now_s), bool(self._turn or self._round)
-        return Load(self.name, self.in_flight, avoided=is_avoided, kept=is_kept, proven=self._good > 0)
+        return Load(self.name, self.in_flight, avoided=is_avoided, kept=is_kept, taken=self.is_taken,
+                    proven=self._good > 0)  # fmt: skip
 
     def takes(self, errand: Leaving) -> None:
         """It works on this from now on."""
@@ -197,13 +201,16 @@ class Replica:
             self._tell()
 
     async def emptied(self) -> bool:
-        """Wait until it has nothing else to do, and is to get nothing else; whether it came to that."""
+        """Wait until it has nothing else to do, and begin a suspect on it; whether it came to that."""
+        self.is_taken = True
         if not self._turn:
             self.keep(is_wanted=True)
         while not (self.gone.is_set() or self.is_suspected):
             if self._has_turn == self._turn and not self.in_flight:
+                self.begin()
                 return True
             await asyncio.sleep(EMPTY_LOOK_S)
+        self.is_taken = False
         self.keep(is_wanted=False)
         return False
 
@@ -357,11 +364,14 @@ class Replicas:
         name = choose(self.loads(), limit=limit, without=without)
         return None if name is None else self.by_name[name]
 
-    def keep(self, without: Collection[str] | None) -> Replica | None:
-        """The one that is kept for suspects of this router, and no other; ``without``, where they failed before."""
+    def place_alone(self, without: Collection[str] | None) -> Replica | None:
+        """The one for another suspect of this router, which has failed ``without``; None: there is none.
+
+        It is the only one that is kept with no suspect on it.
+        """
         name = None if without is None else place_alone(self.loads(), without)
         for each in self.by_name.values():
-            if each.name != name:
+            if each.name != name and not each.is_taken:
                 each.keep(is_wanted=False)
         return None if name is None else self.by_name[name]
 

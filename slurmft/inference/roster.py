@@ -66,7 +66,7 @@ class Roster:
     def __init__(self, config: InferenceConfig, *, nodes: int, run_folder: Path, submit: Submit, served: int) -> None:
         assert config.serving is not None
         self._config, self._serving, self._submit = config, config.serving, submit
-        self._expected = nodes * config.replicas_per_node
+        self._expected = config.replicas_on(nodes)
         self.wanted: int | None = None
         """Replicas that are to be on, where they follow the load; None: all."""
 
@@ -125,7 +125,7 @@ class Roster:
         able = [
             (place not in self._on, (agent.phases.get(number) != "ready") == (place in self._on), number, agent.node)
             for agent in self.agents.values() for number in range(self._config.replicas_per_node)
-            if agent.phases.get(number) != "down" for place in [(agent.node, number)]
+            if agent.phases.get(number) not in ("down", "member") for place in [(agent.node, number)]
         ]  # fmt: skip
         most = len(able) if self.wants_all() else self.wanted
         return {(node, number) for *_, number, node in sorted(able)[:most]}
@@ -186,7 +186,9 @@ class Roster:
     def all_down(self) -> bool:
         """Every replica of every agent has given up."""
         phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
-        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and set(phases) == {"down"}
+        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and {*phases} - {"member"} == {
+            "down"
+        }
 
     async def commit_regularly(self) -> None:
         """Write ``endpoints.json`` when routers come and go."""

@@ -524,7 +524,7 @@ class Router:
         self._blamed: dict[bytes, tuple[float, tuple[Death, ...]]] = {}
         """Digests of requests that were on replicas that crashed, and until when that counts for others like them."""
 
-        self.suspects, self._one_alone = 0, asyncio.Lock()
+        self.suspects, self._one_begins = 0, asyncio.Lock()
         """Requests that may have crashed replicas, and are alone on one or wait for that."""
 
         self.held_bytes = 0
@@ -729,36 +729,26 @@ class Router:
 
         ``one_less_alone`` follows. Suspects of this router wait here for each other, and those of others at the gate.
         """
-        self.suspects, replica = self.suspects + 1, None
+        self.suspects, is_empty, replica = self.suspects + 1, False, None
         try:
-            async with asyncio.timeout(within_s):
-                await self._one_alone.acquire()
-                try:
-                    while (kept := self.replicas.keep(without)) is None or not await kept.emptied():
-                        await asyncio.sleep(EMPTY_LOOK_S)
-                    replica = kept
-                    replica.begin()
-                finally:
-                    if replica is None:
-                        self._one_alone.release()
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s), self._one_begins:
+                    while not is_empty:
+                        replica = self.replicas.place_alone(without)
+                        is_empty = await (asyncio.sleep(EMPTY_LOOK_S, False) if replica is None else replica.emptied())
         finally:
-            if replica is None:
-                self._one_suspect_less()
-        return replica
+            if not is_empty:
+                self.one_less_alone(replica)
+        return replica if is_empty else None
 
-    def one_less_alone(self, replica: Replica) -> None:
-        """A suspect that was alone has ended, however; the next one follows on the same replica."""
-        self._one_alone.release()
-        self._one_suspect_less(replica)
-
-    def _one_suspect_less(self, replica: Replica | None = None) -> None:
+    def one_less_alone(self, replica: Replica | None) -> None:
+        """A suspect has ended, however, or waits no more; the next one follows on the same replica."""
         self.suspects -= 1
+        if replica is not None:
+            replica.is_taken = False
+            replica.keep(is_wanted=self.suspects > 0)
         if not self.suspects:
-            self.replicas.keep(None)
-        elif replica is not None:
-            replica.keep(is_wanted=True)
+            self.replicas.place_alone(None)
 
     def _before(self, priority: Priority) -> int:
         """How many wait that have their turn before one more of this priority."""

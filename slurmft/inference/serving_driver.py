@@ -28,6 +28,7 @@ from slurmft.inference.driver import (
     ReplicaSettings,
     drive,
     exit_code_of,
+    head_of,
     watch_progress,
     works,
 )
@@ -59,7 +60,7 @@ class ServingDriver:
 
     def __init__(self, settings: ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
         self._settings, self._config = settings, config
-        self._engine = HttpEngine(config, settings.replica)
+        self._engine = HttpEngine(config, settings.replica, head=head_of(settings, config, run_folder, self._send))
         self._gate = Gate(key_of(run_folder), self._connect)
         self._host = "127.0.0.1" if is_local(os.environ) else None
         self._writer: asyncio.StreamWriter | None = None

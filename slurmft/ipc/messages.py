@@ -431,6 +431,17 @@ class ReplicaPlace(Fields, frozen=True, kw_only=True):
     port: PortNumber
 
 
+class JoinGang(Call[Done], frozen=True, kw_only=True, tag="gang"):
+    """The node's part in an engine over several nodes."""
+
+    epoch: Count
+    rank: Rank | None = None
+    """0: it is the head, which answers for all; None: it has no part."""
+
+    head: ReplicaPlace | None = None
+    """Of a member: where the head waits for it."""
+
+
 class Members(Call[Done], frozen=True, kw_only=True, tag="members"):
     """All replicas of the endpoint that are ready; for the node's router, where it is to have one."""
 
@@ -692,7 +703,7 @@ class ReplicaPhase(InferenceReport, frozen=True, kw_only=True, tag="replica"):
     """Of its node, and ..."""
 
     port: OpenPort | None = None
-    """... where its gate listens; only of an endpoint's replicas that are ready."""
+    """... where its gate listens, if it is ready and of an endpoint; while it starts, where it waits for members."""
 
 
 class RouterPhase(InferenceReport, frozen=True, kw_only=True, tag="router"):
@@ -722,6 +733,9 @@ class ReplicaDied(InferenceReport, frozen=True, kw_only=True, tag="replica_died"
     failures: Count
     load: Count | None = None
     """Requests that it had, also where they have no numbers."""
+
+    member: Rank = 0
+    """Of an engine over several nodes: that whose process has ended first."""
 
     @property
     def had(self) -> int:

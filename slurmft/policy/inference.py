@@ -92,6 +92,20 @@ def devices_of(visible: Sequence[str], replica: int, per_replica: int) -> tuple[
     return tuple(visible[first : first + per_replica])
 
 
+# --- Which nodes have one engine together ---
+
+
+def gangs_of(
+    gangs: Sequence[tuple[int, ...]], nodes: Collection[int], *, size: int, most: int
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """The gangs of which all nodes are left, and new ones of nodes that are in none, each with its head first."""
+    whole = [gang for gang in gangs if set(gang) <= set(nodes)]
+    free = sorted(set(nodes).difference(*whole))
+    while len(whole) < most and len(free) >= size:
+        whole, free = [*whole, tuple(free[:size])], free[size:]
+    return whole
+
+
 # --- Which node is suspected when engines die: one where that happens again and again, while others work ---
 
 WINDOW_S = 3600.0

@@ -552,6 +552,9 @@ class Load:
     kept: bool = False
     """For a request that may have killed engines, and is to be alone on it."""
 
+    taken: bool = False
+    """By a suspect of this router, which is alone on it or waits for that."""
+
     proven: bool = True
     """It has answered something."""
 
@@ -571,11 +574,11 @@ def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) 
 def place_alone(loads: Sequence[Load], without: Collection[str]) -> str | None:
     """The replica on which a suspect is tried with nothing beside it: one that works, and is soon empty.
 
-    They are tried on one replica, one after the other, whichever router has them: the others go on meanwhile. Where two
-    routers have begun at the same moment, both go on with the first by name.
+    Up to half of the replicas are kept for suspects, each for one at a time, whichever router has them: the others go
+    on meanwhile. Where routers have kept more at the same moment, they go on with the first by name.
     """
-    kept = sorted((each for each in loads if each.kept), key=lambda each: each.name)[:1]
-    able = [each for each in kept or loads if not each.avoided]
+    kept, most = sorted((each for each in loads if each.kept), key=lambda each: each.name), max(1, len(loads) // 2)
+    able = [each for each in (loads if len(kept) < most else kept[:most]) if not each.avoided and not each.taken]
     return min(able, key=lambda each: (each.name in without, not each.proven, each.in_flight)).name if able else None
 
 
@@ -748,8 +751,8 @@ def after_failure(
 # --- What an endpoint that serves may have replaced: its engine, and nothing else ---
 
 ENGINE = "inference.engine."
-OF_ROUTERS = frozenset({"inference.engine.token_file", "inference.engine.allow_paths"})
-"""Settings of the engine that routers read when they start."""
+OF_ROUTERS = frozenset({f"{ENGINE}{key}" for key in ("token_file", "allow_paths", "nodes")})
+"""Settings of the engine that routers, or the supervisor, read when they start."""
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -168,6 +168,8 @@ class EventName(StrEnum):
     REPLICAS_MISSING = "replicas missing"
     REPLICAS_WANTED = "replicas wanted"
     REPLICA_SMALLER = "replica smaller"
+    GANG_FORMED = "gang formed"
+    GANG_BROKEN = "gang broken"
     REQUEST_GIVEN_UP = "request given up"
     ANSWERS_HELD_UP = "answers held up"
     ANSWERS_UNREADABLE = "answers unreadable"

@@ -1086,7 +1086,7 @@ def touch(run: RunFolder, attempt: Attempt) -> None:
         os.close(descriptor)
 
 
-def newest(run: RunFolder, owner: Owner) -> float | None:
+def newest(run: RunFolder, owner: Owner | Attempt) -> float | None:
     """Time of the newest sign of the owner's, by the file server's clock; None where there is none."""
     attempt = f"{owner.job}.{owner.restart}.{owner.cycle}"
     times = [_modified(run.attempts / attempt / _NAME)]
@@ -1096,7 +1096,7 @@ def newest(run: RunFolder, owner: Owner) -> float | None:
     return max((at for at in times if at is not None), default=None)
 
 
-def is_fresh(run: RunFolder, owner: Owner) -> bool:
+def is_fresh(run: RunFolder, owner: Owner | Attempt) -> bool:
     """Whether the owner has given a sign of life within ``FRESH_S`` seconds.
 
     Raises:

@@ -24,10 +24,10 @@ from slurmft.policy.serving import PAUSE_S, Situation, Step, Successor, due_s, l
 from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.storage import run_folder
-from slurmft.storage.journal import EventName, Journal
+from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.storage.patience import write_state
-from slurmft.storage.run_folder import Owner, RunFolder
-from slurmft.supervisor.act import Superfluous, successor_options
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.supervisor.act import Superfluous, restart_of, successor_options
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.owner import job_of, owner_lives, this_process
 from slurmft.supervisor.placement import next_placement
@@ -152,7 +152,24 @@ class Candidacy:
         return ""
 
 
-def see_off(run: RunFolder, before: Owner) -> str | None:
+def taken_from(history: Sequence[Event], mine: Attempt) -> Attempt | None:
+    """The newest attempt of the job from which this start of ours has taken the run over; None where it has from none.
+
+    By the journal, as the process that took it over may have died since.
+    """
+    candidacies = [
+        event for event in history
+        if event.event == EventName.CANDIDATE_STARTED and restart_of(event) == (mine.job, mine.restart)
+    ]  # fmt: skip
+    job = candidacies[-1].details.get("owner") if candidacies else None
+    starts = [e.attempt for e in history if e.event == EventName.ATTEMPT_STARTED and restart_of(e)[0] == job]
+    if job is None or not starts:
+        return None
+    restart, cycle = starts[-1].split(".")[1:]
+    return Attempt(job=job, restart=int(restart), cycle=int(cycle))
+
+
+def see_off(run: RunFolder, before: Owner | Attempt) -> str | None:
     """Cancel the job of the owner before, if that gives no signs of life any more: it would keep its nodes.
 
     Returns its state when it was cancelled, empty when it is gone, and None while it may be leaving; blocking.

@@ -7,11 +7,13 @@ import contextlib
 import logging
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError, StorageUnavailable
 from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator
+from slurmft.inference.endpoint import prepare_key
 from slurmft.inference.ledger import (
     Ledger,
     Output,
@@ -32,20 +34,23 @@ from slurmft.ipc.messages import (
     Drain,
     Drained,
     InferenceReport,
+    JoinGang,
     Kill,
     Ping,
     ReplicaDied,
     ReplicaPhase,
+    ReplicaPlace,
     ReplicaSmaller,
     Shutdown,
     SignalReport,
 )
 from slurmft.policy.grace import REQUEUE_COST_S
-from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths
+from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths, gangs_of
 from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage import run_folder
-from slurmft.storage.journal import EventName
+from slurmft.storage.journal import Event, EventName
+from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
@@ -155,6 +160,118 @@ class InferenceStops:
                 link.channel.send(drain)
 
 
+# --- Engines over several nodes ---
+
+
+class Gangs:
+    """Which nodes have one engine together (``inference.engine.nodes``): formed of the agents that are there, broken up
+    when one is lost, and each node is told its part.
+
+    Args:
+        joined: the agents that take part, by the numbers of their nodes.
+        outlived: agents and engines are those of the supervisor before this one, as the journal has them.
+    """
+
+    def __init__(self, config: RunConfig, start: Start, joined: Mapping[int, AgentLink], *, outlived: bool) -> None:
+        assert config.inference is not None
+        self._size, self._journal, self._joined = config.inference.engine.nodes, start.journal, joined
+        self._most, self._times = config.nodes // self._size, config.fault_tolerance
+        self._gangs = gangs_in(start.history, start.cluster.attempt) if outlived else []
+        self._awaited = {node for gang in self._gangs for node in gang}
+        """Nodes of them whose agents have not reported yet."""
+
+        self._epochs: dict[int, int] = {}
+        self._places: dict[int, ReplicaPlace] = {}
+        """Where heads wait for members, or have."""
+
+        self.heads: dict[int, AgentLink] = {}
+        self._limit_s = self._times.launch_timeout_s
+        self._began_s = self._whole_s = time.monotonic()
+
+    def took_in(self, link: AgentLink, epoch: int) -> None:
+        """An agent takes part, or does so on another connection."""
+        self._epochs[link.node] = epoch
+        self._awaited.discard(link.node)
+        self._settle()
+        self._tell(link.node)
+
+    def lost(self, link: AgentLink) -> None:
+        """An agent is gone."""
+        self._epochs.pop(link.node, None)
+        self._settle(lost=link.host)
+
+    def gathers(self, link: AgentLink, report: ReplicaPhase) -> None:
+        """A head waits for its members."""
+        if report.port is not None and report.hosts is not None:
+            name = f"{link.host}#{report.life}.{report.port}"
+            self._places[link.node] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
+            for node in next((gang[1:] for gang in self._gangs if gang[0] == link.node), ()):
+                self._tell(node)
+
+    def host_of(self, head: AgentLink, rank: int) -> str:
+        """The node of a member; the head's where the gang is broken up already."""
+        gang = next((gang for gang in self._gangs if gang[0] == head.node), (head.node,) * (rank + 1))
+        return self._joined.get(gang[rank], head).host
+
+    def too_few(self, now_s: float) -> str:
+        """Why no engine can work any more with what is left of the job; empty while one can, or nodes may come back."""
+        if self._awaited and now_s - self._began_s > self._times.supervisor_lease_s:
+            self._awaited.clear()
+            self._settle(lost="an agent that did not report again")
+        if any(all(node in self._joined for node in gang) for gang in self._gangs):
+            self._whole_s, self._limit_s = now_s, self._times.supervisor_lease_s
+        if now_s - self._whole_s < self._limit_s:
+            return ""
+        return f"{len(self._joined)} agents are there, and an engine needs {self._size} nodes (inference.engine.nodes)"
+
+    def _settle(self, lost: str = "") -> None:
+        before = self._gangs
+        nodes = {*(node for node in self._epochs if node in self._joined), *self._awaited}
+        self._gangs = gangs_of(before, nodes, size=self._size, most=self._most)
+        for gang in before:
+            if gang not in self._gangs:
+                self._note(EventName.GANG_BROKEN, gang, lost=lost)
+                self._places.pop(gang[0], None)
+                for node in gang:
+                    self._send(node, None)
+        for gang in self._gangs:
+            if gang not in before:
+                self._note(EventName.GANG_FORMED, gang)
+                for node in gang:
+                    self._tell(node)
+        self.heads.clear()
+        self.heads.update({gang[0]: self._joined[gang[0]] for gang in self._gangs if gang[0] in self._joined})
+
+    def _note(self, event: EventName, gang: Sequence[int], **facts: str) -> None:
+        hosts = [self._joined[node].host for node in gang if node in self._joined]
+        self._journal.append(event, nodes=hosts, numbers=list(gang), **facts)
+
+    def _tell(self, node: int) -> None:
+        gang = next((gang for gang in self._gangs if node in gang), None)
+        if gang is None or node == gang[0]:
+            self._send(node, None if gang is None else 0)
+        elif (place := self._places.get(gang[0])) is not None:  # else the head is still to say where
+            self._send(node, gang.index(node), place)
+
+    def _send(self, node: int, rank: int | None, head: ReplicaPlace | None = None) -> None:
+        if (link := self._joined.get(node)) is not None and link.channel is not None and node in self._epochs:
+            link.channel.send(JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
+
+
+def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]]:
+    """The gangs of this start of the job, as the journal has them."""
+    gangs: list[tuple[int, ...]] = []
+    for event in history:
+        mine = event.attempt.startswith(f"{attempt.job}.{attempt.restart}.")
+        if mine and event.event in (EventName.GANG_FORMED, EventName.GANG_BROKEN):
+            numbers = tuple(event.details.get("numbers", ()))
+            gangs = [
+                gang for gang in gangs if not set(gang) & set(numbers)
+            ]  # an attempt may end with gangs as they are
+            gangs += [numbers] * (event.event == EventName.GANG_FORMED)
+    return gangs
+
+
 # --- attempt ---
 # One attempt of an inference run: agents with replicas come and go, and it ends when every request is answered.
 #
@@ -193,6 +310,9 @@ class InferenceAttempt:
         self._ledger: Ledger | None = None
         self._coordinator: Coordinator | Roster | None = None
         self._joined: dict[int, AgentLink] = {}
+        self._gangs: Gangs | None = None
+        if self._section.engine.nodes > 1:
+            self._gangs = Gangs(config, start, self._joined, outlived=crew.has_outlived)
         self._lost: list[str] = []
         self._deaths = NodeDeaths()
         self._suspects: list[str] = []
@@ -203,6 +323,9 @@ class InferenceAttempt:
         """The last engine that did not start cannot be started, wherever it is tried."""
 
         self._problem = ""
+        self._is_short = False
+        """Too few nodes are left for an engine."""
+
         self._output: Output | None = None
         self._parts: OutputParts | None = None
         self._writes_output = asyncio.Lock()
@@ -234,6 +357,8 @@ class InferenceAttempt:
         folder = folder_of(self._run.path)
         # slurmft infer has read them; a batch script written by hand has not
         batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
+        if self._gangs is not None:
+            await self._in_folder(lambda: prepare_key(self._run.path))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
         self._coordinator = self.stops.coordinator = Coordinator(
             self._section, batch, self._ledger, self._start.thread.submit, self._journal.append
@@ -341,6 +466,9 @@ class InferenceAttempt:
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
                 self._pool.ping(Ping())
+            if self._gangs is not None and (why := self._gangs.too_few(now_s)) and self.stops.planned is None:
+                self._problem, self._is_short = why, True
+                self._over.set()
             for link in self._pool.silent_for(max(timeout_s, self._crew.reconnect_s), now_s):
                 self._lose(link, f"nothing was heard from {link.host} for {now_s - link.last_heard:.1f} s",
                            hung_up=False)  # fmt: skip
@@ -374,6 +502,8 @@ class InferenceAttempt:
             return
         self._cluster.lost.discard(link.host)
         self._journal.append(EventName.NODE_ANSWERS, node=link.host)
+        if self._gangs is not None:
+            self._gangs.took_in(link, epoch)
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: its requests go to others."""
@@ -383,6 +513,8 @@ class InferenceAttempt:
         self._joined.pop(link.node, None)
         self.stops.joined.discard(link.node)
         count = self._coordinator.lose(link.node)
+        if self._gangs is not None:
+            self._gangs.lost(link)
         if self.stops.planned is None:
             self._crew.reviver.lost(link, hung_up=hung_up)
         if not link.lender:
@@ -457,6 +589,8 @@ class InferenceAttempt:
                                      reason=report.why)  # fmt: skip
             case ReplicaPhase(phase="ready"):
                 self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
+            case ReplicaPhase(phase="starting") if self._gangs is not None:
+                self._gangs.gathers(link, report)
             case ReplicaPhase(phase="down"):
                 if report.why:
                     self._last_death = f"{link.host}, replica {report.replica}: {report.why}"
@@ -476,7 +610,8 @@ class InferenceAttempt:
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
         now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
-        self._deaths = self._deaths.died(link.host, now_s, in_flight=report.had)
+        host = link.host if self._gangs is None else self._gangs.host_of(link, report.member)
+        self._deaths = self._deaths.died(host, now_s, in_flight=report.had)
         if (node := self._deaths.suspect(nodes, now_s)) is None:
             return
         self._deaths = self._deaths.forgiven(node)
@@ -486,21 +621,27 @@ class InferenceAttempt:
         self._accuser.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
 
     async def _watch_requests(self) -> None:
-        assert self._coordinator is not None
         told_s = 0.0
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             if time.monotonic() - told_s > PROGRESS_S:
                 told_s = time.monotonic()
                 await self._tell_progress()
-            for kind, who in (await self._folder.requests(ready=True)).items():
-                if kind == "KILL":
-                    self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-                elif kind == "REQUEUE":
-                    self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
-                else:  # every answer is saved within a second
-                    await self._coordinator.commit_now()
-                    self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
+            await self._heed_requests()
+
+    async def _heed_requests(self) -> None:
+        assert self._coordinator is not None
+        for kind, who in (await self._folder.requests(ready=True)).items():
+            if kind == "KILL":
+                self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+            elif kind == "REQUEUE":
+                self._requeue(f"requeued by {who}")
+            else:  # every answer is saved within a second
+                await self._coordinator.commit_now()
+                self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
+
+    def _requeue(self, reason: str) -> None:
+        self.stops.stop_for(Cause.REQUEUED_BY_USER, reason)
 
     async def _tell_progress(self) -> None:
         self._journal.retry()
@@ -511,7 +652,10 @@ class InferenceAttempt:
         except (OSError, StorageError):
             return
         if owner is not None and owner.generation > self._start.generation:
-            self._over.set()
+            await self._superseded(owner)
+
+    async def _superseded(self, _owner: Owner) -> None:
+        self._over.set()
 
     def _write_progress(self) -> None:
         if isinstance(self._coordinator, Coordinator):
@@ -551,7 +695,7 @@ class InferenceAttempt:
         if self.stops.planned is not None:
             return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
         suspects = tuple(Suspect(node=host) for host in dict.fromkeys(self._lost))
-        if suspects and not self._joined:
+        if suspects and (self._is_short or not self._joined):
             told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {self._problem}"
             return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, **facts)
         if self._coordinator is not None and self._coordinator.all_down:

@@ -11,7 +11,7 @@ from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.system import processes
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def process_here(run: RunFolder, owner: Owner | None) -> int | None:
     return owner.pid if owner is not None and local_owner_lives(owner) else started_here(run)
 
 
-def job_of(run: RunFolder, owner: Owner) -> OwnJob:
+def job_of(run: RunFolder, owner: Owner | Attempt) -> OwnJob:
     """The owner's job, with what the run knows of it."""
     return next((job for job in run.own_jobs() if job.job_id == owner.job), OwnJob(owner.job))
 

@@ -31,13 +31,13 @@ from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import Owner, RunFolder, progress_of
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.agents import AgentLink, AgentLost
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off
-from slurmft.supervisor.inference import LOOK_S, POLL_S, PROGRESS_S, InferenceAttempt, InferenceStops
+from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off, taken_from
+from slurmft.supervisor.inference import LOOK_S, PROGRESS_S, InferenceAttempt, InferenceStops
 from slurmft.supervisor.placement import Accuser
 from slurmft.system.files import read_text, replace_atomically
 
@@ -365,14 +365,18 @@ class ServingAttempt(InferenceAttempt):
             self._follow_the_load(bounds, goes_on=goes_on)
         self._coordinator = self.stops.coordinator = self._roster
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
-                             replicas=config.nodes * section.replicas_per_node)  # fmt: skip
+                             replicas=section.replicas_on(config.nodes))  # fmt: skip
         if self._candidacy is None:
+            # the supervisor before may have died while routers of the job before still had requests for these replicas
+            if self._crew.has_outlived and (before := taken_from(self._start.history, self._cluster.attempt)):
+                self._take_over_from(before)
             self._offer()
 
     def _offer(self) -> None:
         """Hand the endpoint over when that is due, and give it another engine when that is asked for."""
         assert self._section.serving is not None
-        self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
+        agents = self._joined if self._gangs is None else self._gangs.heads
+        self._update = update = RollingUpdate(self._section, self._start, agents, self._is_calm)
         self._background.start(update.watch())
         self._background.start(self._make_up())
         if (bounds := self._bounds()) is not None:
@@ -417,29 +421,17 @@ class ServingAttempt(InferenceAttempt):
 
     # Who owns the run
 
-    async def _watch_requests(self) -> None:
-        told_s = 0.0
-        while not self._over.is_set():
-            await asyncio.sleep(POLL_S)
-            if time.monotonic() - told_s > PROGRESS_S:
-                told_s = time.monotonic()
-                await self._tell_progress()
-            if self.stops.superseded:  # requests are for the new owner
-                continue
-            if self._candidacy is not None:
-                await self._heed_stop()
-                continue
-            for kind, who in (await self._folder.requests(ready=True)).items():
-                self._heed(kind, who)
-
-    def _heed(self, kind: str, who: str) -> None:
-        if kind == "KILL":
-            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-        elif kind == "REQUEUE":
-            if self.stops.giver is None or not self.stops.giver.want(f"requeued by {who}"):
-                self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+    async def _heed_requests(self) -> None:
+        if self.stops.superseded:  # they are for the new owner
+            return
+        if self._candidacy is not None:
+            await self._heed_stop()
         else:
-            self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._roster.requests.done)
+            await super()._heed_requests()
+
+    def _requeue(self, reason: str) -> None:
+        if self.stops.giver is None or not self.stops.giver.want(reason):
+            super()._requeue(reason)
 
     async def _heed_stop(self) -> None:
         """A candidate leaves requests to the owner, but for a stop, which means both."""
@@ -452,17 +444,16 @@ class ServingAttempt(InferenceAttempt):
             self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
 
     async def _tell_progress(self) -> None:
-        self._journal.retry()
-        try:
-            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
-            if self._candidacy is not None:
-                await self._stand(self._candidacy)
-                return
-            await self._in_folder(self._write_progress)
-            owner = await self._in_folder(self._run.owner)
-        except (OSError, StorageError):
+        if self._candidacy is None:
+            await super()._tell_progress()
             return
-        if owner is None or owner.generation <= self._start.generation or self.stops.superseded:
+        self._journal.retry()
+        with contextlib.suppress(OSError, StorageError):
+            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
+            await self._stand(self._candidacy)
+
+    async def _superseded(self, owner: Owner) -> None:
+        if self.stops.superseded:
             return
         if not await self._in_folder(lambda: is_heir(self._run, self._cluster.attempt.job, owner)):
             self._over.set()
@@ -504,11 +495,11 @@ class ServingAttempt(InferenceAttempt):
         self._roster.requests.done += more
         self._offer()
 
-    def _take_over_from(self, before: Owner) -> None:
+    def _take_over_from(self, before: Owner | Attempt) -> None:
         self._predecessor_serves = True
         self._background.start(self._see_off(before))
 
-    async def _see_off(self, before: Owner) -> None:
+    async def _see_off(self, before: Owner | Attempt) -> None:
         """See to it that the job before ends: one that has lost its batch host keeps the nodes that are left."""
         state: str | None = None
         while state is None:
@@ -541,7 +532,7 @@ class ServingAttempt(InferenceAttempt):
         section, scaled = self._section, self._section.serving and self._section.serving.replicas
         if not scaled or scaled.min is None:
             return None
-        most = scaled.max or self._config.nodes * section.replicas_per_node
+        most = scaled.max or section.replicas_on(self._config.nodes)
         return Bounds(least=scaled.min, most=most, concurrency=section.concurrency, idle_s=scaled.idle_s)
 
     def _follow_the_load(self, bounds: Bounds, *, goes_on: bool) -> None:

@@ -77,13 +77,13 @@ def maker(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
     """For a fixture: makes endpoints of 2 nodes with 2 replicas each."""
 
     def make(**changes: Any) -> EndpointRun:
-        others = {key: changes.pop(key) for key in ("slurm", "preemption") if key in changes}
+        others = {key: changes.pop(key) for key in ("slurm", "preemption", "spare_nodes") if key in changes}
         name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
         name += "-again" * (getattr(request.node, "execution_count", 1) > 1)
         folder = lab.home / "endpoints" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for name in ("serving_engine.py", "family_engine.py"):
+        for name in ("serving_engine.py", "family_engine.py", "gang_engine.py"):
             shutil.copy(HERE / name, folder / name)
         shutil.copy(HERE / "serving_engine.py", folder / "engine.py")
         shutil.copy(HERE / "serving_load.py", folder / "load.py")
@@ -98,7 +98,7 @@ def maker(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
             "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 6, "retry_delay_s": 0},
         }  # fmt: skip
         for key, value in others.items():
-            config[key] = {**config.get(key, {}), **value}
+            config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
         run.config.write_text(yaml.safe_dump(config))
         for path in (folder.parent, folder, *folder.iterdir()):
             os.chown(path, lab.uid, lab.gid)

@@ -6,6 +6,7 @@ import pytest
 
 from slurm.conftest import PATIENCE_S, eventually
 from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
+from slurm.test_handover import supervisor_of
 from slurm.test_rolling_update import with_engine
 from slurmft.inference.handover import State, read_update
 from slurmft.lab.cluster import Lab
@@ -122,8 +123,9 @@ def test_the_successor_leaves_a_node_on_which_engines_die_again_and_again(new_en
     stop(run)
 
 
+@pytest.mark.parametrize("supervisor", ["lives", "is killed"])
 def test_replicas_that_follow_the_load_stay_on_for_clients_that_keep_to_the_routers_of_the_job_before(
-    new_endpoint: NewEndpoint,
+    lab: Lab, new_endpoint: NewEndpoint, supervisor: str
 ) -> None:
     """The new owner's own routers have nothing to do meanwhile."""
     run = new_endpoint(serving={"replicas": {"min": 0, "idle_s": 1}}, concurrency=4)
@@ -132,7 +134,11 @@ def test_replicas_that_follow_the_load_stay_on_for_clients_that_keep_to_the_rout
     load, before = Load(run, 120, kind="plain", clients=16), run.routers
     run.wait_for_step(300)
     run.slurmft("requeue", str(run.path))
-    run.wait_for("handed over", within_s=PATIENCE_S * 3)
+    successor = run.wait_for("handed over", within_s=PATIENCE_S * 3).details["job"]
+    if supervisor == "is killed":
+        host = run.events("candidate started")[0].details["host"]
+        lab.run_on_as_admin(host, ["kill", "-9", supervisor_of(lab, host, successor)])
+        run.wait_for("supervisor lost")
     run.wait_until_out_of_queue(job)
     told = load.enough()
     assert all(what.partition(" of ")[2] in before for what in told["errors"]), f"{told}\n{run.story()}"

@@ -156,14 +156,14 @@ def values(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 def one_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
     arguments = typing.get_args(hint)
+    if type(None) in arguments and name not in BY_NAME:
+        return st.none() | one_value(name, arguments[0])
     if arguments and isinstance(arguments[0], type) and issubclass(arguments[0], Fields):
         return st.lists(values(arguments[0]), max_size=2).map(tuple)
     if isinstance(hint, type) and issubclass(hint, Fields):
         return values(hint)
     if name in BY_NAME:
         return BY_NAME[name]
-    if type(None) in arguments:
-        return st.none() | one_value(name, arguments[0])
     special = {
         tuple[tuple[bool, int, bool, int], ...]: st.lists(LOOK).map(tuple),
         tuple[Progress, ...]: st.lists(PROGRESS, max_size=2).map(tuple),

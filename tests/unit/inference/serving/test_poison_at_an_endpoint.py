@@ -63,6 +63,40 @@ def test_a_request_that_crashes_two_replicas_is_refused_and_the_others_are_answe
     run(work())
 
 
+def test_suspects_are_alone_on_several_replicas_at_once_and_others_go_on() -> None:
+    """Engines that hang need minutes to be killed: behind each other most suspects would only meet their deadlines."""
+
+    async def work() -> None:
+        together, seen = asyncio.Barrier(3), set[bytes]()
+        ordinary: list[int] = []
+
+        def engine(name: str) -> Handle:
+            async def handle(request: web.BaseRequest) -> web.StreamResponse:
+                body = await request.read()
+                if b"POISON" in body:
+                    if body in seen:
+                        await together.wait()
+                        ordinary.extend([status for status, _ in await asyncio.gather(*map(ask, range(12)))])
+                    seen.add(body)
+                    await world[name].die(crashed=True)
+                    await asyncio.Event().wait()
+                return web.json_response({"by": name})
+
+            return handle
+
+        def ask(number: int, word: str = "n") -> Any:
+            return world.ask(body=json.dumps({word: number}).encode(), headers={"X-Request-Timeout": "20"})
+
+        engines = {f"n{number}/0#1.1": engine(f"n{number}/0#1.1") for number in range(9)}
+        async with serving(engines, concurrency=64, max_retries=3) as world:
+            found = await asyncio.gather(*(ask(number, "POISON") for number in range(3)))
+            assert [status for status, _ in found] == [422] * 3, found
+            assert ordinary == [200] * 36 and world.router.replicas.ready == 3
+            assert world.router.suspects == 0 and not any(load.kept for load in world.router.replicas.loads())
+
+    run(work())
+
+
 def test_what_a_request_has_crashed_is_held_against_the_same_one_until_it_is_answered() -> None:
     """Its clients ask again after an error: it is alone from then on, and no other request is lost with it."""
 

@@ -70,6 +70,9 @@ def test_which_replica_gets_a_request(loads, without, chosen):
         ([Load("a", 0), Load("b", 9, kept=True)], ("b",), "b"),
         ([Load("a", 0), Load("b", 1, kept=True, avoided=True)], (), None),
         ([Load("b", 0, kept=True), Load("a", 1, kept=True), Load("c", 0)], (), "a"),
+        ([Load("a", 1, kept=True, taken=True), Load("b", 2), Load("c", 3), Load("d", 9)], (), "b"),
+        ([Load("a", 1, kept=True, taken=True), Load("b", 2), Load("c", 3)], (), None),
+        ([Load("a", 1, kept=True, avoided=True), Load("b", 1, kept=True), Load("c", 0), Load("d", 0)], (), "b"),
     ],
 )  # fmt: skip
 def test_on_which_replica_a_suspect_is_tried_alone(loads, without, chosen):

@@ -54,6 +54,7 @@ class Supervised:
             "_cluster": SimpleNamespace(size=lambda _: 1, lost=set(), attempt="7.0.1"), "_over": self.over,
             "_journal": SimpleNamespace(append=lambda event, **_: self.events.append(event)), "_joined": {},
             "_coordinator": self.coordinator, "_start": SimpleNamespace(generation=2), "_lost": [], "_problem": "",
+            "_gangs": None,
             "_background": SimpleNamespace(start=lambda work: self.tasks.append(asyncio.ensure_future(work))),
             "stops": SimpleNamespace(joined=set(), planned=None),
         }  # fmt: skip

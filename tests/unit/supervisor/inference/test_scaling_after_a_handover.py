@@ -16,6 +16,8 @@ from slurmft.inference.roster import Roster
 from slurmft.ipc.messages import Call, Members, ReplicaPhase, RouterPhase
 from slurmft.policy.serving import Bounds
 from slurmft.storage.journal import EventName
+from slurmft.storage.patience import FolderThread
+from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor import serving
 from slurmft.supervisor.serving import ServingAttempt
 from slurmft.system.background import Background
@@ -28,7 +30,11 @@ class Owner(ServingAttempt):
 
     def __init__(self, folder: Path) -> None:
         config = InferenceConfig.model_validate(
-            {"engine": {"command": ["e", "{port}"]}, "replicas_per_node": 2, "serving": {"replicas": {"min": 1}}}
+            {
+                "engine": {"command": ["e", "{port}"]},
+                "replicas_per_node": 2,
+                "serving": {"replicas": {"min": 1}, "tls_own": False},
+            }
         )
         done: Future[Any] = Future()
         done.set_result(None)
@@ -65,6 +71,41 @@ class Owner(ServingAttempt):
     @property
     def looks(self) -> list[int]:
         return [facts["wanted"] for event, facts in self.events if event is EventName.REPLICAS_WANTED]
+
+
+@pytest.mark.parametrize("is_restart_of_the_job", [False, True], ids=["supervisor restarted", "job requeued"])
+def test_a_supervisor_that_follows_a_killed_one_knows_that_the_job_before_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_restart_of_the_job: bool
+) -> None:
+    monkeypatch.setattr(serving, "SEE_OFF_S", 0.005)
+    asked: list[Attempt] = []
+    monkeypatch.setattr(serving, "see_off", lambda _, before: asked.append(before))
+    run, mine = RunFolder(tmp_path / "run"), Attempt(job="8", restart=int(is_restart_of_the_job), cycle=1)
+    run.create()
+    run.journal(Attempt(job="7", restart=0, cycle=2)).append(EventName.ATTEMPT_STARTED, generation=3)
+    candidate = run.journal(Attempt(job="8", restart=0))
+    candidate.append(EventName.CANDIDATE_STARTED, owner="7")
+    candidate.append(EventName.ATTEMPT_STARTED, generation=4, taken_over=True)
+
+    async def work() -> None:
+        owner = Owner(tmp_path)
+        owner._run, owner._crew = run, SimpleNamespace(has_outlived=True)  # type: ignore[assignment]
+        owner._cluster, owner._startup_s = SimpleNamespace(attempt=mine), None  # type: ignore[assignment]
+        owner._start: Any = SimpleNamespace(
+            history=run.journal().read_past(), thread=FolderThread(), candidate=False, run=run
+        )
+        monkeypatch.setattr(owner, "_offer", lambda: None)
+        await owner._open()
+        try:
+            assert owner._roster.wants_all() is not is_restart_of_the_job
+            if not is_restart_of_the_job:
+                await until_async(lambda: asked != [])
+                assert asked[0] == Attempt(job="7", restart=0, cycle=2)
+        finally:
+            owner._roster.close()
+            await owner._background.cancel_all()
+
+    asyncio.run(work())
 
 
 def test_no_replica_is_stopped_while_routers_of_the_job_before_may_use_it(

@@ -48,6 +48,7 @@ class Seen(InferenceAttempt):
         self._start: Any = SimpleNamespace(generation=1)
         self._pool = AgentPool(b"", len(links))
         self._pool.links = links
+        self._gangs = None
         self._crew: Any = SimpleNamespace(reconnect_s=1.0, reconnected=self._at_once)
         self._over, self._joined, self._background = asyncio.Event(), {}, Background()
         self.stops: Any = SimpleNamespace(joined=set())
