@@ -338,7 +338,10 @@ class AgentPool:
                 place for place, reply in enumerate(found)
                 if isinstance(reply, AgentLost) and asked[place].channel is None and not asked[place].dropped
             ]  # fmt: skip
-            if not broken or not await self.are_back([asked[place] for place in broken]):
+            if broken:
+                await self.are_back([asked[place] for place in broken])
+            broken = [place for place in broken if self._newest(asked[place]).channel is not None]
+            if not broken:
                 break
             again = await ask_each([self._newest(asked[place]) for place in broken], call, timeout_s=timeout_s)
             for place, reply in zip(broken, again, strict=True):

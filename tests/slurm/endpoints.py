@@ -95,7 +95,7 @@ def maker(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
         }  # fmt: skip
         config: dict[str, Any] = {
             "run_folder": str(run.path), "nodes": NODES, "inference": section, "slurm": {"partition": "low"},
-            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 6, "retry_delay_s": 0},
+            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 15, "retry_delay_s": 0},
         }  # fmt: skip
         for key, value in others.items():
             config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value

@@ -129,7 +129,7 @@ def new_batch(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewB
         }  # fmt: skip
         config = {
             "run_folder": str(run.path), "nodes": NODES, "inference": section, "slurm": {"partition": "low"},
-            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 6, "retry_delay_s": 0}, **changes,
+            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 15, "retry_delay_s": 0}, **changes,
         }  # fmt: skip
         run.config.write_text(yaml.safe_dump(config))
         for path in (folder.parent, folder, *folder.iterdir()):
