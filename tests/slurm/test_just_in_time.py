@@ -62,24 +62,32 @@ def workers(run: LocalRun) -> dict[int, psutil.Process]:
     return found
 
 
-def kill_ranks(run: LocalRun, *ranks: int) -> None:
+def kill_ranks(run: LocalRun, *ranks: int, at_rest: int | None = None) -> None:
     found = workers(run)
+    until_it_rests(found.get(-1 if at_rest is None else at_rest))
     for rank in ranks:
         found[rank].kill()
 
 
-def kill_node(run: LocalRun, rank: int) -> None:
-    """The agent of that rank's node, and all that is below it."""
+def processes_of_node(run: LocalRun, rank: int) -> tuple[psutil.Process, ...]:
+    """All that is below the agent of that rank's node, and the agent."""
     agent = workers(run)[rank].parents()[1]
     assert "agent" in agent.cmdline(), agent.cmdline()
-    for process in (*agent.children(recursive=True), agent):
+    return (*agent.children(recursive=True), agent)
+
+
+def kill_node(run: LocalRun, rank: int, *, at_rest: int | None = None) -> None:
+    victims = processes_of_node(run, rank)  # on a busy machine that takes longer than a step
+    until_it_rests(None if at_rest is None else workers(run)[at_rest])
+    for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):  # some end with the one before
             process.kill()
 
 
-def between_steps(run: LocalRun, rank: int) -> None:
+def until_it_rests(process: psutil.Process | None) -> None:
     """Return while the rank sleeps at the beginning of a step: what it had is noted, and on its way to its peer."""
-    process = workers(run)[rank]
+    if process is None:
+        return
     sleeping = {"x86_64": "230", "aarch64": "115"}[os.uname().machine]
     while True:
         try:
@@ -111,9 +119,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 CASES = {
-    "rank 0": lambda run: kill_ranks(run, 0),
-    "all of rank 0's node": lambda run: kill_ranks(run, 0, 1),
-    "rank 3": lambda run: kill_ranks(run, 3),
+    "rank 0": lambda run: kill_ranks(run, 0, at_rest=0),
+    "all of rank 0's node": lambda run: kill_ranks(run, 0, 1, at_rest=0),
+    "rank 3": lambda run: kill_ranks(run, 3, at_rest=0),
 }
 
 
@@ -123,7 +131,6 @@ def test_with_buffers_and_extra_no_step_is_lost(tmp_path: Path, undisturbed: str
     run = new_run(tmp_path / "run")
     run.submit()
     run.wait_for_step(16)
-    between_steps(run, 0)
     CASES[case](run)
     run.wait_until_done()
     assert resumed_from(run, 1) >= 16, run.story()
@@ -135,8 +142,7 @@ def test_with_peer_copies_no_step_is_lost_with_a_node(tmp_path: Path, undisturbe
     run = new_run(tmp_path / "run", copies=1)
     run.submit()
     run.wait_for_step(16)
-    between_steps(run, rank)
-    kill_node(run, rank)
+    kill_node(run, rank, at_rest=rank)
     run.wait_until_done()
     assert resumed_from(run, 1) >= 16, run.story()
     assert run.digest() == undisturbed
@@ -168,17 +174,17 @@ class Shards:
 
 
 SHARDS = {
-    "a rank": Shards(IN_NODE, lambda run: kill_ranks(run, 3)),
-    "rank 0": Shards(IN_NODE, lambda run: kill_ranks(run, 0)),
-    "two of different shards": Shards(IN_NODE, lambda run: kill_ranks(run, 0, 3)),
-    "all of a shard": Shards(IN_NODE, lambda run: kill_ranks(run, 1, 3), is_kept=False),
-    "all of a node": Shards(IN_NODE, lambda run: kill_ranks(run, 2, 3)),
-    "a node": Shards(IN_NODE, lambda run: kill_node(run, 2), copies=1),
-    "rank 0's node": Shards(IN_NODE, lambda run: kill_node(run, 0), copies=1),
-    "a node without copies": Shards(IN_NODE, lambda run: kill_node(run, 2), is_kept=False),
-    "shards across nodes, a rank": Shards(ACROSS, lambda run: kill_ranks(run, 1)),
-    "shards across nodes, a node": Shards(ACROSS, lambda run: kill_node(run, 2), is_kept=False, copies=1),
-    "no replica": Shards(NO_REPLICA, lambda run: kill_ranks(run, 3), is_kept=False),
+    "a rank": Shards(IN_NODE, lambda run: kill_ranks(run, 3, at_rest=2)),
+    "rank 0": Shards(IN_NODE, lambda run: kill_ranks(run, 0, at_rest=2)),
+    "two of different shards": Shards(IN_NODE, lambda run: kill_ranks(run, 0, 3, at_rest=2)),
+    "all of a shard": Shards(IN_NODE, lambda run: kill_ranks(run, 1, 3, at_rest=2), is_kept=False),
+    "all of a node": Shards(IN_NODE, lambda run: kill_ranks(run, 2, 3, at_rest=2)),
+    "a node": Shards(IN_NODE, lambda run: kill_node(run, 2, at_rest=2), copies=1),
+    "rank 0's node": Shards(IN_NODE, lambda run: kill_node(run, 0, at_rest=2), copies=1),
+    "a node without copies": Shards(IN_NODE, lambda run: kill_node(run, 2, at_rest=2), is_kept=False),
+    "shards across nodes, a rank": Shards(ACROSS, lambda run: kill_ranks(run, 1, at_rest=2)),
+    "shards across nodes, a node": Shards(ACROSS, lambda run: kill_node(run, 2, at_rest=2), is_kept=False, copies=1),
+    "no replica": Shards(NO_REPLICA, lambda run: kill_ranks(run, 3, at_rest=2), is_kept=False),
 }
 OFTEN = {"a rank", "a node"}
 
@@ -191,7 +197,6 @@ def test_shards_with_replicas_lose_no_step_and_others_are_never_mixed(
     run = new_run(tmp_path / "run", case.options, copies=case.copies)
     run.submit()
     run.wait_for_step(16)
-    between_steps(run, 2)
     case.strike(run)
     run.wait_until_done()
     resumed = resumed_from(run, 1)
@@ -206,8 +211,9 @@ def test_a_rank_that_is_stopped_keeps_no_other_from_keeping_its_shard(
     run = new_run(tmp_path / "run", IN_NODE, hang_after=2.0)
     run.submit()
     run.wait_for_step(16)
-    between_steps(run, 3)
-    workers(run)[3].suspend()
+    victim = workers(run)[3]
+    until_it_rests(victim)
+    victim.suspend()
     run.wait_until_done()
     assert resumed_from(run, 1) >= 16, run.story()
     assert run.digest() == undisturbed_shards(IN_NODE)
@@ -251,8 +257,8 @@ def test_faults_at_random_moments_change_nothing(
 @contextlib.contextmanager
 def silent_node(run: LocalRun, rank: int) -> Iterator[None]:
     """Stop all processes of that rank's node: as with a node that has no power, or no network, nothing is closed."""
-    agent = workers(run)[rank].parents()[1]
-    frozen = [agent, *agent.children(recursive=True)]
+    frozen = processes_of_node(run, rank)[::-1]
+    until_it_rests(workers(run)[rank])
     for process in frozen:
         process.suspend()
     try:
@@ -270,7 +276,6 @@ def test_with_peer_copies_no_step_is_lost_with_a_node_that_falls_silent(
     run = new_run(tmp_path / "run", copies=1, spares=1)
     run.submit()
     run.wait_for_step(16)
-    between_steps(run, rank)
     with silent_node(run, rank):
         run.wait_until_done()
     assert resumed_from(run, 1) >= 16, run.story()

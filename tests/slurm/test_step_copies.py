@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from slurm.conftest import eventually
-from slurm.test_just_in_time import between_steps, kill_node, kill_ranks, resumed_from, wait_for_restart, workers
+from slurm.test_just_in_time import kill_node, kill_ranks, resumed_from, wait_for_restart, workers
 from slurm.test_local import LocalRun
 
 pytestmark = pytest.mark.timeout(200)
@@ -71,9 +71,8 @@ def test_a_lost_node_costs_a_sharded_run_one_step(tmp_path: Path, undisturbed: s
     run = new_run(tmp_path / "run")
     run.submit()
     wait_for_copy(run, 12)
-    between_steps(run, rank)
     before = step_of(run)
-    kill_node(run, rank)
+    kill_node(run, rank, at_rest=rank)
     run.wait_until_done()
     assert resumed_from(run, 1) >= before - 1, run.story()
     assert run.digest() == undisturbed
