@@ -33,6 +33,8 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     answers = {"slurmctld": "slurm-wlm 22.05.8", "apt-get": TARGETS, "chroot": "slurm-wlm 24.11.5", "debootstrap": ""}
 
     def run(argv: list[str], **_: object) -> str:
+        if argv[0] == "unshare":
+            argv = argv[argv.index("debootstrap") :]
         if argv[0] not in answers:
             raise LabError(f"{argv[0]}: not found")
         if argv[0] == "debootstrap":
