@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from waiting import until
 
-from slurmft.checkpoint import CheckpointManager, write_requests
+from slurmft.checkpoint import CheckpointManager, just_in_time, write_requests
 from slurmft.checkpoint.flat_state import capture
 from slurmft.checkpoint.notes import BoundaryNotes
 from slurmft.checkpoint.state import Trainee
@@ -120,6 +120,9 @@ class Listener:
 
 class Leave(Exception):
     """A rank ends in the middle of a step."""
+
+
+just_in_time.LATE_S = 10.0  # a rank that ends its step later on a machine that others load is no dead one
 
 
 class Life:
