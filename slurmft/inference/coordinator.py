@@ -35,7 +35,7 @@ from slurmft.ipc.messages import (
     RequestsReturned,
     RequestsWanted,
 )
-from slurmft.policy.inference import Death, evidence_of, is_poison, is_suspect
+from slurmft.policy.inference import Death, all_down, evidence_of, is_poison, is_suspect
 from slurmft.storage.journal import EventName
 
 # --- leases ---
@@ -380,9 +380,7 @@ class Coordinator:
     def all_down(self) -> bool:
         """Every replica of every agent has given up."""
         phases = [phase for agent in self.agents.values() for phase in agent.replicas.values()]
-        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and {*phases} - {"member"} == {
-            "down"
-        }
+        return all_down(phases, least=self._config.replicas_per_node * len(self.agents))
 
     def count(self, phase: str) -> int:
         """Replicas in this phase."""

@@ -17,6 +17,7 @@ from slurmft.errors import StorageError
 from slurmft.inference.coordinator import Send, Submit
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.ipc.messages import InferenceReport, Members, ReplicaDied, ReplicaPhase, ReplicaPlace, RouterPhase
+from slurmft.policy.inference import all_down
 from slurmft.policy.serving import Readiness
 
 WRITE_AGAIN_S = 1.0
@@ -186,9 +187,7 @@ class Roster:
     def all_down(self) -> bool:
         """Every replica of every agent has given up."""
         phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
-        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and {*phases} - {"member"} == {
-            "down"
-        }
+        return all_down(phases, least=self._config.replicas_per_node * len(self.agents))
 
     async def commit_regularly(self) -> None:
         """Write ``endpoints.json`` when routers come and go."""

@@ -92,6 +92,12 @@ def devices_of(visible: Sequence[str], replica: int, per_replica: int) -> tuple[
     return tuple(visible[first : first + per_replica])
 
 
+def all_down(phases: Collection[str], *, least: int) -> bool:
+    """Whether every replica has given up: at least so many have reported, and no engine but those of other nodes, of
+    which a replica is a member, is in another phase."""
+    return len(phases) >= least > 0 and {*phases} - {"member"} == {"down"}
+
+
 # --- Which nodes have one engine together ---
 
 

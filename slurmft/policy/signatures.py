@@ -197,7 +197,7 @@ SIGNATURES: Sequence[Signature] = (
          r"\[Hardware Error\]", r"node has (?:crashed|died)", r"srun: error: Node failure on",
          r"Task launch for ... Communication connection failure", r"Task launch for ... Unable to contact slurmd",
          cause=NONE),
-    _row("somebody's signal", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "torchrun, Lightning",
+    _row("a signal from outside", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "torchrun, Lightning",
          r"SignalException: Process \d+ got signal: \d", r"^KeyboardInterrupt\b",
          r"eceived SIG(?:TERM|USR1|USR2|HUP)\b", r"SIGTERMException", cause=NONE),
     _row("no such program or image", _C.CODE, _S.CODE, _R.STOP, "slurmstepd, pyxis", r"error: execve\(\): ",

@@ -157,7 +157,7 @@ class Agent:
         self.end(-9)
 
     def lose_power(self) -> None:
-        """The node is gone without a word: nobody gets the end of a connection."""
+        """The node is gone without a word: no connection shows its end."""
         self._end_workers(-9, killed=False, report=False)
         self.process.alive = False
         self.end(-9)

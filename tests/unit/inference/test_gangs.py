@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,14 +137,19 @@ def test_the_journal_tells_which_gangs_there_are(tmp_path: Path) -> None:
     assert gangs_in(run.journal().read_past(), mine) == [(1, 2), (4, 5)]
 
 
+async def gathering_head(told: list[dict[str, Any]]) -> tuple[Head, asyncio.Task[Mapping[str, str]], ReplicaPlace]:
+    """A head of three nodes that waits for its members, and where; what it says goes to ``told``."""
+    head = Head(KEY, nodes=3, config="config.yaml", host="127.0.0.1", tell=lambda **each: told.append(each))
+    gathering = asyncio.create_task(head.gather())
+    await until_async(lambda: bool(told))
+    return head, gathering, ReplicaPlace(name="n0#1", hosts=("127.0.0.1",), port=told[0]["port"])
+
+
 @pytest.mark.parametrize("end", ["crash", "gone"])
 def test_the_end_of_a_member_is_that_of_the_head(end: str) -> None:
     async def work() -> None:
         told, tasks = list[dict[str, Any]](), len(asyncio.all_tasks())
-        head = Head(KEY, nodes=3, config="config.yaml", host="127.0.0.1", tell=lambda **each: told.append(each))
-        gathering = asyncio.create_task(head.gather())
-        await until_async(lambda: bool(told))
-        place = ReplicaPlace(name="n0#1", hosts=("127.0.0.1",), port=told[0]["port"])
+        head, gathering, place = await gathering_head(told)
         stranger = await join(place, 1, b"x" * 64)
         assert await stranger.receive() is None, "it does not hold the run's key"
         stranger.close()
@@ -171,10 +177,7 @@ def test_the_end_of_a_member_is_that_of_the_head(end: str) -> None:
 def test_a_member_that_is_lost_before_all_are_there_ends_the_wait() -> None:
     async def work() -> None:
         told, tasks = list[dict[str, Any]](), len(asyncio.all_tasks())
-        head = Head(KEY, nodes=3, config="config.yaml", host="127.0.0.1", tell=lambda **each: told.append(each))
-        gathering = asyncio.create_task(head.gather())
-        await until_async(lambda: bool(told))
-        place = ReplicaPlace(name="n0#1", hosts=("127.0.0.1",), port=told[0]["port"])
+        head, gathering, place = await gathering_head(told)
         (await join(place, 1, KEY)).close()
         with pytest.raises(LaunchError, match="was lost before all were there"):
             await gathering
