@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.errors import StorageError as StorageError
     from slurmft.errors import StorageUnavailable as StorageUnavailable
     from slurmft.errors import UsageError as UsageError
+    from slurmft.operations.executor import Executor as Executor
     from slurmft.operations.run_handle import RunHandle as RunHandle
     from slurmft.operations.run_handle import submit as submit
     from slurmft.storage.shared_weights import stage_in_memory as stage_in_memory
@@ -65,6 +66,7 @@ __version__ = "0.1.0"
 
 _NAMES = (
     ("slurmft.operations.run_handle", "submit RunHandle"),
+    ("slurmft.operations.executor", "Executor"),
     ("slurmft.worker.session", "start_session Session PlannedStop"),
     ("slurmft.worker.signals", "ignore_strangers_term"),
     ("slurmft.worker.failures", "record"),

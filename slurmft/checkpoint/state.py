@@ -221,6 +221,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
+SEVERAL_OPTIMIZERS = "several: pass one, and the state of the others as extra= (docs/how-to/checkpoints.md)"
+
+
 @dataclass(frozen=True, slots=True)
 class Trainee:
     """The objects of one training script that a checkpoint covers."""
@@ -234,6 +237,12 @@ class Trainee:
     def __post_init__(self) -> None:
         """Raises UsageError where some of it has no state that could be saved, or none that other ranks could use."""
         stateful_loader.mend()
+        if not hasattr(self.model, "modules"):
+            raise UsageError(f"the model is a {type(self.model).__name__}, no torch.nn.Module",
+                             hint="several models: torch.nn.ModuleDict")  # fmt: skip
+        if not all(hasattr(self.optimizer, one) for one in ("state_dict", "load_state_dict", "param_groups")):
+            raise UsageError(f"the optimizer is a {type(self.optimizer).__name__}, no torch.optim.Optimizer",
+                             hint=SEVERAL_OPTIMIZERS)  # fmt: skip
         for kind in (*map(type, self.model.modules()), type(self.optimizer)):
             if hint := UNSUPPORTED.get(kind.__name__):
                 raise UsageError(f"state within {kind.__name__} cannot be saved here", hint=hint)

@@ -20,10 +20,10 @@ from slurmft.operations import control
 from slurmft.operations.endpoint import prepare_endpoint
 from slurmft.operations.run_configuration import load_given
 from slurmft.operations.status import Overview, account_of, exit_code_of, has_ended, logs_of, overviews, story
-from slurmft.operations.submit import read_requests, submit_run
+from slurmft.operations.submit import Submitted, read_requests, submit_run
 from slurmft.scheduler.slurm import known_options
 from slurmft.storage.journal import Event, EventName
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import RunFolder, result_of
 from slurmft.system.files import LOG_LIMIT_BYTES, read_bytes, read_part
 from slurmft.system.processes import who
 
@@ -74,15 +74,29 @@ class RunHandle:
         while True:
             if self._run.done() is not None or time.monotonic() - asked_s >= ASK_SLURM_S:
                 asked_s = time.monotonic()
-                view, events = self.status(), self._since_submission()
-                if has_ended(view, events, since=events[0].seconds()):
-                    return exit_code_of(view, events)
+                if (code := self.exit_code(self.status())) is not None:
+                    return code
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise TimeoutError(f"run {self._run.path.name} has not ended within {timeout_s} s")
             time.sleep(LOOK_S)
 
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the run's end; returns what the submitted callable returned on rank 0, None for other runs.
+    def exit_code(self, view: Overview) -> int | None:
+        """The exit code of a run that has ended for good; None while something follows.
+
+        Args:
+            view: its status.
+
+        Raises:
+            StorageError: the run was never submitted, or its journal cannot be read.
+        """
+        events = self._since_submission()
+        return exit_code_of(view, events) if has_ended(view, events, since=events[0].seconds()) else None
+
+    def result(self, timeout_s: float | None = None, *, rank: int = 0) -> Any:
+        """Wait for the run's end; returns what the submitted callable returned, None for other runs.
+
+        Args:
+            rank: another one than 0 for runs of ``slurmft.Executor``, which stores the result of each.
 
         Raises:
             RunFailed: the run has ended otherwise, or was stopped; names the cause and the traceback.
@@ -96,10 +110,11 @@ class RunHandle:
                             traceback=traceback, hint=f"slurmft explain {self._run.path}")  # fmt: skip
         if not self._run.call.exists():
             return None
+        path = result_of(self._run.result, rank)
         try:
-            stored = read_bytes(self._run.result, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
+            stored = read_bytes(path, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
         except OSError as error:
-            raise StorageError(f"cannot read {self._run.result}: {error.strerror or error}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
 
     def stop(self) -> str:
@@ -157,7 +172,8 @@ def submit(
     Args:
         what: the path of a configuration, its keys and values, or a callable. A callable is pickled into the run folder
             and called in each worker; it needs ``run_folder=`` and may use ``slurmft.start_session`` inside. It is
-            called again from its beginning after each restart: what it does not save itself is done again.
+            called again from its beginning after each restart: what it does not save itself is done again. At a stop,
+            its method ``checkpoint`` (if it has one, as submitit's have) is asked on rank 0 for the call to go on with.
         args: for the callable.
         kwargs: for the callable.
         sbatch_options: further options of sbatch, such as ``["--nice=5"]``.
@@ -170,40 +186,56 @@ def submit(
         UsageError: the configuration cannot be used, or the run is busy or finished; nothing was submitted.
         SlurmftError: it was refused; nothing was submitted.
     """
+    made = submitted(what, args, kwargs, sbatch_options=sbatch_options, cluster=cluster, strict=strict, keys=overrides)
+    return RunHandle(made.run.path)
+
+
+def submitted(
+    what: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., Any], args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, *, sbatch_options: Sequence[str] = (), cluster: str = "auto",
+    strict: bool = False, each: bool = False, keys: Mapping[str, Any],
+) -> Submitted:  # fmt: skip
+    """As ``submit``, with the job's id; with ``each``, every rank of a callable stores what it returns.
+
+    Raises:
+        SlurmftError: it was refused; nothing was submitted.
+    """
     call = None
     if callable(what):
-        if callable(getattr(what, "checkpoint", None)):  # submitit's, which would be ignored
-            raise UsageError(
-                "checkpoint() of a callable is not called: it would begin again from nothing",
-                hint="save in session.steps (docs/coming-from/submitit.md)",
-            )
         call = cloudpickle.dumps((what, tuple(args), dict(kwargs or {})))
-        settings = _settings_of_callable(overrides)
+        settings = settings_of_callable(keys, each=each)
     elif args or kwargs:
         raise UsageError("args and kwargs are for a callable, and a configuration was given")
     elif isinstance(what, Mapping):
-        settings = from_values(_plain(what), list(_as_overrides(overrides)), source="slurmft.submit",
+        settings = from_values(_plain(what), list(_as_overrides(keys)), source="slurmft.submit",
                                known_here=known_options)  # fmt: skip
     else:
-        settings = load_given(Path(what), list(_as_overrides(overrides)))
+        settings = load_given(Path(what), list(_as_overrides(keys)))
     if settings.inference is not None and settings.inference.serving is not None:
         prepare_endpoint(settings)
     elif settings.inference is not None:
         read_requests(settings, lambda _count: None)
-    made = submit_run(
+    return submit_run(
         settings, tuple(sbatch_options), strict=strict, cluster=cluster, who=who(), command="slurmft.submit",
         tell=log.warning, call=call,
     )  # fmt: skip
-    return RunHandle(made.run.path)
 
 
-def _settings_of_callable(overrides: Mapping[str, Any]) -> RunConfig:
+def settings_of_callable(overrides: Mapping[str, Any], *, each: bool = False) -> RunConfig:
+    """The configuration of a run that calls what is in its run folder.
+
+    Raises:
+        UsageError: a key is unknown, or cannot be used.
+    """
     for key in ("command", "inference"):
         if key in overrides:
             raise UsageError(f"a callable was given, and {key} as well: one of them is to run")
     given = from_values({**_plain(overrides), "command": ["-"]}, source="slurmft.submit", known_here=known_options)
     run = RunFolder(given.run_folder)
-    command = (sys.executable, "-m", "slurmft.worker.call", str(run.call), str(run.result))
+    command = (
+        sys.executable, "-m", "slurmft.worker.call", str(run.call), str(run.result), given.preemption.signal,
+        *(["--each"] if each else []),
+    )  # fmt: skip
     return given.model_copy(update={"command": command})
 
 

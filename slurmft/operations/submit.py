@@ -42,6 +42,8 @@ class Submitted:
     before: int
     """Events that the journal had before: those of earlier submissions."""
 
+    settings: RunConfig
+
 
 def plan(settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, cluster: str, tell: Tell) -> str:
     """What ``submit_run`` would submit, as text; changes nothing.
@@ -82,7 +84,7 @@ def submit_run(
         _prepare(run, settings, tell, call)
         before = len(run.journal().read())
         job = _submit(where, settings, run, options, avoiding, named=named, who=who, command=command)
-    return Submitted(run, job, where, before)
+    return Submitted(run, job, where, before, settings)
 
 
 @dataclass(frozen=True, slots=True)

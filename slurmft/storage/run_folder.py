@@ -585,6 +585,11 @@ class Owner:
     """It was a standby: no batch script belongs to it."""
 
 
+def result_of(result: Path, rank: int) -> Path:
+    """Where a rank of a submitted callable stores what it returns, beside that of rank 0."""
+    return result if rank == 0 else result.with_stem(f"{result.stem}-{rank}")
+
+
 class RunFolder:
     """Paths and small state files of one run. Creating one changes nothing on disk."""
 

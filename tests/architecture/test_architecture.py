@@ -81,7 +81,7 @@ ALLOWED = {
 
 HOMES = {
     "yaml": ("config/base.py",),
-    "submitit": ("scheduler/submission.py",),
+    "submitit": ("scheduler/submission.py", "operations/executor.py"),  # the latter has its interface
     "filelock": ("storage/", "lab/"),
     "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "integrations/", "compat/megatron.py"),
     "transformers": ("integrations/huggingface.py",),
@@ -219,7 +219,6 @@ SMALL = {
     "cli/schema": "a verb, imported by its name",
     "checkpoint/warm_up": "a program, imported by its name in a process that waits",
     "sync/entry": "a program of its own (python -m)",
-    "worker/call": "a program of its own (python -m)",
     "worker/pair_check": "a program of its own (python -m)",
     "worker/shared_weights": "a public name, which must not import the rest of the worker",
     "integrations/accelerate": "public names of its own, for loops of Accelerate",
@@ -451,8 +450,8 @@ def test_there_are_no_junk_drawers():
 
 def test_the_public_names_are_exactly_these():
     assert slurmft.__all__ == [
-        "__version__", "submit", "RunHandle", "start_session", "Session", "PlannedStop", "ignore_strangers_term",
-        "record",
+        "__version__", "submit", "RunHandle", "Executor", "start_session", "Session", "PlannedStop",
+        "ignore_strangers_term", "record",
         "CheckpointManager", "DistributedCheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor",
         "WatchdogTimer", "DistributedSignalHandler", "categorize_failure", "detect_gpu_failure",
         "detect_network_failure", "handle_nccl_timeout", "handle_gpu_oom",

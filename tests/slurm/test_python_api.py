@@ -154,18 +154,6 @@ def test_what_cannot_be_submitted_is_refused(
     assert not (tmp_path / "run" / "jobs.json").exists()
 
 
-def test_a_callable_with_submitits_checkpoint_is_refused(tmp_path: Path) -> None:
-    class Training:
-        def __call__(self) -> int:
-            return 1
-
-        def checkpoint(self) -> None: ...
-
-    with pytest.raises(slurmft.UsageError, match=r"checkpoint\(\) of a callable"):
-        submit_here(Training(), tmp_path)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_callable_or_result_of_another_user_is_not_unpickled(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to give a file away")

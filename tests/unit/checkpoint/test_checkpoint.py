@@ -727,3 +727,17 @@ def test_counters_keep_their_type_where_weights_are_cast(tmp_path):
     state = fresh.state[other.weight]
     assert state["moment"].dtype == torch.float16
     assert state["samples"].dtype == torch.int64 and state["samples"] == 100_001
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda model, optimizer: (model, (optimizer, optimizer)), "the optimizer is a tuple"),
+        (lambda model, optimizer: ([model], optimizer), "the model is a list"),
+    ],
+)
+def test_several_models_or_optimizers_are_refused_at_the_load(tmp_path, given, said):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=said) as caught:
+        CheckpointManager(tmp_path).load_latest(*given(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert "several" in (caught.value.hint or "")

@@ -1,0 +1,350 @@
+"""``slurmft.Executor``: submitit's interface, where each submission is a run.
+
+A program of submitit's changes one import; its jobs then survive what runs survive. submitit's own class is the base,
+so that ``submit``, ``map_array``, ``submit_array``, ``batch`` and the jobs' ``result``, ``results``, ``exception``,
+``wait`` and ``awaitable`` are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from submitit.core import core
+from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
+
+from slurmft.config.run import RunConfig
+from slurmft.errors import RunFailed, SlurmftError, UsageError
+from slurmft.operations.run_handle import MAX_RESULT_BYTES, RunHandle, settings_of_callable, submitted
+from slurmft.operations.status import Overview, overviews
+from slurmft.storage.run_folder import RunFolder, result_of
+from slurmft.system.files import read_bytes
+
+SHORTEST_S, LONGEST_S = 2.0, 30.0
+"""Between two questions to Slurm about all jobs of a process; longer from look to look, as submitit's."""
+
+STATES = {"finished": "COMPLETED", "running": "RUNNING", "waiting": "PENDING", "damaged": "FAILED"}
+
+SHARED = {
+    "name": "job_name",
+    "timeout_min": "time",
+    "gpus_per_node": "gpus_per_node",
+    "cpus_per_task": "cpus_per_task",
+    "nodes": "nodes",
+    "tasks_per_node": "ntasks_per_node",
+}
+"""Parameters of all of submitit's executors, and its name for each where the executor is Slurm's."""
+
+OTHERS = ("local_", "debug_", "slurm_array_parallelism")
+"""Of other executors, or for a whole array."""
+
+WITHOUT_EFFECT = {
+    "max_num_timeout": "a time limit costs no retry",
+    "max_pickle_size_gb": "the limit is 2 GiB",
+    "stderr_to_stdout": "both are one log in any case",
+    "use_srun": "the agents start the tasks",
+    "wckey": "it says that submitit submitted the job",
+}
+REFUSED = {
+    "setup": "load modules before you submit: the environment comes along",
+    "teardown": "do it behind result()",
+    "python": "the tasks run in the Python that submits",
+}
+
+log = logging.getLogger(__name__)
+
+
+class _Watch:
+    """What is known of the runs of this process's jobs, from one question to Slurm for all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Path, Overview | None] = {}
+        self._ended: dict[Path, Overview] = {}
+        self._began_s = self._asked_s = -LONGEST_S
+
+    def look(self, folder: Path, *, force: bool = False) -> tuple[Overview, bool]:
+        """The run as last seen, and whether it has ended for good."""
+        if folder not in self._ended:
+            if folder not in self._waiting:
+                self._waiting[folder], self._began_s, self._asked_s = None, time.monotonic(), -LONGEST_S
+            pause_s = min(LONGEST_S, max(SHORTEST_S, (time.monotonic() - self._began_s) / 2))
+            if force or time.monotonic() - self._asked_s > pause_s:
+                self._refresh(list(self._waiting))
+            elif RunFolder(folder).done() is not None or self._waiting[folder] is None:
+                self._refresh([folder])
+        seen = self._ended.get(folder) or self._waiting[folder]
+        assert seen is not None
+        return seen, folder in self._ended
+
+    def _refresh(self, folders: Sequence[Path]) -> None:
+        if len(folders) == len(self._waiting):
+            self._asked_s = time.monotonic()
+        for folder, view in zip(folders, overviews([RunFolder(each) for each in folders]), strict=True):
+            self._waiting[folder] = view
+            if RunHandle(folder).exit_code(view) is not None:
+                self._ended[folder] = view
+                del self._waiting[folder]
+
+
+class _Paths(JobPaths):
+    """Where a run has what submitit's jobs have in files of their own."""
+
+    def __init__(self, folder: Path, job_id: str, task_id: int | None) -> None:
+        super().__init__(folder, job_id=job_id, task_id=task_id)
+        self._run = RunFolder(folder)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._run.path
+
+    @property
+    def submission_file(self) -> Path:
+        """The configuration that the job runs with."""
+        return self._run.config
+
+    @property
+    def submitted_pickle(self) -> Path:
+        """The call: function, args and kwargs."""
+        return self._run.call
+
+    @property
+    def result_pickle(self) -> Path:
+        """What the task returned."""
+        return result_of(self._run.result, self.task_id)
+
+    @property
+    def stdout(self) -> Path:
+        """The newest log of the task: both of its streams."""
+        logs = sorted(self._run.attempts.glob(f"*/rank-{self.task_id}.log"), key=lambda path: path.stat().st_mtime)
+        return logs[-1] if logs else self._run.attempts / f"rank-{self.task_id}.log"
+
+    stderr = stdout
+
+
+class Job(core.Job[Any]):
+    """One run, with the interface of submitit's jobs; a pickled one is the same job in another process."""
+
+    watch = _Watch()
+    """All jobs of this process share it."""
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+        super().__init__(folder, job_id, tasks)
+        self._paths = _Paths(Path(folder), job_id, self.task_id)
+
+    def _register_in_watcher(self) -> None:
+        """Runs are watched by their folders."""
+
+    @property
+    def run(self) -> RunHandle:
+        """The run, with what submitit's jobs do not have: ``explain``, ``requeue``, ``status``."""
+        return RunHandle(self.paths.folder)
+
+    @property
+    def state(self) -> str:
+        """COMPLETED, RUNNING, PENDING, REQUEUED (between two jobs of its run), FAILED or UNKNOWN."""
+        view, over = self.watch.look(self.paths.folder)
+        return STATES.get(view.state, ("FAILED" if over else "REQUEUED") if view.state == "stopped" else "UNKNOWN")
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether the run has ended for good, over requeues and restarts."""
+        return self.watch.look(self.paths.folder, force=force_check)[1]
+
+    def get_info(self, mode: str = "force") -> dict[str, str]:
+        """Slurm's newest job of the run, and its state."""
+        view, _ = self.watch.look(self.paths.folder, force=mode == "force")
+        return {"JobID": view.job or self.job_id, "State": self.state, "Reason": view.detail}
+
+    def cancel(self, check: bool = True) -> None:
+        """End the run; a running one saves first (``checkpoint`` is called, where the callable has it).
+
+        Raises:
+            SlurmError: Slurm refused or did not answer, unless ``check`` is False.
+        """
+        try:
+            self.run.stop()
+        except SlurmftError:
+            if check:
+                raise
+
+    def submission(self) -> DelayedSubmission:
+        """The call: as submitted, or as ``checkpoint`` has left it."""
+        data = read_bytes(self.paths.submitted_pickle, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
+        function, args, kwargs = pickle.loads(data)  # noqa: S301 - the user's own, in a private folder
+        return DelayedSubmission(function, *args, **kwargs)
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        try:
+            return "success", self.run.result(rank=self.task_id or 0)
+        except RunFailed as error:
+            if not error.traceback:
+                raise UncompletedJobError(str(error)) from error
+            return "error", error.traceback
+
+    def __del__(self) -> None:
+        if getattr(self, "_cancel_at_deletion", False) and not self.watch.look(self.paths.folder)[1]:
+            self.cancel(check=False)
+
+
+class Executor(core.Executor):
+    """Takes the place of ``submitit.AutoExecutor``.
+
+    Args:
+        folder: for the runs, one folder in it for each submission. Parts with ``%j``, which submitit has for the job,
+            are left out.
+        cluster: ``slurm``, ``local``, or None: Slurm where its commands are, else this machine.
+        **options: submitit's, which have no effect here.
+
+    Raises:
+        UsageError: no such cluster or option.
+    """
+
+    job_class = Job
+
+    def __init__(self, folder: str | os.PathLike[str], cluster: str | None = None, **options: Any) -> None:
+        super().__init__(JobPaths.get_first_id_independent_folder(Path(folder)))
+        if cluster not in (None, "auto", "slurm", "local"):
+            raise UsageError(f"no cluster {cluster!r}", hint="slurm, local, or None for either")
+        self._cluster = cluster or "auto"
+        self._keys: dict[str, Any] = {}
+        self._numbers: dict[str, int] = {}
+        self.update_parameters(**options)
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Job:
+        """Submit a call; within ``batch()`` at its end.
+
+        Raises:
+            SlurmftError: it was refused; nothing was submitted.
+        """
+        return cast("Job", super().submit(fn, *args, **kwargs))
+
+    def map_array(self, fn: Callable[..., Any], *iterable: Iterable[Any]) -> list[Job]:  # type: ignore[override] # a narrower list
+        """Submit a call for each element, as ``map`` would call it.
+
+        Raises:
+            SlurmftError: one was refused; what had been submitted is cancelled.
+        """
+        return cast("list[Job]", super().map_array(fn, *iterable))
+
+    def _internal_update_parameters(self, **given: Any) -> None:
+        """Take submitit's parameters, sbatch's options as ``slurm_...``, and the keys of a configuration.
+
+        Raises:
+            UsageError: one of them is unknown, or its value cannot be used.
+        """
+        parameters = {**self.parameters, **{name: value for name, value in given.items() if value is not None}}
+        keys = _keys_of(parameters)
+        settings_of_callable({**keys, "run_folder": str(self.folder / "run")})
+        self.parameters, self._keys = parameters, keys
+
+    def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[core.Job[Any]]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        jobs: list[core.Job[Any]] = []
+        try:
+            for at, delayed in enumerate(delayed_submissions):
+                jobs.append(self._submit_one(delayed, at, len(delayed_submissions)))
+        except SlurmftError:  # an array is submitted whole, or not at all
+            for job in jobs:
+                job.cancel(check=False)
+            if jobs:
+                log.warning("%d of %d were submitted, and are cancelled", len(jobs), len(delayed_submissions))
+            raise
+        return jobs
+
+    def _submit_one(self, delayed: DelayedSubmission, at: int, count: int) -> Job:
+        keys = {**self._keys, "slurm": {**self._keys.get("slurm", {})}}
+        name = str(
+            keys["slurm"].get("job_name") or getattr(delayed.function, "__name__", type(delayed.function).__name__)
+        )
+        at_once = int(self.parameters.get("slurm_array_parallelism", count))
+        if at_once < count:  # of one user's jobs with one name, one runs at a time
+            keys["slurm"] |= {"job_name": f"{name}-{at % at_once}", "dependency": "singleton"}
+        folder = self._new_folder(name)
+        keys["run_folder"] = str(folder)
+        try:
+            made = submitted(
+                delayed.function, delayed.args, delayed.kwargs, cluster=self._cluster, each=True, keys=keys
+            )
+        except SlurmftError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
+        settings = made.settings
+        job_id = made.job if made.where == "slurm" else made.run.path.name
+        return Job(made.run.path, job_id, tuple(range(settings.nodes * settings.nproc_per_node)))
+
+    def _new_folder(self, name: str) -> Path:
+        """A folder that no other submission has, whichever process makes it."""
+        stem = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "job"
+        while True:
+            self._numbers[stem] = self._numbers.get(stem, 0) + 1
+            folder = self.folder / f"{stem}-{self._numbers[stem]}"
+            try:
+                folder.mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            return folder
+
+
+def _keys_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that submitit's parameters ask for."""
+    keys: dict[str, Any] = {}
+    tasks = parameters.get("tasks_per_node", parameters.get("slurm_ntasks_per_node", 1))
+    named = dict(_named_for_slurm(parameters))
+    for name in named.keys() & REFUSED.keys():
+        raise UsageError(f"{name} is not possible here", hint=REFUSED[name])
+    for name in named.keys() & WITHOUT_EFFECT.keys():
+        log.info("%s has no effect: %s", name, WITHOUT_EFFECT[name])
+    of_runs = {name: value for name, value in parameters.items() if name in RunConfig.model_fields}
+    parts = [_in_configuration(name, value, tasks) for name, value in named.items() if name not in WITHOUT_EFFECT]
+    for part in (*parts, of_runs):
+        for name, value in part.items():
+            keys[name] = {**keys.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return keys
+
+
+def _in_configuration(name: str, value: Any, tasks: int) -> dict[str, Any]:
+    """Where a parameter of submitit's Slurm executor stands in a configuration.
+
+    Slurm has one task for each node, the agent, which starts the workers: it gets what ``tasks`` of them need.
+    """
+    match name:
+        case "nodes":
+            return {"nodes": value}
+        case "ntasks_per_node":
+            return {"nproc_per_node": value}
+        case "signal_delay_s":
+            return {"preemption": {"signal_lead_s": value}}
+        case "additional_parameters":
+            return {"slurm": {key.replace("-", "_"): each for key, each in value.items()}}
+        case "cpus_per_task":
+            return {"slurm": {"cpus_per_task": value * tasks}}
+        case "gpus_per_task":
+            return {"slurm": {"gpus_per_node": value * tasks}}
+        case "num_gpus":
+            return {"slurm": {"gpus_per_node": value}}
+        case _:
+            return {"slurm": {name: value}}
+
+
+def _named_for_slurm(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each parameter by the name that submitit's Slurm executor has for it; those of other executors are left out."""
+    for name, value in parameters.items():
+        if name in SHARED:
+            yield SHARED[name], value
+        elif name == "mem_gb":
+            yield "mem", f"{round(value * 1024)}M"
+        elif name in WITHOUT_EFFECT or name in REFUSED:
+            yield name, value
+        elif name.startswith("slurm_") and name != "slurm_array_parallelism":
+            yield name.removeprefix("slurm_"), value
+        elif name not in RunConfig.model_fields and not name.startswith(OTHERS):
+            hint = "submitit's, slurm_ before an option of sbatch, or a key of a configuration"
+            raise UsageError(f"unknown parameter {name}", hint=hint)
