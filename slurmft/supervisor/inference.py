@@ -213,6 +213,10 @@ class Gangs:
         gang = next((gang for gang in self._gangs if gang[0] == head.node), (head.node,) * (rank + 1))
         return self._joined.get(gang[rank], head).host
 
+    def head_of(self, node: int) -> int:
+        """The head of a node's gang; the node itself where it is in none."""
+        return next((gang[0] for gang in self._gangs if node in gang), node)
+
     def too_few(self, now_s: float) -> str:
         """Why no engine can work any more with what is left of the job; empty while one can, or nodes may come back."""
         if self._awaited and now_s - self._began_s > self._times.supervisor_lease_s:

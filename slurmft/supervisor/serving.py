@@ -98,9 +98,11 @@ class RollingUpdate:
             case ReplicaDied():
                 self._fail((node, report.replica), report.how)
 
-    def lost(self, node: int) -> None:
-        """An agent is gone; another one there would begin with the old engine."""
-        self._fail((node, 0), "its agent is gone")
+    def lost(self, node: int, host: str) -> None:
+        """The agent on ``host`` is gone, and with it the replicas of this node; another one would begin with the old
+        engine.
+        """
+        self._fail((node, 0), f"the agent on {host} is gone", all_of_node=True)
 
     async def watch(self) -> None:
         """Do what is asked for, until cancelled."""
@@ -177,14 +179,14 @@ class RollingUpdate:
         except TimeoutError as error:
             raise _Failed(f"{link.host}, replica {number}: not ready in time (inference.startup_timeout_s)") from error
 
-    def _fail(self, place: Place, why: str) -> None:
+    def _fail(self, place: Place, why: str, *, all_of_node: bool = False) -> None:
         link = self._agents.get(place[0])
         words = f"{link.host if link is not None else f'node {place[0]}'}, replica {place[1]}: {why}"
         if self._awaited is not None and self._awaited.place[0] == place[0] and (
-            self._awaited.place == place or why == "its agent is gone"
+            self._awaited.place == place or all_of_node
         ):  # fmt: skip
             self._resolve(words)
-        elif place in self._renewed or (self.is_rolling and why == "its agent is gone"):
+        elif place in self._renewed or (self.is_rolling and all_of_node):
             self._problem = self._problem or words
 
     def _resolve(self, problem: str) -> None:
@@ -395,7 +397,7 @@ class ServingAttempt(InferenceAttempt):
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         if self._update is not None and link.node in self._joined:
-            self._update.lost(link.node)
+            self._update.lost(link.node if self._gangs is None else self._gangs.head_of(link.node), link.host)
         super()._lose(link, reason, hung_up=hung_up)
 
     async def _take_in(self, link: AgentLink) -> None:

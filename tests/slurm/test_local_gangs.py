@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import yaml
 
 from slurm.conftest import eventually
+from slurm.test_local import SLURMFT
 from slurm.test_local_serving import HERE, Endpoint
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -103,6 +106,38 @@ def test_no_request_of_a_patient_client_fails_when_a_part_of_the_engine_dies(end
     else:
         broken, formed = endpoint.events("gang broken")[0], endpoint.events("gang formed")[1]
         assert {0, 1, 2} - {*broken.details["numbers"]} <= {*formed.details["numbers"]}, endpoint.story()
+
+
+def test_an_update_goes_back_when_a_node_of_the_gang_falls_silent(tmp_path: Path) -> None:
+    """Not only when the new engine, which never becomes ready, would have had to be."""
+    run = Gang(tmp_path / "endpoint")
+    run.change(fault_tolerance={"agent_timeout_s": 3})
+    run.slurmft("serve", str(run.config), "--cluster", "local")
+    run.wait_for(2, 1)
+    config = yaml.safe_load(run.config.read_text())
+    config["inference"]["engine"]["command"] = [sys.executable, "-c", "import time; time.sleep(600)", *COMMAND[1:]]
+    (tmp_path / "new.yaml").write_text(yaml.safe_dump(config))
+    update = subprocess.Popen([*SLURMFT, "serve", "--update", str(tmp_path / "new.yaml")], stderr=subprocess.PIPE)
+    silent: list[psutil.Process] = []
+    try:
+        eventually(lambda: len(run.processes("time.sleep")) == 2, 60, run.story)
+        agent = run.agent_of(1)
+        silent = [agent, *agent.children(recursive=True)]
+        for process in silent:
+            process.suspend()
+        eventually(lambda: run.events("update went back"), 60, run.story)
+        assert "nothing was heard" in run.events("agent lost")[0].details["reason"], run.story()
+        assert "is gone" in run.events("update went back")[0].details["reason"], run.story()
+        assert update.wait(60) == 75
+        eventually(lambda: len(run.events("replica ready")) == 2, 90, run.story)
+    finally:
+        update.kill()
+        update.communicate()
+        for process in silent:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.slurmft("stop", str(run.folder.path), "--timeout", "60")
+    eventually(lambda: run.processes(ENGINE) == [], 20, "a process of an engine is left")
 
 
 @pytest.mark.parametrize("victim", ["member", "agent of the head"])
