@@ -99,12 +99,15 @@ VERBS = {
     "drill": ("site", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),
     "endpoint": ("inference", "Print the address of a router of the endpoint RUN that lives"),
+    "examples": ("init", "Print the file NAME that comes with slurmft, or list all: configurations, alerts, "
+                 "dashboards, a batch script"),
     "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("status", "Show the run's history: each event, each decision and its reason, from the journal"),
     "ft-launch": ("script", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("health", "Slurm's hooks: show the lines for slurm.conf"),
     "infer": ("inference", "Answer a batch of requests, or continue one that has stopped"),
+    "init": ("init", "Write a short configuration for a script, to be changed by hand and submitted"),
     "inject": ("control", "Inject a fault into a running RUN, to see what follows"),
     "join": ("control", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),

@@ -118,6 +118,8 @@ metrics RUN --targets OUT
 watch --once
 watch RUN --once
 schema
+examples TEXT
+init --yes --output OUT TEXT
 health --only memory
 health --only TEXT
 health --only memory --config PATH --json
