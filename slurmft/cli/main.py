@@ -119,6 +119,7 @@ VERBS = {
     "report": ("report", "Show where the time of a run went, and what its failures have cost: from the journal alone"),
     "requeue": ("control", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
+    "rm": ("control", "Remove a run that is not running: its folder, with journal, logs and the checkpoints in it"),
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("control", "Save a checkpoint now and go on training"),
     "sbatch": ("script", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
@@ -154,7 +155,7 @@ Exit codes:
 
 OTHER_WORDS = {"list": "status", "ls": "status", "ps": "status", "show": "status", "top": "watch", "cancel": "stop",
                "kill": "stop", "resume": "submit", "continue": "submit", "start": "submit", "restart": "requeue",
-               "clean": "checkpoint", "simulate": "plan"}  # fmt: skip
+               "clean": "checkpoint", "delete": "rm", "remove": "rm", "simulate": "plan"}  # fmt: skip
 """What other tools call a verb of ours."""
 
 

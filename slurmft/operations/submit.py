@@ -18,6 +18,7 @@ from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import compress
+from slurmft.storage import run_index
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import avoided_nodes, grace
@@ -89,6 +90,7 @@ def submit_run(
         _prepare(run, settings, tell, call)
         before = len(run.journal().read())
         job = _submit(where, settings, run, options, avoiding, named=named, who=who, command=command)
+    run_index.note(run.path, os.environ)
     return Submitted(run, job, where, before)
 
 

@@ -117,6 +117,7 @@ metrics RUN --textfile OUT
 metrics RUN --targets OUT
 watch --once
 watch RUN --once
+rm RUN
 schema
 examples TEXT
 init --yes --output OUT TEXT
