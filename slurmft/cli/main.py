@@ -53,8 +53,11 @@ def say_raw(text: str) -> None:
     click.echo(text, nl=False, color=True)  # otherwise click takes colours out of what goes into a pipe
 
 
-def console() -> Console:
-    """A console for tables and bars; rich is imported here, since hooks and ``--json`` do without it."""
+def console(width_in_pipe: int = 10_000) -> Console:
+    """A console for tables and bars; rich is imported here, since hooks and ``--json`` do without it.
+
+    What goes into a pipe or a file is not wrapped, unless ``COLUMNS`` is set.
+    """
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
     from rich.control import Control
     from rich.segment import Segment
@@ -72,7 +75,7 @@ def console() -> Console:
         def process_renderables(renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
             return [each if isinstance(each, Control) else Safe(each) for each in renderables]
 
-    made = Console()
+    made = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else width_in_pipe)
     made.push_render_hook(Hook())  # type: ignore[arg-type]
     return made
 
@@ -134,6 +137,17 @@ VERBS = {
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
+GROUPS = {
+    "Every day": "init submit status logs watch stop save requeue explain report rm doctor",
+    "To try it": "quickstart examples drill inject lab",
+    "Recovery and evidence": "checkpoint exclude advise plan join",
+    "With a script of your own": "sbatch ft-launch convert",
+    "Inference": "infer serve endpoint",
+    "Administrators": "sweep health hooks metrics",
+    "Internal": "run schema",
+}
+"""The verbs as ``--help`` shows them."""
+
 HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "launch": "script", "standby": "run"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
@@ -192,9 +206,13 @@ class _LazyVerbs(Verbs):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in ``--help``, from the table alone."""
-        stubs = [click.Command(name, help=f"{text}.") for name, (_, text) in VERBS.items()]
-        click.Group(commands=stubs).format_commands(ctx, formatter)
+        """The lists in ``--help``, from the tables alone."""
+        longest = max(map(len, VERBS))
+        for title, names in GROUPS.items():
+            stubs = [click.Command(name, help=f"{VERBS[name][1]}.") for name in names.split()]
+            limit = formatter.width - 6 - longest
+            with formatter.section(title):
+                formatter.write_dl([(f"{stub.name:<{longest}}", stub.get_short_help_str(limit)) for stub in stubs])
 
 
 @click.group(cls=_LazyVerbs, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -241,6 +259,9 @@ def main(begun: object = None) -> None:
         code = cli.main(standalone_mode=False, prog_name="slurmft", obj=begun)
     except click.exceptions.Abort:
         code = 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        say_block(error.format_message(), err=True)
+        code = error.exit_code
     except click.ClickException as error:
         if isinstance(error, click.UsageError) and error.ctx is not None:
             say_block(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -161,9 +162,15 @@ def _line(event: Event) -> str:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, float) and _EPOCHS[0] < value < _EPOCHS[1]:
+        return datetime.fromtimestamp(value).astimezone().strftime("%H:%M:%S")
     if isinstance(value, float):
         return f"{value:.3f}"
     return " ".join(str(value).split()) if not isinstance(value, list) else ",".join(map(str, value))
+
+
+_EPOCHS = (1.5e9, 4e9)
+"""Seconds since 1970 that are a moment of a run, and no measured value."""
 
 
 # --- ``slurmft logs``: the output of a worker ---
