@@ -7,6 +7,7 @@ import functools
 import re
 from pathlib import Path
 
+import yaml
 from docs_pages import DOCS, PAGES, REPOSITORY
 
 import slurmft
@@ -156,3 +157,9 @@ def test_no_page_installs_by_name_before_there_is_a_release():
     by_name = re.compile(r"pip install (?:-\S+ )*['\"]?slurmft\b(?!/)")
     assert by_name.search("pip install 'slurmft[train]'") and not by_name.search("pip install slurmft/dist/x.whl")
     assert [page.name for page in PAGES if page.name != "CHANGELOG.md" and by_name.search(page.read_text())] == []
+
+
+def test_the_citation_names_this_version():
+    cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert cited["version"] == slurmft.__version__
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
