@@ -43,30 +43,39 @@ def refuse_unusable(settings: RunConfig, environment: Mapping[str, str]) -> None
     """
     for finding in findings_of(settings, environment):
         if finding.level is Level.PROBLEM:
-            raise UsageError(finding.text, hint=f"{finding.remedy}; --unchecked submits it all the same")
+            raise UsageError(
+                f"{finding.check}: {finding.text}", hint=f"{finding.remedy}; --unchecked submits it all the same"
+            )
 
 
 def findings_of(settings: RunConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
     """The command's program, script and packages; nothing where a container has them, or where there is no command."""
     if not settings.command or settings.contained() is not None:
         return
+    if settings.launcher == "torchrun" and _missing(sys.executable, ["torch"]):
+        yield Finding(
+            check="command", level=Level.PROBLEM,
+            text=f"launcher: torchrun is started by {sys.executable}, which does not have torch",
+            remedy="submit with a slurmft that is installed beside torch, or leave out the launcher",
+        )  # fmt: skip
+        return
     program, rest = settings.command[0], settings.command[1:]
     where = settings.trainer_directory
     found = sys.executable if program.endswith(".py") else _found(settings, environment)
     if found is None and program not in PYTHONS:
         yield Finding(
-            check="command", level=Level.PROBLEM, text=f"command: there is no program {program} in PATH",
+            check="command", level=Level.PROBLEM, text=f"there is no program {program} in PATH",
             remedy="correct its name, or activate the environment that has it",
         )  # fmt: skip
         return
     is_python = program.endswith(".py") or Path(program).name.startswith("python")
     script = program if program.endswith(".py") else _script_in(rest) if is_python else None
     if script is None:
-        yield Finding(check="command", level=Level.OK, text=f"command: {found or sys.executable}")
+        yield Finding(check="command", level=Level.OK, text=f"{found or sys.executable}")
         return
     if not (path := where / script).exists():
         yield Finding(
-            check="command", level=Level.PROBLEM, text=f"command: there is no {script} in {where}",
+            check="command", level=Level.PROBLEM, text=f"there is no {script} in {where}",
             remedy="submit from the folder that it lies in, or give its whole path",
         )  # fmt: skip
         return
@@ -74,11 +83,11 @@ def findings_of(settings: RunConfig, environment: Mapping[str, str]) -> Iterator
     if missing := _missing(interpreter, _imported(path)):
         yield Finding(
             check="command", level=Level.PROBLEM,
-            text=f"command: {script} imports {' and '.join(missing)}, which {interpreter} does not have",
+            text=f"{script} imports {' and '.join(missing)}, which {interpreter} does not have",
             remedy="activate the environment that has it, install it there, or name the interpreter in command",
         )  # fmt: skip
         return
-    yield Finding(check="command", level=Level.OK, text=f"command: {path} with {interpreter}")
+    yield Finding(check="command", level=Level.OK, text=f"{path} with {interpreter}")
 
 
 def _found(settings: RunConfig, environment: Mapping[str, str]) -> str | None:

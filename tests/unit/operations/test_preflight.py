@@ -77,6 +77,14 @@ def test_what_it_cannot_judge_it_lets_pass(tmp_path, command):
     preflight.refuse_unusable(settings_of(tmp_path, *command), os.environ)
 
 
+def test_torchrun_is_started_by_slurmfts_own_interpreter(tmp_path, monkeypatch):
+    settings = settings_of(tmp_path, "python", "-m", "anything", launcher="torchrun")
+    preflight.refuse_unusable(settings, os.environ)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="launcher: torchrun"):
+        preflight.refuse_unusable(settings, os.environ)
+
+
 def test_a_script_that_is_no_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "train.py")
     preflight.refuse_unusable(settings_of(tmp_path, "python", "train.py"), os.environ)
