@@ -14,6 +14,8 @@ TESTS ?=
 unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/installed
+TRAINS := .venv/trains
+INFERS := .venv/infers
 
 # All but those that look at the whole machine (ALONE). Most of their time they wait for Slurm, so five go
 # on at once, each in a cluster of its own; those come first, and small files fill what is left at the end.
@@ -28,21 +30,36 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make .venv and install slurmft into it, editable, with what tests and lint need
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
-	@if [[ ! -x $(BIN)/python ]]; then \
-		"$(or $(PYTHON),python3)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-			{ echo "slurmft needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }; \
-		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
-	fi
-	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,inference,plan,lightning,huggingface,sync,report,ray,test,lint,docs]'
+$(BIN)/python:
+	@"$(or $(PYTHON),python3)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "slurmft needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }
+
+# What is being downloaded is told: torch alone takes minutes on a slow line.
+PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+TOLD = | { grep --line-buffered -E '^ *Downloading|ERROR' || true; }
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing slurmft with all that its tests need into .venv (a few minutes, once)"
+	@$(PIP_INSTALL) --editable '.[train,inference,plan,lightning,huggingface,sync,report,ray,test,lint,docs]' $(TOLD)
 	@$(BIN)/python -m compileall -q slurmft
+	@touch $@ $(TRAINS) $(INFERS)
+
+# Enough for one job: nothing else is installed for it.
+$(TRAINS): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing slurmft and torch into .venv (once; README.md says how to get a torch without CUDA)"
+	@$(PIP_INSTALL) --editable '.[train]' $(TOLD)
 	@touch $@
 
-quickstart: install ## train the example on this machine, with live progress (about a minute)
+$(INFERS): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing slurmft, torch and aiohttp into .venv (once)"
+	@$(PIP_INSTALL) --editable '.[train,inference]' $(TOLD)
+	@touch $@ $(TRAINS)
+
+quickstart: $(TRAINS) ## train the example on this machine, with live progress (about a minute)
 	@$(BIN)/slurmft quickstart
 
-quickstart-infer: install ## let the trained example answer 200 prompts while a replica is killed (half a minute)
+quickstart-infer: $(INFERS) ## let the trained example answer 200 prompts while a replica is killed (half a minute)
 	@$(BIN)/slurmft quickstart --infer
 
 test: lint ## lint, then every test on a real Slurm cluster that is built for it (root; else those are skipped)
@@ -129,12 +146,10 @@ docs: install ## write the reference pages and build the documentation into site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-dist: install ## build wheel and sdist into dist/, install the wheel into a clean environment, run its quickstart
-	@rm -rf dist && $(BIN)/python -m build --quiet
-	@place=$$(mktemp -d) && trap 'rm -rf "$$place"' EXIT && "$(PYTHON)" -m venv "$$place/venv" && \
-		"$$place"/venv/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt \
-			"$$(ls -d "$$PWD"/dist/*.whl)[train]" && \
-		cd "$$place" && venv/bin/slurmft --version && venv/bin/slurmft quickstart
+dist: $(BIN)/python ## build wheel and sdist into dist/, with the setuptools that is installed: no network
+	@$(BIN)/python -c 'import build, setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2>/dev/null || \
+		$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build setuptools
+	@rm -rf dist build/lib build/bdist.* build/scripts-* && $(BIN)/python -m build --no-isolation --outdir dist > /dev/null
 	@ls -1 dist
 
 lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft lab down` ends it

@@ -36,6 +36,20 @@ BY_OTHERS = {"Session"}
 NOT_FOR_TRAINERS = {"CheckpointManager.at_boundary", "CheckpointManager.rescue"}
 """Methods that only slurmft's own session calls."""
 
+TEN = {
+    "command": "what each worker runs",
+    "run_folder": "where everything about the run is, on a filesystem that all nodes share; its last part is the name",
+    "nodes": "how many nodes",
+    "nproc_per_node": "workers of each node: one for each GPU",
+    "checkpoint.interval_steps": "steps between two saves of a script that saves with slurmft",
+    "checkpoint.keep_last_n": "how many checkpoints stay",
+    "preemption.signal_lead_s": "seconds that a save at a time limit may take",
+    "slurm.partition": "where the job runs, and so by what it is preempted",
+    "slurm.time": "the time limit of one job; the run may need many",
+    "spare_nodes": "nodes that wait to take the place of a lost one",
+}
+"""Key -> what it is for, at the head of the page."""
+
 KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "array": "list",
          "object": "mapping", "null": "null"}  # fmt: skip
 
@@ -81,6 +95,10 @@ def _configuration() -> Iterator[str]:
     )
     facts = schemas.configuration_schema()
     top, sections = facts["properties"], []
+    yield "## Ten keys that most runs need"
+    rows = (f"| [`{key}`](#{key.replace('.', '')}) | {text} |" for key, text in TEN.items())
+    yield "\n".join(["| key | what it says |", "|---|---|", *rows])
+    yield "`slurmft init` writes a file with most of them. All others are advanced: their defaults should do."
     yield "## The run"
     for key, field in RunConfig.model_fields.items():
         if (model := section_of(field.annotation)) is not None:

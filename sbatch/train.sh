@@ -1,7 +1,8 @@
 #!/bin/bash
-# Purpose: train one run under slurmft in a Slurm job. Copy it, edit it, submit it: sbatch sbatch/train.sh
+# Purpose: train one run under slurmft in a Slurm job. Copy it (`slurmft examples train.sh > train.sh`), edit it, submit
+#          it: CONFIG=my.yaml sbatch train.sh
 #          `slurmft submit CONFIG` writes such a script by itself; this one is for those who keep their own.
-# Needs:   slurmft installed where every node sees it (`make install`), and a configuration whose
+# Needs:   slurmft installed where every node sees it, in PATH or named by SLURMFT, and a configuration whose
 #          `nodes` equals --nodes below; time, partition and GPUs are asked for here, not in its `slurm` section.
 # Writes:  the run folder named in the configuration; the log of --output in the folder you submit from.
 
@@ -24,11 +25,11 @@
 
 set -euo pipefail
 
-# Set them here, or in the environment: CONFIG=my.yaml sbatch sbatch/train.sh
+# Set them here, or in the environment: CONFIG=my.yaml sbatch train.sh
 # Relative paths start at the job's working folder: where you submit, or --chdir.
 # Not as arguments: a successor job, submitted where the site forbids requeueing, inherits only the environment.
 : "${CONFIG:=configs/quickstart.yaml}"
-: "${SLURMFT:=bin/slurmft}"
+: "${SLURMFT:=$(command -v slurmft || echo bin/slurmft)}"
 
 # exec: the supervisor must be the batch step's own process, since Slurm's signals and the exit code pass through it
 exec "$SLURMFT" run "$CONFIG"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,12 @@ from hypothesis import HealthCheck, settings
 from waiting import SLOWEST
 
 from slurmft.lab.cluster import Lab
+
+# `python` in a command is the one that the shell finds: as in an activated environment, that of these tests.
+if not os.environ["PATH"].startswith(here := f"{Path(sys.executable).parent}{os.pathsep}"):
+    os.environ["PATH"] = here + os.environ["PATH"]
+# What tests submit is not to be found among the runs of who runs them.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="slurmft-state-")
 
 # A machine that is busy makes slow examples; in CI, hypothesis's own profile for it says so as well.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

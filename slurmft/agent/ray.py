@@ -155,7 +155,7 @@ def _installed() -> str | None:
 def hold(command: Sequence[str], promised_s: str, given: Mapping[str, str]) -> int:
     """Stand for a node of Ray towards the agent; returns its exit code, negative for a signal."""
     if why := why_not(_installed()):
-        sys.stderr.write(f"slurmft: {why}\n  hint: pip install 'slurmft[ray]'\n")
+        sys.stderr.write(f"slurmft: {why}\n  hint: pip install 'ray[train]'\n")
         return 2
     terms: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: terms.append(number))

@@ -60,7 +60,7 @@ def export_safetensors(entry: Entry, out: Path, *, with_optimizer: bool) -> int:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
-        raise UsageError("safetensors is not installed here", hint="pip install 'slurmft[export]'") from error
+        raise UsageError("safetensors is not installed here", hint="pip install safetensors") from error
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     for path, value in _read(entry, with_optimizer=with_optimizer).items():

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmft.cli.main import say
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
 from slurmft.storage.run_folder import RunFolder, find_run, list_runs
+from slurmft.storage.run_index import noted_runs
 
 if TYPE_CHECKING:
     from slurmft.config.run import RunConfig
@@ -24,14 +26,15 @@ def runs_root() -> Path:
 
 
 def every_run() -> list[RunFolder]:
-    """Every run below the root, by name; also folders that cannot be looked into, which may be runs.
+    """Every run below the root, by name; also folders that cannot be looked into, which may be runs. Where there are
+    none here, and no root is named: those that the user has submitted, the newest first.
 
     Raises:
         UsageError: the root itself cannot be listed.
     """
     root = runs_root()
     try:
-        return list_runs(root)
+        return list_runs(root) or ([] if os.environ.get("SLURMFT_RUNS") else noted_runs(os.environ))
     except OSError as error:
         raise UsageError(f"cannot list {root}: {error.strerror}", hint="SLURMFT_RUNS names another folder") from error
 
@@ -40,7 +43,7 @@ def _named(name: str) -> RunFolder:
     if not name.strip():  # as in: slurmft stop "$FORGOTTEN"; a path of nothing would be the current folder
         raise UsageError("the name of the run is empty", hint="slurmft status lists the runs")
     try:
-        return find_run(name, runs_root())
+        return find_run(name, runs_root(), lambda: noted_runs(os.environ))
     except StorageError as error:
         raise UsageError(error.what, hint=error.hint) from error
     except (OSError, ValueError) as error:
@@ -107,6 +110,41 @@ def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """RUN of a verb that acts; the caller's own."""
     return click.argument("run", type=_OwnRun())(function)
+
+
+def newest_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RUN of a verb that reads; the one that was submitted last where none is named."""
+    return click.argument("run", type=RunType(), default=_newest)(function)
+
+
+def only_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RUN of a verb that acts; the only one of the caller's that is not finished where none is named."""
+    return click.argument("run", type=_OwnRun(), default=only_run)(function)
+
+
+def _newest() -> RunFolder:
+    if runs := noted_runs(os.environ):
+        return _chosen(runs[0])
+    raise UsageError("which run? None of yours is known", hint="slurmft status lists the runs")
+
+
+def only_run() -> RunFolder:
+    """The only run of the caller that is not finished.
+
+    Raises:
+        UsageError: there is none, or there are several; names them.
+    """
+    runs = [run for run in noted_runs(os.environ) if run.done() is None]
+    if len(runs) == 1:
+        return _chosen(runs[0])
+    names = ", ".join(str(run.path) for run in runs[:10]) or "slurmft status lists the runs"
+    what = f"{len(runs)} of yours are not finished" if runs else "all of yours are finished"
+    raise UsageError(f"which run? {what}", hint=names)
+
+
+def _chosen(run: RunFolder) -> RunFolder:
+    say(f"run {run.path}", err=True)
+    return run
 
 
 def optional_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, find_run
+from slurmft.storage.run_index import noted_runs
 from slurmft.system.foreign_text import one_line
 from slurmft.system.processes import who
 
@@ -93,7 +94,7 @@ def _place(name: str) -> Place:
                 return replace(_of_run(RunFolder(path.parent)), directory=path)
             if Catalog(path).has_names():
                 return Place(path)
-        run = find_run(name, runs_root())
+        run = find_run(name, runs_root(), lambda: noted_runs(os.environ))
     except StorageError as error:
         raise UsageError(error.what, hint=error.hint or "name a run, or a checkpoint directory") from error
     except (OSError, ValueError) as error:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 
 import click
 
-from slurmft.cli.arguments import RANK, Amount, optional_run_argument, own_run_argument, refuse_foreign, runs_root
+from slurmft.cli.arguments import (
+    RANK,
+    Amount,
+    only_run,
+    only_run_argument,
+    optional_run_argument,
+    own_run_argument,
+    refuse_foreign,
+    runs_root,
+)
 from slurmft.cli.main import say, say_error
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
@@ -26,7 +36,7 @@ MAX_TIMEOUT_S = 366 * 86_400
 
 
 @click.command()
-@own_run_argument
+@only_run_argument
 @click.option(
     "--timeout",
     default=0.0,
@@ -50,7 +60,7 @@ def stop(*, run: RunFolder, timeout: float) -> int:
 
 
 @click.command()
-@own_run_argument
+@only_run_argument
 def save(*, run: RunFolder) -> int:
     """Save a checkpoint now and go on training."""
     if not control.is_alive(run):
@@ -60,6 +70,27 @@ def save(*, run: RunFolder) -> int:
         say(f"run {run.path.name} will save at the next step")
     else:
         say(f"run {run.path.name} cannot be made to save: its workers have not called slurmft")
+    return 0
+
+
+# --- ``slurmft rm`` ---
+
+
+@click.command()
+@own_run_argument
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
+def rm(*, run: RunFolder, yes: bool) -> int:
+    """Remove a run that is not running: its folder, with journal, logs and the checkpoints in it.
+
+    Checkpoints in a folder elsewhere (checkpoint.directory) stay.
+    """
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(f"{run.path} would be removed", hint="--yes removes it without a question")
+        if not click.confirm(f"remove {run.path}, with its checkpoints?"):
+            return 1
+    control.remove(run)
+    say(f"removed {run.path}")
     return 0
 
 
@@ -80,9 +111,8 @@ def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
     from slurmft.operations import rescue
 
     if not only_rescue:
-        if run is None:
-            raise UsageError("requeue which run?", hint="slurmft requeue RUN; only --rescue takes all of them")
-        for line in rescue.rescue([refuse_foreign(run)], who()) or [control.requeue(run, who())]:
+        run = refuse_foreign(only_run() if run is None else run)
+        for line in rescue.rescue([run], who()) or [control.requeue(run, who())]:
             say(line)
         return 0
     if as_owner:

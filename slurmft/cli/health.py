@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sysconfig
 from pathlib import Path
 
 import click
@@ -118,7 +119,9 @@ def show() -> int:
     """Print the lines for slurm.conf, for this installation."""
     from slurmft.health.hooks import slurm_conf_lines
 
-    say_block(slurm_conf_lines(Path(slurmft.__file__).resolve().parents[1] / "bin").rstrip("\n"))
+    clone = Path(slurmft.__file__).resolve().parents[1] / "bin"
+    installed = Path(sysconfig.get_path("scripts"))
+    say_block(slurm_conf_lines(clone if (clone / "slurmft-hook").is_file() else installed).rstrip("\n"))
     return 0
 
 

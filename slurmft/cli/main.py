@@ -53,8 +53,11 @@ def say_raw(text: str) -> None:
     click.echo(text, nl=False, color=True)  # otherwise click takes colours out of what goes into a pipe
 
 
-def console() -> Console:
-    """A console for tables and bars; rich is imported here, since hooks and ``--json`` do without it."""
+def console(width_in_pipe: int = 10_000) -> Console:
+    """A console for tables and bars; rich is imported here, since hooks and ``--json`` do without it.
+
+    What goes into a pipe or a file is not wrapped, unless ``COLUMNS`` is set.
+    """
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
     from rich.control import Control
     from rich.segment import Segment
@@ -72,7 +75,7 @@ def console() -> Console:
         def process_renderables(renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
             return [each if isinstance(each, Control) else Safe(each) for each in renderables]
 
-    made = Console()
+    made = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else width_in_pipe)
     made.push_render_hook(Hook())  # type: ignore[arg-type]
     return made
 
@@ -99,12 +102,15 @@ VERBS = {
     "drill": ("site", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),
     "endpoint": ("inference", "Print the address of a router of the endpoint RUN that lives"),
+    "examples": ("init", "Print the file NAME that comes with slurmft, or list all: configurations, alerts, "
+                 "dashboards, a batch script"),
     "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("status", "Show the run's history: each event, each decision and its reason, from the journal"),
     "ft-launch": ("script", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("health", "Slurm's hooks: show the lines for slurm.conf"),
     "infer": ("inference", "Answer a batch of requests, or continue one that has stopped"),
+    "init": ("init", "Write a short configuration for a script, to be changed by hand and submitted"),
     "inject": ("control", "Inject a fault into a running RUN, to see what follows"),
     "join": ("control", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
@@ -116,6 +122,7 @@ VERBS = {
     "report": ("report", "Show where the time of a run went, and what its failures have cost: from the journal alone"),
     "requeue": ("control", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
+    "rm": ("control", "Remove a run that is not running: its folder, with journal, logs and the checkpoints in it"),
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("control", "Save a checkpoint now and go on training"),
     "sbatch": ("script", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
@@ -129,6 +136,17 @@ VERBS = {
     "watch": ("watch", "Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
+
+GROUPS = {
+    "Every day": "init submit status logs watch stop save requeue explain report rm doctor",
+    "To try it": "quickstart examples drill inject lab",
+    "Recovery and evidence": "checkpoint exclude advise plan join",
+    "With a script of your own": "sbatch ft-launch convert",
+    "Inference": "infer serve endpoint",
+    "Administrators": "sweep health hooks metrics",
+    "Internal": "run schema",
+}
+"""The verbs as ``--help`` shows them."""
 
 HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "launch": "script", "standby": "run"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
@@ -151,7 +169,7 @@ Exit codes:
 
 OTHER_WORDS = {"list": "status", "ls": "status", "ps": "status", "show": "status", "top": "watch", "cancel": "stop",
                "kill": "stop", "resume": "submit", "continue": "submit", "start": "submit", "restart": "requeue",
-               "clean": "checkpoint", "simulate": "plan"}  # fmt: skip
+               "clean": "checkpoint", "delete": "rm", "remove": "rm", "simulate": "plan"}  # fmt: skip
 """What other tools call a verb of ours."""
 
 
@@ -188,9 +206,13 @@ class _LazyVerbs(Verbs):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in ``--help``, from the table alone."""
-        stubs = [click.Command(name, help=f"{text}.") for name, (_, text) in VERBS.items()]
-        click.Group(commands=stubs).format_commands(ctx, formatter)
+        """The lists in ``--help``, from the tables alone."""
+        longest = max(map(len, VERBS))
+        for title, names in GROUPS.items():
+            stubs = [click.Command(name, help=f"{VERBS[name][1]}.") for name in names.split()]
+            limit = formatter.width - 6 - longest
+            with formatter.section(title):
+                formatter.write_dl([(f"{stub.name:<{longest}}", stub.get_short_help_str(limit)) for stub in stubs])
 
 
 @click.group(cls=_LazyVerbs, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -237,6 +259,9 @@ def main(begun: object = None) -> None:
         code = cli.main(standalone_mode=False, prog_name="slurmft", obj=begun)
     except click.exceptions.Abort:
         code = 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        say_block(error.format_message(), err=True)
+        code = error.exit_code
     except click.ClickException as error:
         if isinstance(error, click.UsageError) and error.ctx is not None:
             say_block(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)

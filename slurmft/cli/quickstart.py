@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -35,7 +37,9 @@ def quickstart(context: click.Context, *, cluster: str, data: str | None, infer:
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError("the quickstart trains with torch, which is not installed here",
-                         hint="pip install 'slurmft[train]'")  # fmt: skip
+                         hint="pip install torch")  # fmt: skip
+    # `make quickstart` activates no environment, and the example trains with what is installed in this one
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return _infer(context, cluster, data) if infer else _train(context, cluster, data)
 
 

@@ -80,7 +80,7 @@ def convert(*, words: tuple[str, ...]) -> int:
     """Say what to use instead: a batch script is not converted any more, it is run as it is."""
     script = words[0] if words else "job.sh"
     raise UsageError("batch scripts are not converted to configurations any more: they run as they are",
-                     hint=f"slurmft sbatch {script}; for a configuration see configs/quickstart.yaml")  # fmt: skip
+                     hint=f"slurmft sbatch {script}; slurmft init writes a configuration")  # fmt: skip
 
 
 # --- ``slurmft ft-launch``: a command line of ``ft_launcher`` or torchrun becomes a run ---

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import LINES, RANK, every_run, optional_run_argument, run_argument, runs_root
+from slurmft.cli.arguments import LINES, RANK, every_run, newest_run_argument, optional_run_argument, runs_root
 from slurmft.cli.main import console, say, say_error, say_json, say_raw
 from slurmft.errors import StorageError
 from slurmft.operations.status import Overview, account_of, logs_of, overviews, story
@@ -89,7 +90,7 @@ _IN_FULL: dict[str, frozenset[str]] = {
 
 
 @click.command()
-@run_argument
+@newest_run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def explain(*, run: RunFolder, as_json: bool) -> int:
     """Show the run's history: each event, each decision and its reason, from the journal.
@@ -161,9 +162,15 @@ def _line(event: Event) -> str:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, float) and _EPOCHS[0] < value < _EPOCHS[1]:
+        return datetime.fromtimestamp(value).astimezone().strftime("%H:%M:%S")
     if isinstance(value, float):
         return f"{value:.3f}"
     return " ".join(str(value).split()) if not isinstance(value, list) else ",".join(map(str, value))
+
+
+_EPOCHS = (1.5e9, 4e9)
+"""Seconds since 1970 that are a moment of a run, and no measured value."""
 
 
 # --- ``slurmft logs``: the output of a worker ---
@@ -173,7 +180,7 @@ MAX_SHOWN_BYTES = 64 << 20
 
 
 @click.command()
-@run_argument
+@newest_run_argument
 @click.option("--rank", default=0, type=RANK, show_default=True, help="Which worker's output.")
 @click.option("--attempt", help="JOB.RESTART.CYCLE; the newest when empty.")
 @click.option("--all-attempts", is_flag=True, help="Every attempt's, oldest first.")

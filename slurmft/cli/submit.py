@@ -20,6 +20,8 @@ from slurmft.system.processes import who
 @click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
 @click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
+@click.option("--unchecked", is_flag=True, help="Do not look here for the command's program, script and packages: only "
+              "the nodes have them.")  # fmt: skip
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
 @click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
               help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
@@ -27,7 +29,7 @@ from slurmft.system.processes import who
 @click.option("--data", help="Text file or folder to train on: added to the command as --data.")
 def submit(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, strict: bool, wait: bool, cluster: str,
-    overrides: tuple[str, ...], data: str | None,
+    overrides: tuple[str, ...], data: str | None, unchecked: bool = False,
 ) -> int:  # fmt: skip
     """Submit a run, or continue one that has stopped. Options behind -- go to sbatch."""
     settings = load_given(config, overrides)
@@ -35,22 +37,25 @@ def submit(
         if not Path(data).exists():
             raise UsageError(f"--data: there is no {data}")
         settings = settings.model_copy(update={"command": (*settings.command, "--data", str(Path(data).absolute()))})
-    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=strict, wait=wait, cluster=cluster)
+    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=strict, wait=wait, cluster=cluster,
+                      unchecked=unchecked)  # fmt: skip
 
 
 def submit_run(
-    settings: RunConfig, sbatch_options: tuple[str, ...], *, dry_run: bool, strict: bool, wait: bool, cluster: str
-) -> int:
+    settings: RunConfig, sbatch_options: tuple[str, ...], *, dry_run: bool, strict: bool, wait: bool, cluster: str,
+    unchecked: bool = False,
+) -> int:  # fmt: skip
     """Submit the run that ``settings`` describe, as the options of ``slurmft submit`` say; returns the exit code."""
 
     def tell(line: str) -> None:
         say(line, err=True)
 
     if dry_run:
-        say_block(submitting.plan(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell))
+        say_block(submitting.plan(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell,
+                                  unchecked=unchecked))  # fmt: skip
         return 0
     made = submitting.submit_run(settings, sbatch_options, strict=strict, cluster=cluster, who=who(),
-                                 command=" ".join(sys.argv), tell=tell)  # fmt: skip
+                                 command=" ".join(sys.argv), tell=tell, unchecked=unchecked)  # fmt: skip
     is_slurm = made.where == "slurm"
     say(f"submitted {settings.name} as job {made.job}" if is_slurm else f"started {settings.name} ({made.job})")
     say(f"run folder: {made.run.path}")

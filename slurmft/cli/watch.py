@@ -166,7 +166,7 @@ def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
     save lies, and events as they come. NO_COLOR and TERM=dumb are honoured; a view of any width will do.
     """
     watcher = Watcher([] if run is not None else every_run(), run)
-    shown = console()
+    shown = console(width_in_pipe=80)
     if once:
         for line in _lines(watcher.look(), shown.width, _signs(shown), events=ONCE_EVENTS, height=None):
             shown.print(line, soft_wrap=True)
@@ -438,7 +438,7 @@ class _Following:
     def __init__(self, run: RunFolder, told: int) -> None:
         self._run, self._before, self._told = run, told, told
         self._began = time.time()
-        self._console = console()
+        self._console = console(width_in_pipe=80)
         self._last_line_at = time.monotonic()
         self._waiting_for = "starting"
 

@@ -318,7 +318,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     raw = config_base.parsed(_text_of(path), of=str(path))
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold keys and values", hint="see configs/reference.yaml")
+        raise ConfigError(f"{path} must hold keys and values", hint="slurmft examples reference.yaml")
     return raw
 
 
@@ -379,7 +379,7 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
     except ValidationError as error:
         problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
     if problems:
-        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="configs/reference.yaml documents every key")
+        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="every key: slurmft examples reference.yaml")
     return config
 
 
@@ -390,7 +390,7 @@ def _text_of(path: Path) -> str:
             return read_pipe(path, limit_bytes=MAX_FILE_BYTES, within_s=PIPE_S).decode()
         return read_bytes(path, limit_bytes=MAX_FILE_BYTES).decode()
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no configuration file {path}", hint="see configs/quickstart.yaml") from error
+        raise ConfigError(f"there is no configuration file {path}", hint="slurmft init SCRIPT writes one") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
     except UnsafeFile as error:

@@ -1112,7 +1112,7 @@ class SyncConfig(Section):
 
     url: Annotated[Text, AfterValidator(address)]
     """Where it is kept: ``file:///shared/saves``, ``s3://bucket/saves``, or any other address of fsspec
-    (``pip install 'slurmft[sync]'``). Without user name and password."""
+    (``pip install fsspec s3fs``). Without user name and password."""
 
     frequency: Annotated[Seconds, BeforeValidator(_as_seconds), Field(ge=1)] = 300.0
     """Seconds between two uploads, or ``30s``, ``5m``, ``1h``; also when the workers have ended."""

@@ -655,7 +655,7 @@ def judge_count(found: Survey, limits: GpuLimits, *, confined: bool) -> ProbeRes
     if not found.source and not found.driver_loaded and expected and found.on_bus < expected:
         return _missing(check, found.on_bus, expected, "on the PCI bus")
     if not found.source:
-        return unknown(check, "neither NVML nor nvidia-smi is there to ask", remedy="pip install 'slurmft[gpu]'")
+        return unknown(check, "neither NVML nor nvidia-smi is there to ask", remedy="pip install nvidia-ml-py")
     if seen >= expected:
         return fine(check, f"{seen} GPUs ({found.source})", value=seen, unit="GPUs")
     if confined:

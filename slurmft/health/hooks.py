@@ -293,11 +293,11 @@ def slurm_conf_lines(scripts: Path) -> str:
     if missing:
         raise slurmft.errors.UsageError(
             f"there is no {scripts / missing[0]}",
-            hint="the hooks are in bin/ of slurmft's repository; install from a clone of it",
+            hint="pip installs the hooks beside slurmft: install it again, into an environment of its own",
         )
     return f"""\
 # slurmft's hooks; each line may be left out. They end with 0 on any fault of their own, and run no Slurm command but
-# the last. Settings: /etc/slurmft/health.yaml (configs/health.yaml shows all of them).
+# the last. Settings: /etc/slurmft/health.yaml (slurmft examples health.yaml shows all of them).
 
 # Probes every five minutes, on all nodes; results go to results_folder, where slurmft sweep reads them.
 HealthCheckProgram={scripts}/slurmft-healthcheck

@@ -524,7 +524,7 @@ class HttpEngine:
             import aiohttp
         except ImportError as error:
             raise UsageError("engines that speak HTTP need the package aiohttp",
-                             hint="pip install 'slurmft[inference]'") from error  # fmt: skip
+                             hint="pip install aiohttp zstandard") from error  # fmt: skip
         headers = {}
         if self._config.engine.token_file is not None:
             headers["Authorization"] = f"Bearer {token_in(self._config.engine.token_file, at_least=1)}"

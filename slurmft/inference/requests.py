@@ -426,7 +426,7 @@ def _unzstd(stream: Any) -> Any:
         import zstandard
     except ImportError as error:
         raise UsageError("inference.input: .zst needs the package zstandard",
-                         hint="pip install 'slurmft[inference]'") from error  # fmt: skip
+                         hint="pip install aiohttp zstandard") from error  # fmt: skip
     return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True), 1 << 20)
 
 

@@ -37,7 +37,7 @@ from slurmft.worker.session import FrameworkLoop, Session, start_session
 LOWEST, NEWEST = (4, 57), (5, 23)
 """Versions of transformers that are tested; newer ones are tried."""
 
-INSTALL = "pip install 'slurmft[huggingface]'"
+INSTALL = "pip install transformers accelerate"
 
 
 def check_version(version: str) -> None:

@@ -322,7 +322,7 @@ def _be_a_checkpoint_io() -> None:
             module.CheckpointIO.register(SlurmftCheckpointIO)
             found += 1
     if not found:
-        raise UsageError("SlurmftCheckpointIO needs Lightning", hint="pip install 'slurmft[lightning]'")
+        raise UsageError("SlurmftCheckpointIO needs Lightning", hint="pip install lightning")
 
 
 def _local(path: str | Path) -> Path:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Mapping
 
-from slurmft.errors import SlurmUnavailable, UsageError
+from slurmft.errors import RunBusy, SlurmUnavailable, StorageError, UsageError
 from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import jobs, own_jobs
 from slurmft.scheduler.parsing import JobRecord
-from slurmft.storage import run_folder
+from slurmft.storage import run_folder, run_index
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
-from slurmft.supervisor.owner import process_here
+from slurmft.supervisor.owner import process_here, started_here
+from slurmft.system.files import UnsafeFile
+from slurmft.system.private_folder import open_folder, remove_tree
 
 NEWEST = 20
 """The newest jobs of a run that Slurm is asked about; earlier ones have ended long ago."""
@@ -79,6 +83,45 @@ def stop(run: RunFolder, who: str) -> str:
     if run.done() is None:  # also where nothing waits: a run that has lost its job must not be rescued any more
         journal.append(EventName.CANCELLED, jobs=ids, reason=f"cancelled by {who}")
     return f"cancelled the waiting job {', '.join(ids)}" if waiting else f"run {run.path.name} is not running"
+
+
+def remove(run: RunFolder) -> None:
+    """Remove the run's folder with all that is in it; links in it are removed, and not followed.
+
+    It gets another name first: what is left of it when this process is killed is no run any more.
+
+    Raises:
+        RunBusy: a job or a process of it lives, or one waits.
+        UsageError: the path is a link, or the folder is not the caller's alone.
+        StorageError: something could not be removed.
+    """
+    if run.path.is_symlink():
+        raise UsageError(f"{run.path} is a link", hint=f"the run is {run.path.resolve()}")
+    with run.lock():  # a submission holds it as well
+        if process_here(run, run.owner()) is not None or started_here(run) is not None:
+            raise RunBusy(f"run {run.path.name} is running here", hint=f"slurmft stop {run.path}")
+        records = records_of(run) if run.jobs() else {}
+        for record in records.values():
+            if record.alive or record.waiting:
+                raise RunBusy(f"run {run.path.name} has job {record.job_id} in state {record.state}",
+                              hint=f"slurmft stop {run.path}")  # fmt: skip
+        if is_unseen(run, records):
+            raise RunBusy(f"run {run.path.name} is being trained, although Slurm does not know its job")
+        gone = run.path.with_name(f".{run.path.name[:200]}.removed-{secrets.token_hex(4)}")
+        try:
+            with open_folder(run.path, owner=os.geteuid()):
+                run.path.rename(gone)
+        except UnsafeFile as error:
+            raise UsageError(f"{run.path} {error.strerror}", hint="only its owner removes a run") from error
+        except OSError as error:
+            raise StorageError(f"cannot remove {run.path}: {error.strerror or error}") from error
+    try:
+        remove_tree(gone, owner=os.geteuid())
+    except OSError as error:
+        where = error.filename or gone
+        raise StorageError(f"cannot remove all of {gone}: {where}: {error.strerror or error}",
+                           hint=f"rm -r {gone}") from error  # fmt: skip
+    run_index.forget(run.path, os.environ)
 
 
 def what_a_stop_does(run: RunFolder) -> str:

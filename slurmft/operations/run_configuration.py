@@ -151,8 +151,12 @@ def load_given(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: it cannot be used.
-        UsageError: the folder is a copy of another run, which its configuration would act on.
+        UsageError: the folder is a copy of another run, which its configuration would act on; or it is a script.
     """
+    if path.suffix == ".py":
+        raise UsageError(f"{path} is a script, and no configuration", hint=f"slurmft init {path} writes one for it")
+    if path.suffix in (".sh", ".sbatch", ".slurm"):
+        raise UsageError(f"{path} is a batch script, and no configuration", hint=f"slurmft sbatch {path} runs it")
     run = RunFolder(path.absolute().parent)
     is_stored = run.config.name == path.name and run.has_records()
     settings = configuration.load(path, overrides, known_here=(lambda options: options) if is_stored else known_options)

@@ -33,6 +33,7 @@ from slurmft.policy import launches as policy
 from slurmft.policy.launches import Known, Line, Places, split_line
 from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import PART_VARIABLE, TASKS_VARIABLE, current_job
+from slurmft.storage import run_index
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
@@ -469,6 +470,7 @@ def _prepared(
         supervisors["SLURM_CPUS_PER_TASK"] = plan.places.cpus_per_node
     if code is None:
         run.create()
+        run_index.note(run.path, script.own)
         replace_atomically(run.config, config.as_yaml())
         _leave_tasks(run.path / "tasks.json", plan, config, supervisors)
     relay = _Relay(run, line, plan, script, own_errors=own_errors)

@@ -26,6 +26,7 @@ from slurmft.errors import ConfigError, LabUnavailable, LaunchError, SlurmError,
 from slurmft.health.checker import CONFIG_VARIABLE, SYSTEM_CONFIG, load_config
 from slurmft.health.node import Scene, mounts
 from slurmft.health.results import read_results
+from slurmft.operations import preflight
 from slurmft.policy import grace as grace_policy
 from slurmft.policy import site as policy
 from slurmft.policy.container import Container, command_prefix, srun_options, starting
@@ -46,7 +47,7 @@ from slurmft.policy.site import (
     Wishes,
     rows,
 )
-from slurmft.scheduler import own_jobs, slurm
+from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.jobs import preempt, signal_job
 from slurmft.scheduler.nodes import nodes
 from slurmft.scheduler.parsing import parse_time
@@ -165,6 +166,7 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
     """Look at the site around us, for this run or for any; ``here`` stands for its folder where there is no run."""
     folder = try_folder(here if config is None else config.run_folder)
     found = [*policy.judge_folder(folder)]
+    found += [] if config is None else preflight.findings_of(config, environment)
     container = None if config is None else look_at_container(config, environment)
     found += [] if container is None else policy.judge_container(container)
     offsets = {} if folder.error else {"the run folder's filesystem": folder.clock_offset_s}
@@ -204,9 +206,24 @@ def _of_slurm(config: RunConfig | None, environment: Mapping[str, str], offsets:
         *policy.judge_cluster(conf, wishes),
         *policy.judge_partitions(conf, known, [each.name for each in partitions if each.is_default], wishes),
         *policy.judge_federation(slurm.federation()),
+        *_of_options(config),
         *_of_grace(config, environment),
         policy.judge_permissions(_permissions(conf)),
     ]
+
+
+def _of_options(config: RunConfig | None) -> Iterator[Finding]:
+    if config is None:
+        return
+    try:
+        submission.try_options(config, RunFolder(config.run_folder))
+    except SlurmUnavailable:
+        raise
+    except SlurmError as error:
+        yield Finding(check="options", level=Level.PROBLEM, text=error.what,
+                      remedy=error.hint or "correct the section slurm")  # fmt: skip
+    else:
+        yield Finding(check="options", level=Level.OK, text="sbatch takes the run's options")
 
 
 def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> Wishes:

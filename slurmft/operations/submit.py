@@ -11,12 +11,14 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
+from slurmft.operations import preflight
 from slurmft.operations.run_configuration import refuse_shared
 from slurmft.policy.grace import Severity
 from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import compress
+from slurmft.storage import run_index
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import avoided_nodes, grace
@@ -45,7 +47,10 @@ class Submitted:
     settings: RunConfig
 
 
-def plan(settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, cluster: str, tell: Tell) -> str:
+def plan(
+    settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, cluster: str, tell: Tell,
+    unchecked: bool = False,
+) -> str:  # fmt: skip
     """What ``submit_run`` would submit, as text; changes nothing.
 
     Raises:
@@ -56,13 +61,14 @@ def plan(settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, 
     _refuse_if_finished_or_busy(run, where)
     refuse_shared(run, settings.checkpoint_dir)
     _make_checkpoint_dir(settings, only_look=True)
+    settings = _with_a_command_that_works(settings, unchecked=unchecked)
     text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
     return text if where == "slurm" else " ".join(submission.RunSupervisor(run.config).argv())
 
 
 def submit_run(
     settings: RunConfig, sbatch_options: tuple[str, ...] = (), *, strict: bool = False, cluster: str = "auto",
-    who: str, command: str, tell: Tell, call: bytes | None = None,
+    who: str, command: str, tell: Tell, call: bytes | None = None, unchecked: bool = False,
 ) -> Submitted:  # fmt: skip
     """Submit the run that ``settings`` describe, or continue it where it has stopped.
 
@@ -71,6 +77,7 @@ def submit_run(
         who: the user, for the journal.
         command: how it was asked for, for the journal.
         call: a pickled callable that the workers run (``slurmft.worker.call``).
+        unchecked: do not look for the command's program and script here: only the nodes have them.
 
     Raises:
         SlurmftError: it was refused; nothing was submitted. What sbatch refuses leaves no new folder behind.
@@ -81,9 +88,11 @@ def submit_run(
     with _new_or_kept(run, settings, tell):
         _refuse_if_finished_or_busy(run, where)
         refuse_shared(run, settings.checkpoint_dir)
+        settings = _with_a_command_that_works(settings, unchecked=unchecked or call is not None)
         _prepare(run, settings, tell, call)
         before = len(run.journal().read())
         job = _submit(where, settings, run, options, avoiding, named=named, who=who, command=command)
+    run_index.note(run.path, os.environ)
     return Submitted(run, job, where, before, settings)
 
 
@@ -126,6 +135,12 @@ def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsR
     if before is not None:
         return None
     return RequestsRead(batch.total, sum(last - first for first, last in batch.bad))
+
+
+def _with_a_command_that_works(settings: RunConfig, *, unchecked: bool) -> RunConfig:
+    if not unchecked:
+        preflight.refuse_unusable(settings, os.environ)
+    return preflight.with_the_shells_python(settings, os.environ)
 
 
 def _considered(

@@ -317,7 +317,7 @@ def simulated(found: Sequence[Alternative], tell: Callable[[str], None]) -> Iter
     try:
         pass
     except ModuleNotFoundError as error:
-        raise UsageError("SimPy is not installed here", hint="pip install 'slurmft[plan]'") from error
+        raise UsageError("SimPy is not installed here", hint="pip install simpy") from error
     for number, each in enumerate(found, start=1):
         tell(f"{each.name}: {each.seeds} lives ({number} of {len(found)})")
         yield simulate(each.name, each.scenario, each.seeds, workers=len(os.sched_getaffinity(0)))

@@ -336,7 +336,7 @@ def judge_site(facts: SiteFacts) -> Iterator[Finding]:
         yield _missing(
             "health.yaml",
             f"there is no {facts.health.path}: defaults hold, and results stay on the nodes",
-            "start from configs/health.yaml, and set results_folder",
+            "slurmft examples health.yaml > /etc/slurmft/health.yaml, and set results_folder",
         )
     else:
         yield _trusted("health.yaml", facts.health, "root obeys it")

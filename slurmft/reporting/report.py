@@ -341,7 +341,7 @@ def page_of(reports: list[Report], problems: list[tuple[str, str]], *, now_s: fl
     except ImportError as error:
         raise UsageError(
             "slurmft report --html needs Jinja2, which is not installed",
-            hint="pip install 'slurmft[report]'; the table and --json do without",
+            hint="pip install jinja2; the table and --json do without",
         ) from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("slurmft.reporting"), autoescape=True, undefined=jinja2.StrictUndefined,
@@ -393,7 +393,11 @@ def percent(share: float | None) -> str:
 
 def hours(rank_s: float | None) -> str:
     """Rank-hours in three digits, or a dash."""
-    return "-" if rank_s is None else f"{rank_s / 3600:.3g}" if rank_s < 3.6e6 else f"{rank_s / 3600:,.0f}"
+    if rank_s is None:
+        return "-"
+    if 0 < rank_s < 36:
+        return "<0.01"
+    return f"{rank_s / 3600:.3g}" if rank_s < 3.6e6 else f"{rank_s / 3600:,.0f}"
 
 
 def moment(at_s: float) -> str:

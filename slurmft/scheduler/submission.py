@@ -15,6 +15,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,27 @@ def script_text(config: RunConfig, run: RunFolder, options: Mapping[str, Any], a
     """The exact script that ``submit_to_slurm`` would submit."""
     executor = _slurm_executor(config, run, options, avoid)
     return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+
+
+def try_options(config: RunConfig, run: RunFolder) -> str:
+    """When the run's job would start, in sbatch's words. Nothing is submitted.
+
+    Raises:
+        SlurmError: sbatch would refuse it, with its own message.
+        SlurmUnavailable: Slurm did not answer.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="slurmft-", suffix=".sh") as script:
+        script.write(script_text(config, run, {}, frozenset()))
+        script.flush()
+        kept = {*scrubbed(os.environ), "SLURM_CLUSTERS"}
+        given = {name: value for name, value in os.environ.items() if name in kept}
+        try:
+            return slurm.run(["sbatch", "--test-only", script.name], timeout_s=10.0, environment=given)
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
+            words = error.what.partition(script.name)[2].lstrip(": ") or error.what
+            raise SlurmError(f"sbatch would refuse the job: {words}", hint=refusal_hint(words)) from error
 
 
 def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]) -> str:

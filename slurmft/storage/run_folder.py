@@ -877,16 +877,29 @@ class RunFolder:
         return who
 
 
-def find_run(name: str, root: Path) -> RunFolder:
-    """The run called ``name`` below ``root``, or at the path ``name``.
+def find_run(name: str, root: Path, noted: Callable[[], Sequence[RunFolder]] = tuple) -> RunFolder:
+    """The run called ``name`` below ``root``, at the path ``name``, or by its name among the user's own.
+
+    Args:
+        noted: the runs that the user has submitted, wherever they are; only asked where the others are not it.
 
     Raises:
-        StorageError: there is no such run; names the ones there are.
+        StorageError: there is no such run, or there are several; names the ones there are.
     """
     for path in (Path(name), root / name):
         if (run := RunFolder(path.absolute())).exists():
             return run
-    names = [run.name for run in list_runs(root)]
+    own = [] if "/" in name else [run for run in noted() if run.path.name == name]
+    below = list_runs(root)
+    own += (
+        [] if "/" in name else [run for run in below if run.path.name == name and _owner_of(run.path) == os.geteuid()]
+    )
+    if places := {_identity(run.path): run for run in own}:
+        if len(places) == 1:
+            return own[0]
+        where = ", ".join(sorted(str(run.path) for run in places.values())[:MAX_NAMES])
+        raise StorageError(f"there are {len(places)} runs called {name!r}", hint=f"give the path of one: {where}")
+    names = [run.name for run in below]
     known = ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES) or "none"
     raise StorageError(f"there is no run {name!r} here or in {root}", hint=f"runs in {root}: {known}")
 

@@ -20,6 +20,7 @@ from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.patience import FolderThread
+from slurmft.storage.run_index import state_folder
 
 CLUSTER_VARIABLE = "SLURM_CLUSTER_NAME"
 OFF_SLURM = "local"
@@ -273,11 +274,8 @@ def list_path(path: Path | None, environment: Mapping[str, str]) -> Path:
     cluster = cluster_name(environment)
     if path is not None:
         return Path(str(path).replace("{cluster}", cluster))
-    state = environment.get("XDG_STATE_HOME", "")
-    try:
-        root = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
-    except RuntimeError as error:
-        raise StorageError("your home folder cannot be determined", hint="set exclusions.path, or HOME") from error
+    if (root := state_folder(environment)) is None:
+        raise StorageError("your home folder cannot be determined", hint="set exclusions.path, or HOME")
     return root / "slurmft" / f"exclusions-{cluster}.json"
 
 

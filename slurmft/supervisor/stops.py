@@ -581,14 +581,20 @@ class SlowNodes:
         self._config, self._start, self._seen, self._stops = config, start, seen, stops
         self._accuser = accuser
         self._watch: StragglerWatch | None = None
+        self._is_blind = False
         self.suspects: tuple[Suspect, ...] = ()
         """Nodes that the run is being moved away from."""
 
     def note(self, host: str, report: TimingsReport) -> None:
         """Take in one agent's report, and act on the verdict that it completes."""
         if self._watch is None:
-            from slurmft.supervisor.stragglers import StragglerWatch  # brings numpy, 0.1 s at every start
-
+            try:
+                from slurmft.supervisor.stragglers import StragglerWatch  # brings numpy, 0.1 s at every start
+            except ImportError as error:  # an installation that only submits has none
+                if not self._is_blind:
+                    log.warning("stragglers are not looked for: %s; pip install numpy beside slurmft", error)
+                self._is_blind = True
+                return
             nodes = self._seen.world_size // self._config.nproc_per_node  # as many as this attempt has
             self._watch = StragglerWatch(
                 self._config.model_copy(update={"nodes": nodes}),

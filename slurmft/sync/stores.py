@@ -62,7 +62,7 @@ class ObjectStore:
         try:
             import fsspec
         except ImportError as error:
-            raise StorageError(f"{url} needs fsspec", hint="pip install 'slurmft[sync]'") from error
+            raise StorageError(f"{url} needs fsspec", hint="pip install fsspec s3fs") from error
         self._url = url
         options = S3_OPTIONS if url.startswith(("s3:", "s3a:")) else {}
         with self._errors():

@@ -86,7 +86,7 @@ def check(words: list[str]) -> list[str]:
         if inner is None:
             raise Wrong(f"no verb {left[0]}")
         verbs, words, command = [*verbs, left[0]], left[1:], inner
-        context = click.Context(command, info_name=verbs[-1], parent=context)
+        context = click.Context(command, info_name=verbs[-1], parent=context, **command.context_settings)
 
 
 def _check_values(command: click.Command, given: dict[str, Any], context: click.Context) -> None:

@@ -7,7 +7,8 @@ import functools
 import re
 from pathlib import Path
 
-from docs_pages import DOCS, REPOSITORY
+import yaml
+from docs_pages import DOCS, PAGES, REPOSITORY
 
 import slurmft
 from slurmft import errors
@@ -149,3 +150,16 @@ def test_dotted_names_and_imports_exist():
     assert {(name, dotted) for name, dotted in named if not is_defined(dotted)} == set()
     assert len(named) > 6
     assert not is_defined("slurmft.worker.session.Nonsense") and not is_defined("slurmft.nonsense.Session")
+
+
+def test_no_page_installs_by_name_before_there_is_a_release():
+    """docs/release.md: what lies on a package index under this name is not ours yet."""
+    by_name = re.compile(r"pip install (?:-\S+ )*['\"]?slurmft\b(?!/)")
+    assert by_name.search("pip install 'slurmft[train]'") and not by_name.search("pip install slurmft/dist/x.whl")
+    assert [page.name for page in PAGES if page.name != "CHANGELOG.md" and by_name.search(page.read_text())] == []
+
+
+def test_the_citation_names_this_version():
+    cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert cited["version"] == slurmft.__version__
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)

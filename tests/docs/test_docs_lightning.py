@@ -12,7 +12,7 @@ from docs_pages import Block, blocks, commands
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install 'slurmft[lightning]'"),
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install lightning"),
 ]
 
 PAGE = "docs/how-to/lightning.md"

@@ -117,7 +117,10 @@ metrics RUN --textfile OUT
 metrics RUN --targets OUT
 watch --once
 watch RUN --once
+rm RUN
 schema
+examples TEXT
+init --yes --output OUT TEXT
 health --only memory
 health --only TEXT
 health --only memory --config PATH --json

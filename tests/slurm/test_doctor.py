@@ -30,6 +30,9 @@ def test_a_good_cluster_and_two_bad_partitions(new_run: NewRun) -> None:
     assert told(new_run("doctor-good")) == (0, {})
     code, found = told(new_run("doctor-nograce", slurm={"partition": "nograce"}))
     assert (code, found["partition nograce"]) == (1, "warning")
+    refused = new_run("doctor-refused", command=["python", "gone.py"], slurm={"mem": "900T"})
+    code, found = told(refused)
+    assert (code, found["options"], found["command"]) == (2, "problem", "problem")
     stuck = new_run("doctor-cancel", slurm={"partition": "cancel"}, preemption={"continue_by": "requeue"})
     assert told(stuck) == (2, {"partition cancel": "problem"})
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="pip install 'slurmft[huggingface]'"
+    importlib.util.find_spec("transformers") is None, reason="pip install transformers accelerate"
 )
-needs_lightning = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="pip install 'slurmft[lightning]'"
-)
+needs_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install lightning")
 FRAMEWORKS = [
     pytest.param("huggingface", marks=needs_transformers),
     pytest.param("lightning", marks=needs_lightning),

@@ -20,7 +20,7 @@ from slurmft.lab.cluster import Lab
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install 'slurmft[lightning]'"),
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install lightning"),
 ]
 
 NewRun = Callable[..., Run]

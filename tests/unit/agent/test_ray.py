@@ -56,7 +56,7 @@ def test_the_version_that_is_installed_and_constrained_is_taken(tmp_path, monkey
     assert not any(map(why_not, (".".join(lowest) + ".0", "2.60.0", "3.0.0rc1")))
     monkeypatch.setattr(ray.importlib.metadata, "version", lambda _name: "2.40.0")
     assert ray.hold(["python", "train.py"], "1", given(tmp_path)) == 2
-    assert "this node has 2.40.0\n  hint: pip install 'slurmft[ray]'" in capsys.readouterr().err
+    assert "this node has 2.40.0\n  hint: pip install 'ray[train]'" in capsys.readouterr().err
 
 
 def test_the_token_is_of_one_attempt_and_only_the_user_reads_it(tmp_path):

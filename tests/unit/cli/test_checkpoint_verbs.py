@@ -201,7 +201,7 @@ def test_a_checkpoint_becomes_safetensors(run, trainee, tmp_path):
 def test_without_safetensors_it_says_what_to_install(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     result = typed("export", run.path, tmp_path / "a", "--format", "safetensors")
-    assert isinstance(result.exception, UsageError) and "slurmft[export]" in str(result.exception)
+    assert isinstance(result.exception, UsageError) and "pip install safetensors" in str(result.exception)
     assert not (tmp_path / "a").exists()
 
 

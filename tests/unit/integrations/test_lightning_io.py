@@ -24,7 +24,7 @@ from slurmft.integrations import lightning
 from slurmft.integrations.lightning import SlurmftCheckpointIO
 
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
-pytestmark = pytest.mark.skipif(not HAS_LIGHTNING, reason="pip install 'slurmft[lightning]'")
+pytestmark = pytest.mark.skipif(not HAS_LIGHTNING, reason="pip install lightning")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from slurmft.policy.verdict import EXIT_TEMPORARY
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install 'slurmft[lightning]'"),
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install lightning"),
 ]
 
 LOWEST = "2.5.0"

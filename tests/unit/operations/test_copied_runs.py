@@ -28,7 +28,7 @@ def written(path: Path, **checkpoint: str) -> RunFolder:
     run = RunFolder(path)
     run.create()
     settings = configuration.validate(
-        {"command": "x", "run_folder": str(path), "checkpoint": checkpoint}, source="test"
+        {"command": "true", "run_folder": str(path), "checkpoint": checkpoint}, source="test"
     )  # fmt: skip
     run.config.write_text(settings.as_yaml())
     run.journal().append("submitted", job="7")

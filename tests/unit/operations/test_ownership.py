@@ -348,6 +348,9 @@ def may_set_audit_id() -> bool:
 def test_the_owners_process_has_nothing_of_roots(stage, monkeypatch):
     monkeypatch.setenv("SECRET", "of root")
     monkeypatch.setenv("PYTHONPATH", "/root")
+    monkeypatch.setenv(
+        "PATH", "/usr/sbin:/usr/bin:/sbin:/bin"
+    )  # the whole environment is one line, and a line has limits
     write_program(stage, 'echo "$(id -u) $(id -g) $(id -G) $(pwd) $(umask)"\n'
                          'grep -E "^(Uid|Gid|CapEff|CapPrm)" /proc/$$/status | xargs\n'
                          'ls -l /proc/$$/fd | xargs; env | sort | xargs; echo "$@"')  # fmt: skip

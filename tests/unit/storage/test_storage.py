@@ -520,8 +520,14 @@ def test_runs_in_folders_of_users_and_projects_are_found(tmp_path):
     found = [run.name for run in list_runs(root)]
     assert found == ["a", "alice", "alice/b", "alice/vision/c", "bob/d"]
     assert find_run("alice/vision/c", root).path == root / "alice" / "vision" / "c"
+    assert find_run("b", root).path == root / "alice" / "b"
     with pytest.raises(StorageError, match="alice/b, alice/vision/c"):
+        find_run("e", root)
+    RunFolder(root / "bob/b").create()
+    RunFolder(root / "bob/b").journal().append("submitting")
+    with pytest.raises(StorageError, match="2 runs called 'b'") as caught:
         find_run("b", root)
+    assert f"{root}/alice/b, {root}/bob/b" in caught.value.hint
 
 
 # fence
