@@ -130,7 +130,7 @@ VERBS = {
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
-HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "launch": "script", "standby": "run"}
+HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "launch": "script"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b

@@ -12,7 +12,6 @@ import click
 
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
-from slurmft.system.files import appending
 from slurmft.system.processes import without_collections
 
 
@@ -30,13 +29,12 @@ def run(*, config: Path, after_loss: int | None) -> int:
     with without_collections():
         from slurmft.supervisor.agents import outlives_its_supervisor
         from slurmft.supervisor.guardian import guarded
-        from slurmft.supervisor.lease import standby_has_taken_over
 
     refuse_foreign_configuration(config)
     settings = functools.cache(lambda: load_given(config))
     guarded(
         [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
-        spares=lambda pid: outlives_its_supervisor(settings(), pid) or standby_has_taken_over(settings(), os.environ),
+        spares=lambda pid: outlives_its_supervisor(settings(), pid),
     )
     with without_collections():
         from slurmft.supervisor.run import recover, supervise
@@ -64,32 +62,3 @@ def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
     environment = agent_container.usable_environment(os.environ, os.uname().nodename)
     agent_container.refuse_unusable(container, attempt, environment)
     return asyncio.run(serve(settings, attempt, environment))
-
-
-@click.command(hidden=True)
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("token")
-def standby(*, config: Path, token: str) -> int:
-    """Stand by for the supervisor of a job (started by it with srun, on another node)."""
-    with without_collections():
-        from slurmft.supervisor.guardian import block_signals, keep_signals
-
-        block_signals()
-        keep_signals()
-        from slurmft.scheduler.environment import as_in_batch_script, batch_node
-        from slurmft.supervisor.takeover import stand_by
-
-    refuse_foreign_configuration(config)
-    settings = load_given(config)
-    node, environment = batch_node(os.environ), as_in_batch_script(os.environ)
-    os.environ.clear()
-    os.environ.update(environment)
-    _write_to(settings.run_folder / "logs" / f"standby-{os.environ.get('SLURMD_NODENAME', 'node')}.log")
-    return stand_by(settings, token, supervisor_node=node)
-
-
-def _write_to(path: Path) -> None:
-    """Standard output and error go there: those of srun end with the node that it runs on."""
-    with appending(path) as log:
-        os.dup2(log, sys.stdout.fileno())
-        os.dup2(log, sys.stderr.fileno())

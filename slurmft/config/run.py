@@ -174,15 +174,6 @@ class RunConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _standby_has_a_place(self) -> Self:
-        problem = self.fault_tolerance.standby_problem(
-            nodes=self.nodes + self.spare_nodes, survives=self.survives_nodes, inference=self.inference is not None
-        )
-        if problem:
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         self.elastic.size(self.nodes)
         if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):

@@ -34,7 +34,6 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.evidence import progressed
-from slurmft.supervisor.lease import Lease
 from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
 from slurmft.system import files, processes
 
@@ -343,12 +342,6 @@ SETTLED_S = 30.0
 MAX_RESCUES = 3
 """How often a run without a verdict is submitted again without progress in between."""
 
-LIVES = frozenset({
-    EventName.ATTEMPT_STARTED, EventName.STANDBY_ENDS_JOB, EventName.RESCUING, EventName.REQUEUED,
-    EventName.RESUBMITTED, EventName.SUBMITTED,
-})  # fmt: skip
-"""What begins a life of the run's job, or ends it."""
-
 
 def rescue_below(root: Path, who: str, *, limit_s: float = LIMIT_S) -> Rescued:
     """Bring back the runs below ``root`` that have lost their supervisor: the caller's own, and called by root the
@@ -449,7 +442,7 @@ def _jobs_to_ask_about(run: RunFolder) -> list[OwnJob]:
 
 def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
     for job, record in records.items():
-        if is_orphan(record) and not _has_standby(run, job):
+        if is_orphan(record):
             return _requeue_orphan(run, job, record, who)
         if record.waiting and (done := complete(run, job, record, who)):
             return done
@@ -468,15 +461,6 @@ def is_orphan(record: JobRecord) -> bool:
         return record.batch_host not in expand_hostlist(record.nodes)
     except ValueError:
         return False  # not known: Slurm answered something that cannot be its nodes
-
-
-def _has_standby(run: RunFolder, job: OwnJob) -> bool:
-    """Whether a standby has taken the place of the job's batch script, and lives."""
-    owner = run.owner()
-    if owner is None or not owner.standby or owner.job != job.job_id:
-        return False
-    lease_age_s = Lease(run, Attempt(job=owner.job, restart=owner.restart)).age_s()  # renewed between attempts, too
-    return run_folder.is_fresh(run, owner) or (lease_age_s is not None and lease_age_s < run_folder.FRESH_S)
 
 
 def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
@@ -507,8 +491,7 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
     # a later job was to continue the run, and has never begun: how it ended decides
     later = jobs[jobs.index(mine) + 1 :] if mine in jobs else []
     newest = later[-1] if later else mine
-    may_be_wanted = not _ended_by_standby(events, newest)
-    if may_be_wanted and newest in records and records[newest].state == "CANCELLED":  # noted: Slurm forgets it
+    if newest in records and records[newest].state == "CANCELLED":  # noted: Slurm forgets it
         run.journal().append(EventName.CANCELLED, jobs=[newest.job_id], reason=f"job {newest} was cancelled")
         return None
     if newest not in records and _is_recent(run, owner):
@@ -518,7 +501,7 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
             f"run {run.path.name} ended {MAX_RESCUES} times without a verdict and without progress",
             hint=f"slurmft explain {run.path}, then slurmft submit {run.config}",
         )
-    if may_be_wanted and newest not in records and own_jobs.cancelled_by(newest) is not None:
+    if newest not in records and own_jobs.cancelled_by(newest) is not None:
         return None
     refuse_moved(run)
     is_known = mine in records
@@ -538,12 +521,6 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
         raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
-
-
-def _ended_by_standby(events: Sequence[Event], job: OwnJob) -> bool:
-    """Whether a supervisor that was a standby has ended the job: Slurm shows that as a cancellation by the user."""
-    lives = [event for event in events if event.event in LIVES]
-    return bool(lives) and lives[-1].event == EventName.STANDBY_ENDS_JOB and lives[-1].details.get("job") == job.job_id
 
 
 def _is_recent(run: RunFolder, owner: Owner) -> bool:

@@ -87,9 +87,17 @@ ALWAYS_ON: Mapping[str, Mapping[str, str]] = {
 """Section -> switches of Megatron-LM, Megatron Bridge and NeMo-Run, and why they cannot be switched off here. They may
 also stand at the top, outside of the section."""
 
+GONE: Mapping[str, Mapping[str, str]] = {
+    "fault_tolerance": {
+        "standby_supervisor": "there is no standby supervisor any more; Slurm requeues a job whose batch host dies, "
+        "and under no_kill `slurmft requeue --rescue`, from cron, does"
+    }
+}
+"""Section -> keys of earlier versions, which stand in run folders of theirs, and what is there instead of each."""
+
 
 def ours(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``raw`` in keys of ours alone, and one line for each switch that was left out.
+    """``raw`` in keys of ours alone, and one line for each key that was left out.
 
     Raises:
         ValueError: a key is there in both spellings, or the value of a switch is neither true nor false.
@@ -115,6 +123,8 @@ def ours(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if isinstance(section := found.get(name), Mapping):
             found[name] = rest = dict(section)
             lines += _without(rest, switches, f"{name}.")
+            gone = {key: why for key, why in GONE.get(name, {}).items() if rest.pop(key, None)}
+            lines += [f"{name}.{key} is ignored: {why}" for key, why in gone.items()]
     return found, lines
 
 

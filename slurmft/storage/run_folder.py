@@ -581,9 +581,6 @@ class Owner:
     cycle: int = 0
     """In-job restarts so far."""
 
-    standby: bool = False
-    """It was a standby: no batch script belongs to it."""
-
 
 class RunFolder:
     """Paths and small state files of one run. Creating one changes nothing on disk."""
@@ -757,10 +754,7 @@ class RunFolder:
 
     def take_over(self, owner: Owner) -> None:
         """Record a new owner; from now on every older generation is fenced. Call with the lock held."""
-        facts = asdict(owner)
-        if not owner.standby:
-            del facts["standby"]
-        write_state(self._owner, facts)
+        write_state(self._owner, asdict(owner))
 
     def done(self) -> Mapping[str, Any] | None:
         """The record of the finished run, or None while it is not finished."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -44,12 +43,11 @@ from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import PatientJournal, patiently
-from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner, RunFolder
+from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner
 from slurmft.storage.verdicts import noted_batches, noted_resuming
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
 from slurmft.supervisor.evidence import budget_of
 from slurmft.supervisor.guardian import any_kept
-from slurmft.supervisor.lease import is_standbys, stand_aside
 from slurmft.supervisor.placement import Accuser, Placement, all_busy, choose, duty_of, next_placement
 from slurmft.system.files import replace_atomically
 from slurmft.system.logs import BackgroundLog
@@ -59,9 +57,6 @@ from slurmft.system.logs import BackgroundLog
 OTHERS_END_S = 4
 """Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
 (2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
-
-BATCH_HOST_LOST_S = 30
-"""Added where a standby requeues the job: without its batch host it was COMPLETING for 14 to 21 s (22.05, 26.05)."""
 
 SHRUNK_S = 6
 """Added once more after a dead node was given back."""
@@ -148,7 +143,7 @@ class Continuation:
         lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
         if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S
-        delay_s = delay_that_holds(delay_s + self._batch_host_s(), past_requeues(self._start.history, job_id))
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
         nodes = None
         if self._cluster.given_back:
             nodes = self._config.nodes_range or self._cluster.job.node_count
@@ -186,14 +181,9 @@ class Continuation:
         self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
         return True
 
-    def _batch_host_s(self) -> int:
-        is_watched = self._config.fault_tolerance.standby_supervisor
-        is_lost = is_watched and expand(self._cluster.job.nodes)[0] in self._cluster.lost
-        return BATCH_HOST_LOST_S if is_lost else 0
-
     def _place(self) -> None:
         """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
-        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S + self._batch_host_s()
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
         done = scheduler_jobs.place(job, delay_s, avoid=self._avoid)
         scheduler_jobs.keep_ahead(job, done)
@@ -623,15 +613,13 @@ class Ending:
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
         has_nodes: whether enough of them are left for another attempt.
         outlived: the agents have outlived the supervisor in whose place this process acts.
-        abandon: leaves the agents to a standby of this job that has taken the run over.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
         *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
-        ends_at_s: float | None = None, abandon: Callable[[], None] = lambda: None,
+        ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
-        self._abandon = abandon
         self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
@@ -678,18 +666,12 @@ class Ending:
         return outside is not None and outside[0] is Cause.REQUEUED
 
     def _newer_owner(self) -> Owner | None:
-        if self.start.lease is not None and not self.start.lease.confirm():
-            return _owner_of(self.run)
         owner = in_folder(self.start, self.run.owner)
         return owner if isinstance(owner, Owner) and owner.generation > self.start.generation else None
 
     def _leave_to(self, owner: Owner) -> int:
         reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
         self.journal.append(EventName.SUPERSEDED, reason=reason)
-        if is_standbys(owner, self.cluster.attempt):
-            self._abandon()
-            self._flush()
-            return stand_aside(self.run, self.cluster)
         log.error("%s; this start ends and changes nothing", reason)
         self._dismiss()
         self._flush()
@@ -736,8 +718,6 @@ class Ending:
             wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
         self._dismiss()
-        if self.start.lease is not None and (owner := self._newer_owner()) is not None:
-            return self._leave_to(owner)
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
         outside = self.cluster.why_ending() if decision.action is Action.STOP else None
@@ -865,15 +845,6 @@ class Ending:
 
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
-
-
-def _owner_of(run: RunFolder) -> Owner:
-    """The run's owner; waits for a run folder that cannot be read: to go on without it, or to end, would harm it."""
-    while True:
-        with contextlib.suppress(StorageError, OSError):
-            if (owner := run.owner()) is not None:
-                return owner
-        time.sleep(LOOK_S)
 
 
 LONGEST_RESTART_S = 10.0

@@ -348,8 +348,8 @@ class AttemptRunner:
         takes_over = self._crew.has_outlived
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
-        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents, self._folder.watch)
-        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch, self.stops.watch_limit):
+        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # the agent disconnected meanwhile
@@ -583,7 +583,7 @@ class AttemptRunner:
         while not self._over.is_set() or (self._keeping is not None and not self._keeping.done()):
             agents = len(self._pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-            ping_s = ping_interval_s(agents, lease_s=section.ping_lease_s)
+            ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
             if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():

@@ -216,6 +216,7 @@ def test_no_arrow_back_up_is_listed_without_need():
 SMALL = {
     "__main__": "`python -m slurmft`",
     "cli/metrics": "a verb, imported by its name",
+    "cli/run": "verbs, imported by their names, with nothing else: the processes of a job begin there",
     "cli/schema": "a verb, imported by its name",
     "checkpoint/warm_up": "a program, imported by its name in a process that waits",
     "sync/entry": "a program of its own (python -m)",
