@@ -51,9 +51,9 @@ from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy import sbatch
 from slurmft.policy.container import Container, problem_of
-from slurmft.policy.final_ends import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch import second_owner, unknown_options
+from slurmft.policy.verdict import ExitAction, lists_as_texts, unambiguous
 from slurmft.system.files import UnsafeFile, read_bytes, read_pipe
 
 MAX_FILE_BYTES = 1024 * 1024

@@ -37,13 +37,13 @@ from slurmft.config.base import (
     Words,
 )
 from slurmft.policy import plain_values as plain
-from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.policy.container import SHARED_MEMORY, STARTED_BY_SRUN, Container, Mount, all_mounts
 from slurmft.policy.hangs import CHECKPOINTING, EVALUATION, SETUP, STEP, Limits
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch import option_value
 from slurmft.policy.suspicion import HALF_LIFE_HOURS, Rules
 from slurmft.policy.verdict import Cause, by_cause
+from slurmft.policy.worker_settings import CheckpointSettings
 
 if TYPE_CHECKING:
     from slurmft.config.inference import InferenceConfig

@@ -30,8 +30,7 @@ from slurmft.errors import RunBusy, StorageError
 from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity, OwnJob, identity_from, is_same_job, merged
 from slurmft.storage.fence import OWNER_FILE
 from slurmft.storage.journal import EventName, Journal
-from slurmft.storage.patience import PASSING, translated, write_state, writing
-from slurmft.storage.soft_lock import SoftLock
+from slurmft.storage.patience import PASSING, SoftLock, translated, write_state, writing
 from slurmft.system import processes
 from slurmft.system.files import (
     FORMAT,

@@ -15,7 +15,6 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.final_ends import End, ExitAction, end_of, explicit_action, why_no_requeue, why_superfluous
 from slurmft.policy.interval import FailureHistory, mtbf_s
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.stop import delay_that_holds
@@ -30,13 +29,18 @@ from slurmft.policy.verdict import (
     Action,
     Cause,
     Decision,
+    End,
     Evidence,
+    ExitAction,
     Kind,
     Suspect,
     Verdict,
+    end_of,
+    explicit_action,
+    why_no_requeue,
+    why_superfluous,
 )
 from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
-from slurmft.scheduler import jobs as scheduler_jobs
 from slurmft.scheduler import own_jobs, slurm, successor
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.slurm import ignoring_signals
@@ -46,11 +50,11 @@ from slurmft.storage.patience import PatientJournal, patiently
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner
 from slurmft.storage.verdicts import noted_batches, noted_resuming
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
-from slurmft.supervisor.evidence import budget_of
 from slurmft.supervisor.guardian import any_kept
+from slurmft.supervisor.observations import budget_of
 from slurmft.supervisor.placement import Accuser, Placement, all_busy, choose, duty_of, next_placement
+from slurmft.system.background import BackgroundLog
 from slurmft.system.files import replace_atomically
-from slurmft.system.logs import BackgroundLog
 
 # --- How a run goes on in Slurm: a requeue of this job, or a successor; on other nodes, where that is asked ---
 
@@ -150,19 +154,19 @@ class Continuation:
         self._journal.append(EventName.REQUEUEING, job=job_id, delay_s=delay_s, **self._in_words())
         self._flush()
         try:
-            done = scheduler_jobs.requeue(
+            done = own_jobs.requeue(
                 job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
                 patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not self._cluster.lost,
                 has_epilog=self._cluster.has_epilog,
             )  # fmt: skip
-        except scheduler_jobs.JobCancelled as error:
+        except own_jobs.JobCancelled as error:
             self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
             return "cancelled"
         except SlurmError as error:
             self._journal.append(EventName.REQUEUE_FAILED, job=job_id, reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
             return ""
-        scheduler_jobs.keep_ahead(job, done)
+        own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.REQUEUED, job=job_id, **done.in_words())
         return "requeued"
 
@@ -173,7 +177,7 @@ class Continuation:
         if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
             return False
         try:
-            scheduler_jobs.shrink(self._cluster.own, living)
+            own_jobs.shrink(self._cluster.own, living)
         except SlurmError as error:  # Slurm has noticed by itself, or does not answer
             self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
             return False
@@ -185,8 +189,8 @@ class Continuation:
         """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
-        done = scheduler_jobs.place(job, delay_s, avoid=self._avoid)
-        scheduler_jobs.keep_ahead(job, done)
+        done = own_jobs.place(job, delay_s, avoid=self._avoid)
+        own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
 
     def _resubmit(self) -> bool:
@@ -348,7 +352,7 @@ def _switch_off(job: OwnJob, journal: PatientJournal, reason: str) -> None:
     journal.append(EventName.SWITCHING_REQUEUE_OFF, job=job.job_id, reason=reason)
     journal.flush(FLUSH_S)
     try:
-        scheduler_jobs.forbid_requeue(job, patience_s=TELL_S)
+        own_jobs.forbid_requeue(job, patience_s=TELL_S)
     except SlurmError as error:
         journal.append(EventName.REQUEUE_STAYS_ON, job=job.job_id, reason=error.what)
         log.error("Slurm may requeue job %s, which ends at once then: %s", job, error.what)

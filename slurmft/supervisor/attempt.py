@@ -41,11 +41,10 @@ from slurmft.ipc.messages import (
     WorkerExited,
 )
 from slurmft.ipc.pages import RESCUE_S
-from slurmft.policy.final_ends import ExitAction, codes_of
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
+from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
 from slurmft.scheduler.nodes import expand, in_order
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import take_order
@@ -61,12 +60,11 @@ from slurmft.supervisor.agents import (
 )
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
-from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.guardian import hearing
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.live import Live
-from slurmft.supervisor.observations import Observations
+from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, testimony_of
 from slurmft.supervisor.placement import Accuser, suspect_gpus_of, without_other_gpus
 from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmsWord, Stops
 from slurmft.system.background import Background, overslept_s

@@ -23,11 +23,11 @@ from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
 from slurmft.ipc.zygote_start import as_variable
 from slurmft.policy import container as policy
 from slurmft.policy.container import Container
-from slurmft.policy.grace import JobTimes, SlurmClock, Terms
 from slurmft.policy.job_identity import OwnJob, merged
+from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import jobs, own_jobs, slurm
 from slurmft.scheduler import nodes as scheduler_nodes
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.scheduler.parsing import JobEnding
 from slurmft.storage.journal import Event
@@ -278,7 +278,7 @@ class SlurmCluster:
         """Shrink the job."""
         try:
             left = [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost | {host}]
-            jobs.shrink(self.own, left)
+            own_jobs.shrink(self.own, left)
         except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
             return str(error)
         self.given_back.add(host)

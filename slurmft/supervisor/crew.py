@@ -29,8 +29,7 @@ from slurmft.policy.membership import (
     next_members,
 )
 from slurmft.policy.stop import longest_silence_s
-from slurmft.scheduler.parsing import ended_tasks
-from slurmft.scheduler.srun_lines import parse_srun_lines
+from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import write_state

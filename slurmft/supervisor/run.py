@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from slurmft.config.run import RunConfig
 from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
 from slurmft.ipc.messages import Ping
-from slurmft.policy.final_ends import End
 from slurmft.policy.judge import DECIDING, Circumstances, judge
 from slurmft.policy.stop import ping_interval_s
-from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
-from slurmft.scheduler import jobs
+from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, End, Verdict
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
@@ -39,15 +38,15 @@ from slurmft.supervisor.cluster import (
     detect,
 )
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.guardian import log_signal, lost_pids
 from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_over
 from slurmft.supervisor.live import Companion
+from slurmft.supervisor.observations import collect
 from slurmft.supervisor.owner import owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import Accuser, next_cycle, settle
 from slurmft.system import processes
+from slurmft.system.background import BackgroundLog
 from slurmft.system.files import read_bytes, replace_atomically
-from slurmft.system.logs import BackgroundLog
 
 if TYPE_CHECKING:
     from slurmft.supervisor.inference import InferenceAttempt
@@ -441,7 +440,7 @@ def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error:
         if since <= MAX_STORAGE_RETRIES:
             log.warning("trying again in %d s (%d of %d)", STORAGE_DELAY_S, since, MAX_STORAGE_RETRIES)
             with ignoring_signals():
-                jobs.requeue(cluster.own, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
+                own_jobs.requeue(cluster.own, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
     return error.exit_code
 
 

@@ -17,28 +17,26 @@ from slurmft.config.sections import PreemptionConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import Commit, DigestsReport, LookNow, Looks, PassOnTerm, Propose, TimingsReport, Withdraw
 from slurmft.ipc.pages import StopAction
-from slurmft.policy.digests import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.grace import (
-    REQUEUE_COST_S,
-    JobTimes,
-    SlurmClock,
-    Terms,
-    cause_of_signal,
-    seconds_for_stop,
-    seconds_in_kill_wait,
-)
 from slurmft.policy.judge import Corruption
+from slurmft.policy.reruns import Comparison, Digest, compare, convicted, words, words_of_split
 from slurmft.policy.stop import (
+    REQUEUE_COST_S,
     ByThemselves,
     Finishing,
+    JobTimes,
     Look,
     NothingToSave,
     Plan,
+    SlurmClock,
     StopAt,
+    Terms,
     all_hold,
+    cause_of_signal,
     inside_an_evaluation,
     passed,
     plan_stop,
+    seconds_for_stop,
+    seconds_in_kill_wait,
     step_of,
 )
 from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect
