@@ -19,12 +19,12 @@ import click
 from pydantic import BaseModel
 
 import slurmft
-from slurmft.cli import schema as schemas
+from slurmft.cli import submit as schemas
 from slurmft.cli.main import VERBS, cli
 from slurmft.config.base import section_of
 from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
-from slurmft.policy.signatures import SIGNATURES, Remedy, Signature
+from slurmft.policy.symptoms import SIGNATURES, Remedy, Signature
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
@@ -299,7 +299,7 @@ def _causes() -> Iterator[str]:
 
 def _meaning_of(remedy: Remedy) -> str:
     """The text below its line in the source."""
-    [enum] = [node for node in _tree("slurmft.policy.signatures").body if getattr(node, "name", "") == "Remedy"]
+    [enum] = [node for node in _tree("slurmft.policy.symptoms").body if getattr(node, "name", "") == "Remedy"]
     assert isinstance(enum, ast.ClassDef)
     for line, text in itertools.pairwise(enum.body):
         if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == remedy.name and isinstance(text, ast.Expr):

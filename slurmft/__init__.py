@@ -13,10 +13,10 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.checkpoint import CheckpointManager as CheckpointManager
     from slurmft.checkpoint import DistributedCheckpointManager as DistributedCheckpointManager
     from slurmft.compat.megatron import get_rerun_state_machine as get_rerun_state_machine
+    from slurmft.compat.neighbours import RerunDiagnostic as RerunDiagnostic
+    from slurmft.compat.neighbours import RerunErrorInjector as RerunErrorInjector
+    from slurmft.compat.neighbours import RerunMode as RerunMode
     from slurmft.compat.neighbours import RerunStateMachineConfig as RerunStateMachineConfig
-    from slurmft.compat.rerun_names import RerunDiagnostic as RerunDiagnostic
-    from slurmft.compat.rerun_names import RerunErrorInjector as RerunErrorInjector
-    from slurmft.compat.rerun_names import RerunMode as RerunMode
     from slurmft.compat.serving_names import AutoRestartManager as AutoRestartManager
     from slurmft.compat.serving_names import GracefulDegradation as GracefulDegradation
     from slurmft.compat.serving_names import HighAvailabilityCluster as HighAvailabilityCluster
@@ -81,7 +81,7 @@ _NAMES = (
     ("slurmft.worker.shared_weights", "shared_weights"),
     ("slurmft.compat.megatron", "get_rerun_state_machine"),
     ("slurmft.compat.neighbours", "RerunStateMachineConfig"),
-    ("slurmft.compat.rerun_names", "RerunMode RerunDiagnostic RerunErrorInjector"),
+    ("slurmft.compat.neighbours", "RerunMode RerunDiagnostic RerunErrorInjector"),
     (
         "slurmft.compat.serving_names",
         "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import xxhash
 
-from slurmft.checkpoint.flat_state import FACTS, rank_key
 from slurmft.checkpoint.image import Layout
 from slurmft.checkpoint.image_file import Holders, Item, Row, ShardIndex, image_file, index_file, write_index
+from slurmft.checkpoint.state import FACTS, rank_key
 from slurmft.storage.checkpoint_names import Identity
 
 LAYERS, VALUES = 60, 64

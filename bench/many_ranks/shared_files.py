@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurmft.health.results import KEEP, brief_json, read_results
+from slurmft.health.checker import KEEP, brief_json, read_results
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
 from slurmft.policy.suspicion import WEIGHTS, Observation, Rules, standing
 from slurmft.policy.verdict import Kind

@@ -2,8 +2,7 @@
 
     python bench/random_faults --seeds 1000-1100          # root; goes on where it ended, Ctrl-C at any moment
     python bench/random_faults --only-tables              # of the results that there are
-    python bench/random_faults --storms standby --faults 60    # with a standby supervisor, which the default leaves out
-    python bench/random_faults --storms behaviours --faults 300    # of engines and clients as they behave, left out too
+    python bench/random_faults --storms behaviours --faults 300    # of engines and clients as they behave; by name only
 
 Each run (one seed, minutes) appends a line of JSON to the results; seeds that are there already are left out. What a
 run that failed has left lies in build/soak-faults.
@@ -45,7 +44,6 @@ SOAKS = (
     Soak("inference", "test_random_inference_faults.py", "random_inference_faults.md"),
     Soak("serving", "test_random_serving_faults.py::test_random_serving_faults", "random_serving_faults.md"),
     Soak("behaviours", "test_random_serving_faults.py::test_random_behaviours", "random_behaviours.md"),
-    Soak("standby", "test_random_standby_faults.py", "random_standby_faults.md"),
 )
 
 
@@ -103,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/random_faults", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1000-1099"))
     parser.add_argument("--faults", type=int, default=1000, help="of each kind of storm, after which it ends")
-    parser.add_argument("--storms", default="training,inference,serving", help="and standby, behaviours")
+    parser.add_argument("--storms", default="training,inference,serving", help="and behaviours")
     parser.add_argument("--results", type=Path, default=RESULTS / "random_faults.jsonl")
     parser.add_argument("--only-tables", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the tables")

@@ -13,9 +13,6 @@ WHAT = {
     "training": "Each run trains on 2 nodes x 2 ranks, its folder on a disk that can be filled; its seed draws spares, "
     "rehearsal, launcher, kind of interval, asynchronous saves, just in time, peer copies and their interval, digests, "
     "preload and learned limits; faults come at random moments, also while it recovers from the one before.",
-    "standby": "Each run trains on 2 nodes x 2 ranks with a third node as a spare and a standby supervisor; the faults "
-    "that it is for come more often than others, also upon each other. No process may act for the run that another one "
-    "has replaced.",
     "inference": "Each run answers 3,000 requests on 3 nodes x 2 replicas, its folder on a disk that can be filled; "
     "faults come at random moments, also while it recovers from the one before.",
     "behaviours": "Each run is an endpoint on 3 nodes x 2 replicas with 2 routers and a hang_timeout_s of 6 s, under "
@@ -32,7 +29,6 @@ WHAT = {
 
 TITLES = {
     "training": "Random faults on the lab, with settings drawn by each seed",
-    "standby": "Random faults on the lab, with a standby supervisor",
     "inference": "Random faults on a batch of requests",
     "behaviours": "Random behaviours of engines and clients on an endpoint",
     "serving": "Random faults on an endpoint under constant load",
@@ -73,28 +69,6 @@ FOUND: dict[str, list[str]] = {
         "Not counted: seeds 6000 to 6003 of the storm's first version (160 faults, 89 deaths, none without cause), "
         "in which plain clients went on with the token of a job that had started again, and a 422 counted as "
         "neither answered nor refused.",
-    ],
-    "standby": [
-        "Seed 5004 at 5da4fad: a standby took over from a batch host that was cut off for 11 s, and its own node "
-        "lost its power 20 s later. It had no standby: the one node that was left could not have one, and the next "
-        "try is after a minute. The first supervisor, healed by then, keeps the batch script alive for 300 s, so "
-        "that cron does not rescue the job before, and the storm waits for 280 s only. A supervisor without a "
-        "standby tries again as soon as a node is back since then.",
-        "Seed 5004 at 17339df: Slurm refused the step of the next standby (`Memory required by task is not "
-        "available`, right after its controller had been killed), and the supervisor, which had just taken over, "
-        "was killed 2 s later, a minute before its next try: cron brought the run back after 34 s, longer than the "
-        "storm explains; the weights are right. It tries again after 2 s, 4 s and so on since cbcbe31.",
-        "Seed 5004 at cbcbe31, not mended, and none of the standby's: guardian and supervisor were killed, Slurm's "
-        "controller completed the job, and was itself killed a second later, before it had saved that. After its "
-        "start it shows the job as RUNNING with no process left on any node; `slurmft requeue --rescue` believes "
-        "it, as the batch host is still among the job's nodes, and the storm waits for 280 s only. How long Slurm "
-        "takes to find out was not measured.",
-        "No other run failed. Reading the code for the first of these had found that a second standby did not know "
-        "which nodes were lost before it (mended in 2285316). Seeds 5000 and 5001 ran with that first form, in "
-        "which also what a supervisor that was cut off took for lost counted, and a takeover could end in a "
-        "requeue: found by a test on 26.05, mended in 972f1c2.",
-        "A supervisor that was a standby has no guardian: a kill of it is a takeover, its node counts as lost, and "
-        "without a spare the run is requeued. That explains the longest waits behind `supervisor`.",
     ],
     "training": [
         "Seed 1015: the writer of a rank was killed in the save after the last step; all ranks ended with an error, "
@@ -148,7 +122,7 @@ def page(name: str, lines: Sequence[dict[str, Any]]) -> str:
     commits = Counter(line["commit"] for line in lines)
     slurm = ", ".join(sorted({line["slurm"] for line in lines}))
     title = TITLES[name]
-    options = f" FAULTS_OPTIONS='--storms {name}'" if name in ("standby", "behaviours") else ""
+    options = f" FAULTS_OPTIONS='--storms {name}'" if name == "behaviours" else ""
     return "\n".join([
         f"# {title}", "",
         f"`make soak-faults{options}`, {slurm}, {os.cpu_count()} cores that other work used as well. {WHAT[name]} "
@@ -167,15 +141,12 @@ def totals(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
         return sum(failure.startswith(text) for failure in failures)
 
     rows = [("faults", sum(line["faults"] for line in lines)), ("runs", len(lines))]
-    if name in ("training", "standby"):
+    if name == "training":
         rows += [
             ("runs whose final weights are those of an undisturbed run", sum(line["same_weights"] for line in lines)),
             ("committed checkpoints lost", count("a committed checkpoint")),
             ("files found damaged, and not used", sum(line["damaged"] for line in lines)),
         ]
-        if name == "standby":
-            rows += [("takeovers", sum(line["takeovers"] for line in lines)),
-                     ("runs in which two supervisors acted", count("two supervisors"))]  # fmt: skip
     elif name in ("serving", "behaviours"):
         if name == "behaviours":
             rows += [

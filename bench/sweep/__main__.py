@@ -19,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import slurmft
-from slurmft.health.results import KEEP, brief_json, read_results
-from slurmft.operations.sweep import SweepOrder, sweep
+from slurmft.health.checker import KEEP, brief_json, read_results
+from slurmft.operations.rescue import SweepOrder, sweep
 from slurmft.policy.node_health import Checkup, HealthRules, ProbeResult, Status, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import WEIGHTS, Observation, Rules
 from slurmft.policy.verdict import Kind
-from slurmft.scheduler.node_control import node_facts, parse_facts
+from slurmft.scheduler.nodes import node_facts, parse_facts
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.system.files import write_json
 

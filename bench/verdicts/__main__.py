@@ -16,8 +16,7 @@ from pathlib import Path
 
 import slurmft
 from slurmft.policy import symptoms
-from slurmft.policy.signatures import Remedy
-from slurmft.policy.symptoms import MAX_CHARACTERS, MAX_LINES, signature_of
+from slurmft.policy.symptoms import MAX_CHARACTERS, MAX_LINES, Remedy, signature_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "unit" / "support"))
 from log_endings import log_endings

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,12 +101,7 @@ from slurmft.system.processes import birth_of, is_stopped
 if TYPE_CHECKING:
     from slurmft.agent.inference import Replicas
 
-# --- Where an agent finds its supervisor, and how it follows one that has moved to another node ---
-
-SILENT_S = 2.5
-"""From then on an agent looks for another address: a supervisor with a standby pings every second."""
-
-ADDRESS_LOOK_S = 0.5
+# --- Where an agent finds its supervisor ---
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +110,10 @@ Address = tuple[list[str], int, bytes]
 
 
 class Whereabouts:
-    """The supervisor's address, which it leaves in an attempt's folder.
+    """The supervisor's address, which it leaves in the folder of an attempt."""
 
-    Args:
-        folder: the attempt's.
-        may_move: a standby may take over, and writes its own address then.
-    """
-
-    def __init__(self, folder: Path, *, may_move: bool) -> None:
-        self.folder, self._may_move = folder, may_move
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._address: Address | None = None
 
     def read(self) -> Address:
@@ -147,38 +137,6 @@ class Whereabouts:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OSError(f"{self.folder / 'control.json'} is damaged") from error
         return hosts, port, read_bytes(self.folder / "secret", owners=trusted_owners(self.folder))
-
-    async def unless_moved(self, work: Coroutine[Any, Any, None], silent_s: Callable[[], float]) -> None:
-        """Do ``work``, which talks to the supervisor; it is cancelled when there is another address than before.
-
-        Args:
-            silent_s: for how long nothing has come from the supervisor.
-        """
-        if not self._may_move:
-            await work
-            return
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self._moved(silent_s))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _moved(self, silent_s: Callable[[], float]) -> None:
-        while True:
-            await asyncio.sleep(ADDRESS_LOOK_S)
-            if silent_s() < SILENT_S:
-                continue
-            with contextlib.suppress(OSError, StorageError):
-                # in a thread: a run folder that stalls must not stall this node
-                found = await asyncio.to_thread(self._read)
-                if self._address is not None and found != self._address:
-                    log.warning("the supervisor is at %s now", found[0][0])
-                    self._address = found
-                    return
 
 
 # --- The agent's side of replica digests: those that its workers have left in their pages, as messages ---
@@ -553,7 +511,7 @@ class Agent:
         self._digests = DigestReports()
         self._hangs = HangWatch(config, self._report_hang)
         self._generation = 0
-        self._where = Whereabouts(self._run.attempts / attempt, may_move=config.fault_tolerance.standby_supervisor)
+        self._where = Whereabouts(self._run.attempts / attempt)
         self._forensics = Forensics(self._host)
         self._replicas: Replicas | None = None
         if config.inference is not None:
@@ -633,9 +591,7 @@ class Agent:
     async def _serve(self) -> int:
         while not self._shutdown:
             try:
-                await self._where.unless_moved(
-                    self._serve_one_connection(), lambda: time.monotonic() - self._last_heard
-                )
+                await self._serve_one_connection()
             except (OSError, BadMessage, StorageError) as error:  # OSError covers TimeoutError
                 log.debug("no supervisor: %s", error)
             if not self._shutdown:

@@ -35,8 +35,7 @@ from slurmft.policy.hangs import CHECKPOINTING, SETUP, Limits, WorkerLook, excee
 from slurmft.policy.judge import Progress, Where, whereabouts
 from slurmft.storage.patience import FolderThread
 from slurmft.system.files import read_part, write_bytes, write_json
-from slurmft.system.kernel_view import View, view
-from slurmft.system.processes import is_stopped
+from slurmft.system.processes import View, is_stopped, view
 
 # --- forensics ---
 # Evidence that an agent collects from its workers before they are killed: asked of them, and seen from outside.

@@ -19,8 +19,7 @@ from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, common_envi
 from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
 from slurmft.inference.driver import EXIT_CODE, SETTINGS_VARIABLE, ReplicaSettings, how_it_ended
-from slurmft.inference.endpoint import MAX_ADDRESSES, is_local
-from slurmft.inference.handover import OWN_CONFIG, is_config_name
+from slurmft.inference.endpoint import MAX_ADDRESSES, OWN_CONFIG, is_config_name, is_local
 from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.replica_health import AutoRestartManager
 from slurmft.ipc.channel import BadMessage

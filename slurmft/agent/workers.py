@@ -29,8 +29,8 @@ from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.ipc.zygote_start import Zygote, shared_environment
 from slurmft.policy import hangs
 from slurmft.policy.hangs import STEP
-from slurmft.policy.launches import worker_of_task
 from slurmft.policy.reruns import RerunSettings
+from slurmft.policy.sbatch import worker_of_task
 from slurmft.policy.stop import Look
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.scheduler.environment import TASKS_VARIABLE
@@ -38,13 +38,13 @@ from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 from slurmft.system.files import read_json
-from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import is_left_over, left_to, make_private_folder, remove_tree
 from slurmft.system.processes import (
     MARK_VARIABLE,
     adopt_orphans,
     kill_left,
     kill_marked,
+    memory_kills,
     own_children,
     reap_adopted,
     was_given,

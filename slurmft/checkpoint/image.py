@@ -21,9 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 
-from slurmft.checkpoint.flat_keys import KeyPath
-from slurmft.checkpoint.flat_state import Part
 from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex, text_of
+from slurmft.checkpoint.state import KeyPath, Part
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
 

@@ -38,8 +38,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from slurmft.checkpoint.catalog import own_generation
-from slurmft.checkpoint.flat_keys import key_of
-from slurmft.checkpoint.flat_state import (
+from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
+from slurmft.checkpoint.state import (
     BUFFERS_OF,
     EXTRA,
     FACTS,
@@ -51,13 +51,15 @@ from slurmft.checkpoint.flat_state import (
     WHOLE,
     Between,
     FlatState,
+    Trainee,
+    as_json,
     capture,
+    key_of,
     part_of,
     plain_name,
     rank_key,
+    unwrapped,
 )
-from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
-from slurmft.checkpoint.state import Trainee, as_json, unwrapped
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.ipc.pages import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
 from slurmft.policy.hangs import why_not_to_trust

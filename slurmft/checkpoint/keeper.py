@@ -40,8 +40,7 @@ from slurmft.policy.values import Strangers
 from slurmft.storage.checkpoint_names import PEERS, read_copies_key, read_generation
 from slurmft.system.files import write_bytes
 from slurmft.system.foreign_text import log_to_stderr
-from slurmft.system.kernel_view import fits
-from slurmft.system.processes import die_with_parent
+from slurmft.system.processes import die_with_parent, fits
 
 MAX_CONNECTIONS = 64
 """Copies under way; further senders are asked to come again."""

@@ -24,26 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from slurmft.checkpoint import holding
 from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
-from slurmft.checkpoint.flat_keys import KeyPath, key_of, unflatten
-from slurmft.checkpoint.flat_state import (
-    BUFFERS_OF,
-    EXTRA,
-    FACTS,
-    GROUPS,
-    HAS_EXTRA,
-    MODEL,
-    OPTIMIZER,
-    PARAMS,
-    STATE,
-    WHOLE,
-    Part,
-    group_names,
-    is_dense,
-    is_sharded,
-    part_of,
-    plain_name,
-    rank_key,
-)
 from slurmft.checkpoint.holding import MAX_WORLD
 from slurmft.checkpoint.image import local
 from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, verified_index
@@ -51,14 +31,34 @@ from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.notes import ERA, LeadNote, OwnNotes, gather
 from slurmft.checkpoint.reading import Source, Stored, Target, fresh
 from slurmft.checkpoint.state import (
+    BUFFERS_OF,
+    EXTRA,
+    FACTS,
+    GROUPS,
+    HAS_EXTRA,
     LOADER,
+    MODEL,
+    OPTIMIZER,
+    PARAMS,
+    STATE,
+    WHOLE,
+    KeyPath,
+    Part,
     Stateful,
     Tolerance,
     Trainee,
+    group_names,
+    is_dense,
+    is_sharded,
+    key_of,
     load_part,
     original,
+    part_of,
+    plain_name,
     position_number,
+    rank_key,
     shared_position,
+    unflatten,
     unwrapped,
 )
 from slurmft.checkpoint.write_requests import BestMode

@@ -25,14 +25,24 @@ import torch
 
 from slurmft.checkpoint.agreement import Guard, Team, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
-from slurmft.checkpoint.flat_state import FACTS, FlatState, for_save, is_plain, number_of
 from slurmft.checkpoint.holding import forget_others
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping
 from slurmft.checkpoint.memory_sources import same_state
 from slurmft.checkpoint.notes import Extra, note_sender
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
-from slurmft.checkpoint.state import Stateful, Tolerance, Trainee, as_plain, original
+from slurmft.checkpoint.state import (
+    FACTS,
+    FlatState,
+    Stateful,
+    Tolerance,
+    Trainee,
+    as_plain,
+    for_save,
+    is_plain,
+    number_of,
+    original,
+)
 from slurmft.checkpoint.step_copies import OfLead, Row, StepCopies, Turn, mismatch
 from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError

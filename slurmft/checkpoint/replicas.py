@@ -32,10 +32,18 @@ from slurmft.policy.checkpoints import Name, Tier, copy_holders
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import KEY_FILE, MAX_STEP, MEMORY_VARIABLE, Identity, announcement
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE
-from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES, PieceTags, derived_key, new_nonce
 from slurmft.system.files import UnsafeFile, open_regular, opened, read_bytes, read_json, write_bytes
-from slurmft.system.kernel_view import fits
-from slurmft.system.private_folder import check_private, own_folders, prefix
+from slurmft.system.private_folder import (
+    NONCE_BYTES,
+    TAG_BYTES,
+    PieceTags,
+    check_private,
+    derived_key,
+    new_nonce,
+    own_folders,
+    prefix,
+)
+from slurmft.system.processes import fits
 
 # --- slots ---
 # Two places for each shard in a folder of copies: a newer image replaces the older one of two, once it is verified.
@@ -216,7 +224,7 @@ def remove_stale(folder: Path, keep: Name | None = None) -> None:
 #
 # Each line and the index carry a HMAC under a key that is derived from the run's key and both nonces, bound to the
 # direction and the place in the sequence. The image's key is derived from that one and the index, which names run
-# generation, step, shard and length; its tags are those of ``system.authentication``. So only holders of the run's key
+# generation, step, shard and length; its tags are those of ``system.private_folder``. So only holders of the run's key
 # are accepted, recorded messages cannot be replayed, and a piece is checked before it is used. Nothing that is sent is
 # ever run: lines and indexes are JSON, the image is bytes. All of it is authentic, not confidential.
 #

@@ -23,19 +23,18 @@ from pathlib import Path
 import torch
 import xxhash
 
-from slurmft.checkpoint.flat_state import FlatState
 from slurmft.checkpoint.holding import forget_staged, is_held
 from slurmft.checkpoint.image import Layout, Packed
 from slurmft.checkpoint.image_file import ShardIndex, read_index, write_index
-from slurmft.checkpoint.write_requests import NICE, CommitOrder, Report, Standing, WriteRequest, reached
-from slurmft.checkpoint.writer_client import WriterClient
+from slurmft.checkpoint.state import FlatState
+from slurmft.checkpoint.write_requests import NICE, CommitOrder, Report, Standing, WriterClient, WriteRequest, reached
 from slurmft.errors import CheckpointError, Fenced, StorageError, UsageError
-from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity, ranks_of_this_node
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 from slurmft.system.files import open_regular
-from slurmft.system.kernel_view import fits
 from slurmft.system.private_folder import check_private, make_private_folder
+from slurmft.system.processes import fits
 from slurmft.trainer import streams
 from slurmft.trainer.streams import Device
 

@@ -23,10 +23,9 @@ from typing import Any
 
 from slurmft.checkpoint.agreement import FENCED, Guard, Team
 from slurmft.checkpoint.catalog import own_generation
-from slurmft.checkpoint.flat_state import for_save
 from slurmft.checkpoint.notes import Extra
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import Trainee, for_save
 from slurmft.checkpoint.write_requests import Standing
 from slurmft.policy.checkpoints import Spacing
 from slurmft.policy.worker_settings import WorkerSettings

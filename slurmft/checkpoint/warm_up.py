@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from slurmft.checkpoint.flat_state import capture
 from slurmft.checkpoint.image_file import read_index
 from slurmft.checkpoint.loading import prepare
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.snapshots import Snapshots
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import Trainee, capture
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer import savers

@@ -1,26 +1,41 @@
-"""What a worker and its writer share: requests and reports (one JSON object per line, both ways), the page of a save's
-progress, and how a writer yields to the training. No torch.
+"""What a worker and its writer share, and the worker's side: requests and reports, the page of a save's agreement,
+and a writer that is gone replaced.
+
+On the worker's side nothing blocks but ``wait`` and ``close``, up to their timeouts. A daemon thread that sleeps in
+poll() does all the watching.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
+import logging
+import math
 import mmap
 import os
 import platform
+import select
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.errors import UsageError
+from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.system.files import UnsafeFile, open_regular
+from slurmft.system.processes import MARK_VARIABLE
 
 # --- fault points ---
 # Named points of a save at which a test makes the process die, stop, or meet an error. Costs nothing otherwise.
@@ -376,3 +391,463 @@ HURRY_LINE = _line({"kind": "hurry"})
 
 CLOSE_LINE = _line({"kind": "close"})
 """Asks the writer to end when nothing is left to do."""
+
+
+# --- spawned writer ---
+# One writer process on its worker's side: its start, the messages over a socket, its end. Never blocks.
+
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from slurmft.checkpoint.writer import main; main(sys.argv[1:])"
+"""As ``python -m slurmft.checkpoint.writer``, from our own package, independent of the working folder."""
+
+_RECEIVE_BYTES = 64 * 1024
+
+
+class SpawnedWriter:
+    """A running ``checkpoint.writer`` in a session of its own: it outlives its worker and finishes by itself.
+
+    Raises:
+        OSError: it could not be started.
+    """
+
+    def __init__(self, *, lifetime_s: float, log: Path | None) -> None:
+        self.page = ProgressPage.new()
+        self._socket, theirs = socket.socketpair()
+        self._in, self._out = b"", bytearray()
+        try:
+            self.pid = self._start(theirs, lifetime_s, log)
+        except BaseException:
+            self.let_go()
+            raise
+        finally:
+            theirs.close()
+        self._socket.setblocking(False)
+        self._status: int | None = None
+        _living.add(self)
+
+    def _start(self, theirs: socket.socket, lifetime_s: float, log: Path | None) -> int:
+        root = str(Path(__file__).resolve().parents[2])
+        numbers = [theirs.fileno(), self.page.descriptor]
+        argv = [sys.executable, "-P", "-c", _START, root, *map(str, numbers), str(lifetime_s)]
+        with contextlib.ExitStack() as stack:
+            # its worker's own output may be a pipe, whose reader would wait for the writer's end
+            output = subprocess.DEVNULL if log is None else _appending(log, stack)
+            stack.enter_context(_blocked())
+            process = subprocess.Popen(
+                argv,
+                env=os.environ | {MARK_VARIABLE: ""},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=numbers,
+            )
+        process.returncode = 0  # reaped below; no warning that it outlives its worker, which is its purpose
+        return process.pid
+
+    def fileno(self) -> int:
+        """For waiting until it sends something, or ends."""
+        return self._socket.fileno()
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether lines wait until it takes them."""
+        return bool(self._out)
+
+    def send(self, line: bytes) -> None:
+        """Have ``line`` sent as soon as it can be."""
+        self._out += line
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what it takes now. That it is gone shows at the next ``receive``."""
+        with contextlib.suppress(OSError):
+            while self._out:
+                del self._out[: self._socket.send(self._out, socket.MSG_NOSIGNAL)]
+
+    def receive(self) -> list[bytes] | None:
+        """Lines that have come; None when it is gone."""
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._in = (self._in + data).split(b"\n")
+        return lines
+
+    def kill(self) -> None:
+        """End it; a process inside a filesystem call that hangs only ends when that returns."""
+        if not self.is_gone():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def is_gone(self) -> bool:
+        """Whether it has ended; reaps it."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # other code has reaped it
+                pid, status = self.pid, 0
+            if pid:
+                self._status = status
+        return self._status is not None
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self._status is None:
+            return "has closed its socket"
+        code = os.waitstatus_to_exitcode(self._status)
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def let_go(self) -> None:
+        """Close this side: it finishes its present work, and ends."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.close(self.page.descriptor)
+            self.page.descriptor = -1
+
+
+@contextlib.contextmanager
+def _blocked() -> Iterator[None]:
+    """A child that is started meanwhile keeps signals pending until it can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_living: weakref.WeakSet[SpawnedWriter] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child, such as a loader's worker, must not keep the socket open when its parent has died."""
+    for writer in list(_living):
+        writer.let_go()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _appending(log: Path, stack: contextlib.ExitStack) -> int:
+    """A descriptor to write behind what is there; nothing is logged where something else than a file lies."""
+    try:
+        descriptor = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode=0o666)
+    except UnsafeFile:
+        return subprocess.DEVNULL
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+# --- A worker's side of its writer: hands snapshots over, takes in reports, replaces a writer that is gone ---
+
+STALL_TIMEOUT_S = 30.0
+WARN_AFTER_S = 5.0
+"""Without progress for so long, a save is reported as ``stalled``; nothing is done about it yet."""
+
+MAX_TRIES = 3
+"""Writers that may die or stall over one snapshot before it is given up."""
+
+MAX_STUCK = 2
+"""Processes that cannot be killed, because a filesystem holds them, before no further writer is started."""
+
+_LOOK_S = 0.5
+_PAUSE_S = 1.0
+_KEPT_ENDS = 256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Save:
+    request: WriteRequest
+    since: float
+    tries: int = 0
+    abandoned: bool = False
+
+
+class WriterClient:
+    """The writer of one rank. Any thread may call; methods do not block unless they say so.
+
+    Args:
+        on_report: called in the watching thread with every report, within about a second of its event.
+        stall_timeout_s: without any progress for so long, a save has failed (ETIMEDOUT) and the writer is replaced.
+        lifetime_s: how long the writer works on after this process has died or closed it.
+        log: a file for what the writer logs; None: nowhere.
+    """
+
+    def __init__(
+        self, *, on_report: Callable[[Report], None] | None = None, stall_timeout_s: float = STALL_TIMEOUT_S,
+        lifetime_s: float = LIFETIME_S, log: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._on_report = on_report
+        self._stall_timeout_s = stall_timeout_s
+        self._lifetime_s = lifetime_s
+        self._log = log
+        self._changed = threading.Condition()
+        self._saves: dict[Identity, _Save] = {}
+        self._ends: dict[Identity, Report] = {}
+        self._reports: deque[Report] = deque(maxlen=1000)
+        self._unheard: list[Report] = []
+        self._writer: SpawnedWriter | None = None
+        self._stuck: list[SpawnedWriter] = []
+        self._moved: dict[Lane, tuple[tuple[bool, int], float]] = {}
+        self._looked_at = time.monotonic()
+        self._start_again_at = 0.0
+        self._warned = False
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with self._changed:
+            self._start()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="checkpoint writer")
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The writer's process id; 0 while there is none."""
+        return self._writer.pid if self._writer else 0
+
+    def submit(self, request: WriteRequest) -> None:
+        """Have a snapshot written; the newest that waits wins, older waiting ones are reported as superseded.
+
+        The image belongs to the writer until a report says ``written``, or is final.
+
+        Raises:
+            UsageError: ``close`` was called before.
+        """
+        with self._changed:
+            if self._closing:
+                raise UsageError("the checkpoint writer was closed; nothing more is written")
+            if not self._saves:
+                self._moved.clear()
+            self._saves[request.identity] = _Save(request, time.monotonic())
+            if self._writer is None:
+                self._start()
+            else:
+                self._writer.send(request_line(request))
+        self._awaken()
+
+    def abandon(self, identity: Identity) -> None:
+        """Give up a save as soon as possible; ``abandoned`` is reported then, or an earlier final report."""
+        with self._changed:
+            if identity in self._saves:
+                self._saves[identity].abandoned = True
+                self._tell(abandon_line(identity))
+        self._awaken()
+
+    def hurry(self) -> None:
+        """Lift the bandwidth cap of what is being written now."""
+        with self._changed:
+            self._tell(HURRY_LINE)
+        self._awaken()
+
+    def poll(self) -> list[Report]:
+        """The reports since the last call."""
+        with self._changed:
+            reports = list(self._reports)
+            self._reports.clear()
+        return reports
+
+    def unfinished(self) -> list[Identity]:
+        """Saves that have no final report yet, oldest first."""
+        with self._changed:
+            return list(self._saves)
+
+    def progress(self) -> Progress:
+        """Of the image that is being written, or was last."""
+        writer = self._writer
+        return writer.page.progress() if writer else Progress(0, 0)
+
+    def wait(self, identity: Identity, timeout_s: float) -> Report | None:
+        """The final report of a save; None when there is none after ``timeout_s`` seconds. Blocks until then."""
+        with self._changed:
+            self._changed.wait_for(lambda: identity not in self._saves, timeout_s)
+            return self._ends.get(identity)
+
+    def close(self, timeout_s: float) -> bool:
+        """Whether everything was finished within ``timeout_s`` seconds; blocks no longer.
+
+        What is not finished then, the writer finishes by itself, within its lifetime. A manager that is forgotten may
+        be collected in the very thread that hears of its saves, which then waits for nothing.
+        """
+        is_listening = threading.current_thread() is self._thread
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._saves, 0.0 if is_listening else timeout_s)
+            self._closing = True
+        self._awaken()
+        if not is_listening:
+            self._thread.join(_LOOK_S)
+        return done
+
+    # -- the lock is held from here on
+
+    def _tell(self, line: bytes) -> None:
+        if self._writer is not None:
+            self._writer.send(line)
+
+    def _start(self) -> None:
+        """Start a writer and hand over what is unfinished; try again later where that fails."""
+        self._start_again_at = math.inf
+        self._stuck = [writer for writer in self._stuck if not writer.is_gone()]
+        if len(self._stuck) >= MAX_STUCK:
+            self._failed_try("starting the writer", errno.ETIMEDOUT, "earlier writers hang in the filesystem")
+            return
+        try:
+            self._writer = SpawnedWriter(lifetime_s=self._lifetime_s, log=self._log)
+        except OSError as error:
+            self._failed_try("starting the writer", error.errno or 0, f"the writer cannot be started: {error}")
+            return
+        self._moved.clear()
+        for identity, save in self._saves.items():
+            self._writer.send(request_line(save.request))
+            if save.abandoned:
+                self._writer.send(abandon_line(identity))
+
+    def _failed_try(self, phase: str, number: int, text: str) -> None:
+        """A writer has failed all unfinished saves: reported once for each, and retried up to a limit."""
+        stuck = len(self._stuck) >= MAX_STUCK
+        for identity, save in list(self._saves.items()):
+            save.tries += 1
+            over = stuck or save.tries >= MAX_TRIES
+            seconds = time.monotonic() - save.since
+            failed = Report(kind="failed", identity=identity, phase=phase, errno=number, text=text)
+            self._note(replace(failed, seconds=seconds, final=over))
+        if self._saves and not self._closing:
+            tries = max(save.tries for save in self._saves.values())
+            self._start_again_at = time.monotonic() + (tries - 1) * _PAUSE_S
+
+    def _note(self, report: Report) -> None:
+        if report.identity not in self._saves and report.kind != "pruned":
+            return  # its end was reported already, by a writer that was taken for dead
+        if report.kind == "written" and not report.final:
+            save = self._saves[report.identity]
+            save.request = replace(save.request, is_written=True)
+        self._reports.append(report)
+        self._unheard.append(report)
+        if report.final and self._saves.pop(report.identity, None) is not None:
+            self._ends[report.identity] = report
+            while len(self._ends) > _KEPT_ENDS:
+                del self._ends[next(iter(self._ends))]
+            self._changed.notify_all()
+
+    def _hear(self) -> None:
+        """Take in the writer's reports; replace it when it is gone."""
+        writer = self._writer
+        if writer is None:
+            return
+        writer.flush()
+        lines = writer.receive()
+        for line in lines or ():
+            self._note(report_from(line))
+        if lines is None:
+            self._lost(writer)
+
+    def _lost(self, writer: SpawnedWriter) -> None:
+        writer.kill()  # one without a socket is of no use
+        deadline = time.monotonic() + 0.2
+        while not writer.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)  # between its socket and its exit status lie microseconds
+        self._retire(writer)
+        if not self._closing:
+            log.warning("the checkpoint writer (process %d) %s", writer.pid, writer.ending)
+            self._failed_try("writer", 0, f"the writer {writer.ending}")
+
+    def _retire(self, writer: SpawnedWriter) -> None:
+        writer.let_go()
+        self._writer = None
+        if not writer.is_gone():
+            self._stuck.append(writer)
+
+    def _look_for_stall(self, now: float) -> None:
+        late = now - self._looked_at > 10 * _LOOK_S
+        self._looked_at = now
+        writer = self._writer
+        if writer is None or not self._saves:
+            return
+        if late:
+            self._moved.clear()  # this process was stopped as well: a suspended job
+        counts = writer.page.counts()
+        for lane, state in counts.items():
+            if self._moved.get(lane, (None, 0.0))[0] != state:
+                self._moved[lane] = (state, now)
+        rest_s = {lane: now - since for lane, (_, since) in self._moved.items()}
+        busy = [rest_s[lane] for lane, (at_work, _) in counts.items() if at_work]
+        still_s = max(busy, default=min(rest_s.values()))
+        if still_s > self._stall_timeout_s:
+            self._replace_stalled(writer)
+        elif still_s < WARN_AFTER_S:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            self._warn(still_s)
+
+    def _warn(self, still_s: float) -> None:
+        text = f"the writer has made no progress for {still_s:.0f} s: the filesystem may hang"
+        log.warning("%s", text)
+        for identity, save in self._saves.items():
+            seconds = time.monotonic() - save.since
+            self._note(Report(kind="stalled", identity=identity, seconds=seconds, errno=errno.ETIMEDOUT, text=text))
+
+    def _replace_stalled(self, writer: SpawnedWriter) -> None:
+        log.error("the checkpoint writer (process %d) makes no progress; it is replaced", writer.pid)
+        writer.kill()
+        deadline = time.monotonic() + 0.2
+        while not writer.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._retire(writer)
+        text = f"the writer made no progress for {self._stall_timeout_s:.0f} s: the filesystem hangs, or it was stopped"
+        self._failed_try("writer", errno.ETIMEDOUT, text)
+
+    # -- the watching thread
+
+    def _awaken(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            os.eventfd_write(self._wake, 1)
+
+    def _watch(self) -> None:
+        while not self._is_over():
+            self._sleep()
+            with self._changed:
+                self._hear()
+                now = time.monotonic()
+                self._look_for_stall(now)
+                self._stuck = [writer for writer in self._stuck if not writer.is_gone()]
+                if self._writer is None and now >= self._start_again_at:
+                    self._start()
+                heard, self._unheard = self._unheard, []
+            for report in heard:
+                self._call_back(report)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+    def _is_over(self) -> bool:
+        with self._changed:
+            if not self._closing:
+                return False
+            if self._writer is not None:
+                self._writer.send(CLOSE_LINE)
+                self._writer.let_go()
+                self._writer = None
+            return True
+
+    def _sleep(self) -> None:
+        """Wait for a report; while a save is unfinished, no longer than the interval of looks."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        with self._changed:
+            restless = bool(self._saves or self._stuck)
+            if self._writer is not None:
+                poll.register(self._writer, select.POLLIN | (select.POLLOUT if self._writer.wants_to_send else 0))
+        for number, _ in poll.poll(_LOOK_S * 1000 if restless else None):
+            if number == self._wake:
+                os.eventfd_read(self._wake)
+
+    def _call_back(self, report: Report) -> None:
+        if self._on_report is not None:
+            try:
+                self._on_report(report)
+            except Exception:
+                log.exception("what came of %s could not be handled", report.identity.folder_name)

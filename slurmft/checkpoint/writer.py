@@ -29,10 +29,10 @@ from typing import Any, NoReturn
 import xxhash
 
 from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Pruner, read_entry, remove_folder, write_marker
-from slurmft.checkpoint.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.holding import Claim, holding
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
+    METADATA_FILE,
     Damaged,
     Mappings,
     NewFile,
@@ -42,6 +42,7 @@ from slurmft.checkpoint.image_file import (
     image_file,
     index_file,
     is_temporary,
+    metadata_bytes,
     parse_index,
     read_index,
     stamp_of,

@@ -247,7 +247,7 @@ def export(
         raise UsageError(f"{out} exists", hint="--overwrite replaces it")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {out.absolute().parent}", hint="make it first")
-    from slurmft.checkpoint import export as checkpoint_export
+    from slurmft.checkpoint import reading as checkpoint_export
 
     if sys.stderr.isatty():
         say(f"reading {_size(entry.size_bytes)} of {entry.path}", err=True)

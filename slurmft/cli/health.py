@@ -117,7 +117,7 @@ def hooks() -> None:
 @hooks.command()
 def show() -> int:
     """Print the lines for slurm.conf, for this installation."""
-    from slurmft.health.hooks import slurm_conf_lines
+    from slurmft.health.checker import slurm_conf_lines
 
     clone = Path(slurmft.__file__).resolve().parents[1] / "bin"
     installed = Path(sysconfig.get_path("scripts"))
@@ -130,7 +130,7 @@ def show() -> int:
 @click.argument("job", default="")
 def run(*, name: str, job: str) -> int:
     """Run one of the hooks (called by bin/slurmft-hook)."""
-    from slurmft.health import hooks as health_hooks
+    from slurmft.health import checker as health_hooks
 
     # slurmctld starts its scripts with all signals blocked, and processes that we start would inherit that
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -95,30 +95,31 @@ def counted(number: int, noun: str) -> str:
 # --- ``slurmft``: the verbs, one broad ``except``, and the exit codes ---
 
 VERBS = {
-    "advise": ("plan", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
+    "advise": ("report", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
     "convert": ("script", "Say what to use instead: a batch script is not converted any more, it is run as it is"),
-    "doctor": ("site", "Say what will and will not work on this cluster, and what to do about it"),
-    "drill": ("site", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
+    "doctor": ("nodes", "Say what will and will not work on this cluster, and what to do about it"),
+    "drill": ("nodes", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),
-    "endpoint": ("inference", "Print the address of a router of the endpoint RUN that lives"),
+    "endpoint": ("submit", "Print the address of a router of the endpoint RUN that lives"),
     "examples": ("init", "Print the file NAME that comes with slurmft, or list all: configurations, alerts, "
                  "dashboards, a batch script"),
-    "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
+    "exclude": ("nodes", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("status", "Show the run's history: each event, each decision and its reason, from the journal"),
     "ft-launch": ("script", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("health", "Slurm's hooks: show the lines for slurm.conf"),
-    "infer": ("inference", "Answer a batch of requests, or continue one that has stopped"),
+    "infer": ("submit", "Answer a batch of requests, or continue one that has stopped"),
     "init": ("init", "Write a short configuration for a script, to be changed by hand and submitted"),
     "inject": ("control", "Inject a fault into a running RUN, to see what follows"),
     "join": ("control", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("status", "Print a worker's output, and the supervisor's when there is none"),
-    "metrics": ("metrics", "Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus "
+    "metrics": ("run", "Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus "
                 "reads them"),
-    "plan": ("plan", "Simulate the life of CONFIG on a described cluster, with the policy that decides in a real run"),
-    "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
+    "plan": ("report", "Simulate the life of CONFIG on a described cluster, with the policy that decides in a real "
+             "run"),
+    "quickstart": ("submit", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
     "report": ("report", "Show where the time of a run went, and what its failures have cost: from the journal alone"),
     "requeue": ("control", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
@@ -126,14 +127,14 @@ VERBS = {
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("control", "Save a checkpoint now and go on training"),
     "sbatch": ("script", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
-    "schema": ("schema", "Print the JSON schema of a configuration, for editors"),
-    "serve": ("inference", "Serve a model: submit an endpoint, or continue one that has stopped"),
+    "schema": ("submit", "Print the JSON schema of a configuration, for editors"),
+    "serve": ("submit", "Serve a model: submit an endpoint, or continue one that has stopped"),
     "status": ("status", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
     "stop": ("control", "Save, then end the run; it is not requeued"),
     "submit": ("submit", "Submit a run, or continue one that has stopped"),
-    "sweep": ("sweep", "Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, "
+    "sweep": ("nodes", "Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, "
               "restart lost runs"),
-    "watch": ("watch", "Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed"),
+    "watch": ("status", "Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
@@ -148,7 +149,7 @@ GROUPS = {
 }
 """The verbs as ``--help`` shows them."""
 
-HIDDEN_VERBS = {"agent": "run", "companion": "metrics", "launch": "script", "standby": "run"}
+HIDDEN_VERBS = {"agent": "run", "companion": "run", "launch": "script"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b

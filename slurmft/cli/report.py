@@ -1,18 +1,19 @@
-"""``slurmft report``: where a run's time went, and what failures have cost."""
+"""Where a run's time went, and where it would go: ``slurmft report``, ``plan`` and ``advise``."""
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import RunType, every_run, runs_root
+from slurmft.cli.arguments import RunType, every_run, own_configuration, runs_root
 from slurmft.cli.main import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.reporting.accounting import MEANING, WITHOUT_NODES, Category
@@ -20,6 +21,11 @@ from slurmft.reporting.report import Fleet, Report, hours, page_of, percent, rep
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import replace_atomically
 from slurmft.system.foreign_text import one_line
+
+if TYPE_CHECKING:
+    from slurmft.planning.plan import Estimate, Outcome
+
+# --- ``slurmft report``: where a run's time went, and what failures have cost ---
 
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
@@ -184,3 +190,116 @@ def _words(report: Report) -> list[str]:
         done = "an endpoint" if of.is_endpoint else f"{of.answered} of {of.total} requests, {of.errors} errors"
         lines.append(f"  inference: {done}; {of.deaths} replica deaths, {span(of.down_s)} of a replica's time")
     return lines
+
+
+# --- ``slurmft plan`` ---
+
+FORMAT = 1
+_COLUMNS = ("days", "failures", "restarts", "requeues", "given_up", "excluded")
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--site", type=click.Path(path_type=Path),
+              help="The cluster and its failures (configs/plan.yaml); default: a typical one.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Override one key of the run or of the site, for all alternatives.")  # fmt: skip
+@click.option("--vary", "varied", multiple=True, metavar="KEY=A,B,...",
+              help="Compare these values of one key of the run or of the site; several: all combinations.")  # fmt: skip
+@click.option("--seeds", type=click.IntRange(2, 1000), help="Simulated lives of each alternative.")
+@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture of where the time goes.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+def plan(
+    *, config: Path, site: Path | None, overrides: tuple[str, ...], varied: tuple[str, ...], seeds: int | None,
+    svg: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Simulate the life of CONFIG on a described cluster, with the policy that decides in a real run.
+
+    Says which share of the time would be useful training (ETTR, with the queue) and where the rest goes, for the run as
+    configured and for alternatives: other intervals, spares, budgets, or a cluster that repairs faster. Nothing is
+    submitted.
+    """
+    from slurmft.planning.plan import alternatives, simulated
+
+    found = alternatives(config, site, overrides=overrides, varied=varied, seeds=seeds)
+    outcomes = list(simulated(found, lambda text: say(one_line(text), err=True)))
+    if svg is not None:
+        from slurmft.planning.plan import svg as drawn
+
+        try:
+            replace_atomically(svg, drawn(outcomes), mode=0o644)
+        except OSError as error:
+            raise StorageError(f"cannot write {svg}: {error.strerror or error}") from error
+    if as_json:
+        say_json({"format": FORMAT, "alternatives": [_facts(each) for each in outcomes]})
+        return 0
+    width = max(11, *(len(one_line(each.name)) for each in outcomes))
+    say(f"{'alternative':<{width}}  {'ETTR':>15}  {'without queue':>15}  {'days':>7}  {'failures':>8}  "
+        f"{'restarts':>8}  {'requeues':>8}  {'given up':>8}  {'excluded':>8}")  # fmt: skip
+    for each in outcomes:
+        numbers = "  ".join(f"{_mean(each, name):>{7 if name == 'days' else 8}.1f}" for name in _COLUMNS)
+        say(f"{one_line(each.name):<{width}}  {each.ettr!s:>15}  {each.goodput!s:>15}  {numbers}")
+    say("")
+    say(f"{'share of time':<{width}}  " + "  ".join(f"{name:>9}" for name in _shares(outcomes[0])))
+    for each in outcomes:
+        say(f"{one_line(each.name):<{width}}  " + "  ".join(f"{share:>9.2%}" for share in _shares(each).values()))
+    for each in outcomes:
+        if each.finished < len(each.lives):
+            say(f"{one_line(each.name)}: {len(each.lives) - each.finished} of {len(each.lives)} lives did not finish "
+                "within 20 times their work")  # fmt: skip
+    return 0
+
+
+def _mean(outcome: Outcome, name: str) -> float:
+    found: Estimate = getattr(outcome, name)
+    return found.mean
+
+
+def _shares(outcome: Outcome) -> dict[str, float]:
+    from slurmft.planning.plan import shares
+
+    return shares(outcome)
+
+
+def _facts(outcome: Outcome) -> dict[str, object]:
+    return {
+        "name": outcome.name,
+        "lives": len(outcome.lives),
+        "finished": outcome.finished,
+        "first_order_ettr": outcome.formula,
+        "shares": _shares(outcome),
+        **{
+            name: {"mean": getattr(outcome, name).mean, "half_width": getattr(outcome, name).half_width}
+            for name in ("ettr", "goodput", *_COLUMNS)
+        },
+    }
+
+
+# --- The verb ``advise`` ---
+
+WIDTH = 110
+NAME_WIDTH = 13
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key of the configuration.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def advise(*, config: Path, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured.
+
+    How long steps and saves took and how often the run failed comes from its own folder, or where that has no record
+    yet, from runs of the same workload beside it. Slurm is asked for its grace where there is one; nothing is changed.
+    """
+    from slurmft.operations.advise import counsel
+
+    found = counsel(own_configuration(config, overrides))
+    if as_json:
+        say_json(found.as_json())
+        return 0
+    for name, text in found.lines():
+        first, *rest = textwrap.wrap(one_line(text), WIDTH - NAME_WIDTH) or [""]
+        say(f"{name:<{NAME_WIDTH}}{first}")
+        for line in rest:
+            say(f"{'':<{NAME_WIDTH}}{line}")
+    return 0

@@ -1,4 +1,6 @@
-"""``slurmft run``, a job's supervisor, and ``slurmft agent``, a node's agent: the processes of a run."""
+"""The processes of a job, ``slurmft run``, ``agent`` and ``companion``; and ``slurmft metrics``, what the last one
+publishes.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,15 @@ from pathlib import Path
 
 import click
 
+from slurmft.cli.arguments import every_run, optional_run_argument
+from slurmft.cli.main import say_block, say_error
+from slurmft.errors import UsageError
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
-from slurmft.system.files import appending
+from slurmft.storage.run_folder import RunFolder
 from slurmft.system.processes import without_collections
+
+# --- ``slurmft run``, a job's supervisor, and ``slurmft agent``, a node's agent: the processes of a run ---
 
 
 @click.command()
@@ -30,13 +37,12 @@ def run(*, config: Path, after_loss: int | None) -> int:
     with without_collections():
         from slurmft.supervisor.agents import outlives_its_supervisor
         from slurmft.supervisor.guardian import guarded
-        from slurmft.supervisor.lease import standby_has_taken_over
 
     refuse_foreign_configuration(config)
     settings = functools.cache(lambda: load_given(config))
     guarded(
         [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
-        spares=lambda pid: outlives_its_supervisor(settings(), pid) or standby_has_taken_over(settings(), os.environ),
+        spares=lambda pid: outlives_its_supervisor(settings(), pid),
     )
     with without_collections():
         from slurmft.supervisor.run import recover, supervise
@@ -66,30 +72,52 @@ def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
     return asyncio.run(serve(settings, attempt, environment))
 
 
+# ``slurmft metrics``: measured values of runs for Prometheus; ``slurmft companion``, which publishes a job's own.
+
+
+@click.command()
+@optional_run_argument
+@click.option(
+    "--textfile",
+    type=click.Path(path_type=Path),
+    help="File for node_exporter's textfile collector (*.prom), replaced each time; instead of printing.",
+)
+@click.option(
+    "--targets",
+    type=click.Path(path_type=Path),
+    help="File for Prometheus' file_sd_configs (*.json): where supervisors and routers are scraped.",
+)
+def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | None) -> int:
+    """Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus reads them.
+
+    For cron. A running job publishes its own by itself where its configuration has a section metrics.
+    """
+    from slurmft.reporting import metrics as reporting_metrics
+    from slurmft.reporting.metrics import families, looks_at
+    from slurmft.system.exposition import text
+
+    runs = [run] if run is not None else every_run()
+    looks, problems = looks_at(runs)
+    for problem in problems:
+        say_error(problem)
+    try:
+        if targets is not None:
+            reporting_metrics.write_targets(targets, runs)
+        if textfile is not None:
+            reporting_metrics.write_textfile(textfile, families(looks))
+    except OSError as error:
+        raise UsageError(f"cannot write {textfile or targets}: {error.strerror}") from error
+    if textfile is None and targets is None:
+        say_block(text(families(looks)).rstrip("\n"))
+    return 1 if problems else 0
+
+
 @click.command(hidden=True)
 @click.argument("config", type=click.Path(path_type=Path))
-@click.argument("token")
-def standby(*, config: Path, token: str) -> int:
-    """Stand by for the supervisor of a job (started by it with srun, on another node)."""
-    with without_collections():
-        from slurmft.supervisor.guardian import block_signals, keep_signals
-
-        block_signals()
-        keep_signals()
-        from slurmft.scheduler.environment import as_in_batch_script, batch_node
-        from slurmft.supervisor.takeover import stand_by
+def companion(*, config: Path) -> int:
+    """Publish the metrics of a run and tell its events (started by the supervisor)."""
+    from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+    from slurmft.reporting.metrics import accompany
 
     refuse_foreign_configuration(config)
-    settings = load_given(config)
-    node, environment = batch_node(os.environ), as_in_batch_script(os.environ)
-    os.environ.clear()
-    os.environ.update(environment)
-    _write_to(settings.run_folder / "logs" / f"standby-{os.environ.get('SLURMD_NODENAME', 'node')}.log")
-    return stand_by(settings, token, supervisor_node=node)
-
-
-def _write_to(path: Path) -> None:
-    """Standard output and error go there: those of srun end with the node that it runs on."""
-    with appending(path) as log:
-        os.dup2(log, sys.stdout.fileno())
-        os.dup2(log, sys.stderr.fileno())
+    return accompany(load_given(config), os.environ)

@@ -64,10 +64,10 @@ def launch(*, last_word: bool, words: tuple[str, ...]) -> int:
 
 
 def _ranks(words: Sequence[str]) -> Ranks:
-    from slurmft.compat import converters
+    from slurmft.compat import neighbours
     from slurmft.operations.script import Ranks
 
-    found = converters.parse(words)
+    found = neighbours.parse(words)
     return Ranks(settings=found.settings, remarks=found.remarks)
 
 
@@ -110,14 +110,14 @@ def ft_launch(
     named.
     """
     from slurmft.cli.submit import submit_run  # not for a launch, whose training waits for it
-    from slurmft.compat import converters
+    from slurmft.compat import neighbours
     from slurmft.config.run import from_values
     from slurmft.scheduler.slurm import known_options
 
     if "SLURM_PROCID" in os.environ:
         raise UsageError("this is inside of a job, where each task would submit a run of its own",
                          hint="call slurmft ft-launch once, where you would call sbatch")  # fmt: skip
-    launch = converters.parse(words)
+    launch = neighbours.parse(words)
     for remark in launch.remarks:
         if not remark.startswith("FaultToleranceConfig"):  # which has said it
             say(f"ft-launch: {remark}", err=True)

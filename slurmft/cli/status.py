@@ -1,29 +1,63 @@
-"""``slurmft status``, ``explain`` and ``logs``: what runs are doing, their history, and the output of a worker."""
+"""What runs are doing, their history and the output of a worker: ``slurmft status``, ``explain``, ``logs``; and
+``watch``, a full-screen view, and the progress of one run.
+"""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
+import math
 import os
+import select
+import signal
 import sys
+import termios
 import time
-from collections.abc import Sequence
+import tty
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import LINES, RANK, every_run, newest_run_argument, optional_run_argument, runs_root
-from slurmft.cli.main import console, say, say_error, say_json, say_raw
-from slurmft.errors import StorageError
-from slurmft.operations.status import Overview, account_of, logs_of, overviews, story
-from slurmft.storage.journal import Event, EventName
-from slurmft.storage.run_folder import RunFolder
+from slurmft.cli.arguments import (
+    LINES,
+    RANK,
+    Amount,
+    every_run,
+    newest_run_argument,
+    optional_run_argument,
+    runs_root,
+)
+from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw
+from slurmft.errors import StorageError, UsageError
+from slurmft.operations.status import (
+    Overview,
+    account_of,
+    exit_code_of,
+    has_ended,
+    logs_of,
+    oldest_first,
+    overviews,
+    story,
+)
+from slurmft.storage import run_folder
+from slurmft.storage.journal import Entry, Event, EventName, JournalTail
+from slurmft.storage.run_folder import LiveView, RunFolder, progress_of
 from slurmft.system.files import open_regular, read_part
 from slurmft.system.foreign_text import Terminal, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 # --- ``slurmft status``: what runs are doing ---
 
@@ -219,3 +253,505 @@ def _follow(path: Path) -> int:
         return 0
     finally:
         os.close(descriptor)
+
+
+# --- What ``slurmft watch`` shows, as values: all runs of a folder, or one run with its ranks and newest events ---
+# Everything in it comes from files that others may have written; the view makes it safe to show.
+
+KEPT_EVENTS = 500
+SLURM_EVERY_S = 10.0
+"""Slurm is asked no more often than this, however often the view is drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """One moment."""
+
+    runs: Sequence[Overview]
+    chosen: Overview | None = None
+    """The run that is looked at closely; None: all are listed."""
+
+    view: LiveView = field(default_factory=LiveView)
+    events: Sequence[Entry] = ()
+    """The newest events, oldest first."""
+
+    span: str | None = None
+    since: float | None = None
+    replicas: Sequence[tuple[str, str]] = ()
+    """Node and number of each replica that can answer."""
+
+    problem: str = ""
+    at: float = 0.0
+
+
+class Watcher:
+    """Looks at runs again and again; cheap: of a journal only what is new is read.
+
+    Args:
+        chosen: the run to look at closely; None: all of ``runs``.
+    """
+
+    def __init__(self, runs: Sequence[RunFolder], chosen: RunFolder | None) -> None:
+        self._runs, self._chosen = [chosen] if chosen is not None else runs, chosen
+        self._tail = None if chosen is None else JournalTail(chosen.path)
+        self._begin(0)
+        self._events: deque[Entry] = deque(maxlen=KEPT_EVENTS)
+        self._seen: Sequence[Overview] = ()
+        self._asked_s = -math.inf
+
+    def _begin(self, begun: int) -> None:
+        from slurmft.reporting.metrics import RunCounts  # `slurmft status` needs none
+
+        self._counts, self._begun = RunCounts(), begun
+
+    def look(self) -> Scene:
+        """This moment."""
+        if time.monotonic() - self._asked_s > SLURM_EVERY_S:
+            self._seen, self._asked_s = overviews(self._runs), time.monotonic()
+        if self._chosen is None or self._tail is None:
+            return Scene(runs=self._seen, at=time.time())
+        problem = ""
+        try:
+            for entry in self._tail.news():
+                if self._tail.begun != self._begun:
+                    self._begin(self._tail.begun)
+                    self._events.clear()
+                self._counts.take((entry,))
+                self._events.append(entry)
+        except OSError as error:
+            problem = f"the journal cannot be read: {error.strerror or error}"
+        counts = self._counts
+        return Scene(
+            runs=self._seen, chosen=self._seen[0], view=run_folder.read(self._chosen.path), events=tuple(self._events),
+            span=counts.span, since=counts.since, replicas=sorted(counts.ready_replicas), problem=problem,
+            at=time.time(),
+        )  # fmt: skip
+
+
+def open_sections(view: LiveView) -> list[tuple[str, int, float]]:
+    """Each section that is open: its name, in how many ranks, and the longest time; the longest first."""
+    count: Counter[str] = Counter()
+    longest: dict[str, float] = {}
+    for rank, name in enumerate(view.sections):
+        if name:
+            count[name] += 1
+            held_s = (view.section_s[rank] if rank < len(view.section_s) else None) or 0.0
+            longest[name] = max(longest.get(name, 0.0), held_s)
+    return sorted(((name, count[name], longest[name]) for name in count), key=lambda each: (-each[2], each[0]))
+
+
+LEVELS = 8
+
+
+def heat(view: LiveView) -> list[int | None]:
+    """For each rank how slow its steps are: 0 as fast as the fastest, 7 twice as slow as the median or more; None
+    where that is not known."""
+    known = sorted(each for each in view.step_s if each is not None and each > 0)
+    if not known:
+        return [None] * max(len(view.steps), len(view.step_s))
+    low, median = known[0], known[len(known) // 2]
+    span = max(2 * median - low, 0.1 * median)
+    return [
+        None if each is None else min(LEVELS - 1, max(0, int(LEVELS * (each - low) / span))) for each in view.step_s
+    ]
+
+
+def slowest(view: LiveView, count: int) -> list[tuple[int, float, str]]:
+    """Rank, seconds of a step and node of the slowest ranks."""
+    known = [(each, rank) for rank, each in enumerate(view.step_s) if each is not None]
+    return [
+        (rank, each, view.nodes[rank] if rank < len(view.nodes) else "")
+        for each, rank in sorted(known)[: -count - 1 : -1]
+    ]
+
+
+# --- ``slurmft watch``: a full-screen view of runs ---
+
+_STATES = {"finished": "green", "running": "cyan", "waiting": "yellow", "stopped": "red", "unknown": "magenta"}
+_HEAT = ("green", "green", "green", "yellow", "yellow", "yellow", "red", "bold red")
+_BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "01234567"
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONCE_EVENTS = 20
+MIN_WIDTH, MIN_HEIGHT = 20, 6
+
+
+class _Ended(Exception):
+    """A signal came."""
+
+
+@click.command()
+@optional_run_argument
+@click.option("--once", is_flag=True, help="Print the view once, and end.")
+@click.option("--interval", default=2.0, show_default=True, type=Amount(0.2, 3600), help="Seconds between two looks.")
+def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
+    """Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed.
+
+    With RUN: where the run is, the step time of every rank as a map, the sections that are open now, where the newest
+    save lies, and events as they come. NO_COLOR and TERM=dumb are honoured; a view of any width will do.
+    """
+    watcher = Watcher([] if run is not None else every_run(), run)
+    shown = console(width_in_pipe=80)
+    if once:
+        for line in _lines(watcher.look(), shown.width, _signs(shown), events=ONCE_EVENTS, height=None):
+            shown.print(line, soft_wrap=True)
+        return 0
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") in ("dumb", ""):
+        raise UsageError("this is no terminal that can be drawn on", hint="slurmft watch --once prints the view")
+    with _terminal() as pressed:
+        _draw(shown, watcher.look, interval, pressed)
+    return 0
+
+
+def _draw(shown: Console, look: Callable[[], Scene], interval_s: float, pressed: Callable[[float], str]) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    def frame(scene: Scene) -> Text:
+        width, height = shown.size
+        lines = _lines(scene, width, _signs(shown), events=height, height=height)[:height]
+        for line in lines:
+            line.truncate(width)
+        return Text("\n", no_wrap=True, overflow="crop").join(lines)
+
+    scene = look()
+    with contextlib.suppress(_Ended), Live(console=shown, screen=True, auto_refresh=False) as live:
+        size, looked_s = shown.size, time.monotonic()
+        live.update(frame(scene), refresh=True)
+        while pressed(0.2) not in ("q", "Q", "\x03", "\x04"):
+            due = time.monotonic() - looked_s >= interval_s
+            if due:
+                scene, looked_s = look(), time.monotonic()
+            if due or shown.size != size:
+                size = shown.size
+                live.update(frame(scene), refresh=True)
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[Callable[[float], str]]:
+    """Keys at once and unseen; the function waits for one so many seconds. All is as before afterwards, also after a
+    signal, which raises ``_Ended``."""
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def on_signal(number: int, _frame: object) -> None:
+        for each in _ENDS:
+            signal.signal(each, signal.SIG_IGN)  # the terminal is restored in peace
+        raise _Ended(number)
+
+    def pressed(within_s: float) -> str:
+        if not select.select([keyboard], [], [], within_s)[0]:
+            return ""
+        data = os.read(keyboard, 64)
+        if not data:  # the terminal is gone
+            raise _Ended
+        return data[:1].decode(errors="replace")
+
+    handlers = {number: signal.signal(number, on_signal) for number in _ENDS}
+    try:
+        tty.setcbreak(keyboard)
+        yield pressed
+    except _Ended:
+        pass
+    finally:
+        with contextlib.suppress(termios.error, OSError):
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _signs(shown: Console) -> str:
+    """One for each level of heat: as digits where blocks would be no help."""
+    return _BLOCKS if shown.encoding.lower().startswith("utf") and os.environ.get("TERM") != "dumb" else _PLAIN
+
+
+# What is drawn: lines, from the top, each in a width
+
+
+def _lines(scene: Scene, width: int, signs: str, *, events: int, height: int | None) -> list[Text]:
+    width = max(width, MIN_WIDTH)
+    at = time.strftime("%H:%M:%S", time.localtime(scene.at))
+    if scene.chosen is None:
+        return [
+            _text(f"slurmft  {at}  {counted(len(scene.runs), 'run')}  (q ends)", "bold"),
+            *_list(scene.runs, width),
+        ]
+    head = _head(scene, scene.chosen, width, at)
+    is_live = scene.chosen.state in ("running", "unknown")  # else its ranks are of an attempt that is over
+    body = [*_map(scene, width, signs, height), *_sections(scene)] if is_live else []
+    kept = events if height is None else max(0, max(height, MIN_HEIGHT) - len(head) - len(body) - 1)
+    shown = [_event(entry) for entry in list(scene.events)[-kept:]] if kept else []
+    return [*head, *body, _text("events", "bold"), *shown]
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(one_line(text), style=style, no_wrap=True, overflow="crop")
+
+
+def _list(runs: Sequence[Overview], width: int) -> list[Text]:
+    if not runs:
+        return [_text(f"no runs in {runs_root().absolute()} (SLURMFT_RUNS names another folder)")]
+    longest = min(max(len(one_line(each.run)) for each in runs), max(8, width // 3))
+    lines = []
+    for each in runs:
+        line = _text(f"{one_line(each.run)[:longest]:<{longest}}  ")
+        line.append(f"{each.state:<9}", _STATES.get(each.state, ""))
+        line.append(f" {_steps(each):>15}{_loss(each)}  {one_line(each.detail)}")
+        lines.append(line)
+    return lines
+
+
+def _steps(run: Overview) -> str:
+    return "-" if run.step is None else f"{run.step}/{run.until or '?'}"
+
+
+def _loss(run: Overview) -> str:
+    return "" if run.metric is None else f"  loss {run.metric:.4f}"
+
+
+def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
+    title = _text(f"{run.run}  ", "bold")
+    title.append(run.state, _STATES.get(run.state, ""))
+    title.append(f"  {at}  (q ends)")
+    lines = [title, _text(run.detail)]
+    if run.step is not None and run.until:
+        done = min(1.0, run.step / run.until)
+        room = max(5, min(40, width - 40))
+        bar = "#" * int(done * room)
+        lines.append(_text(f"[{bar:<{room}}] {run.step} of {run.until}{_loss(run)}"))
+    else:
+        lines.append(_text(f"step {_steps(run)}{_loss(run)}"))
+    if scene.span is not None and scene.since is not None and run.state != "finished":
+        lines.append(
+            _text(f"{scene.span} for {_duration(scene.at - scene.since)}; {counted(run.attempts, 'start')} so far")
+        )
+    saved = "none by this attempt" if run.saved is None else f"step {run.saved}"
+    if run.state == "running" and scene.view.tiers:
+        saved += f"  ({', '.join(f'{name}: {where}' for name, where in scene.view.tiers.items())})"
+    lines.append(_text(f"newest save  {saved}", "bold red" if run.failed_saves else ""))
+    if scene.problem:
+        lines.append(_text(scene.problem, "red"))
+    if scene.replicas:
+        nodes = sorted({node for node, _ in scene.replicas})
+        lines.append(_text(f"replicas     {len(scene.replicas)} ready on {len(nodes)} nodes: {', '.join(nodes)}"))
+    return lines
+
+
+def _map(scene: Scene, width: int, signs: str, height: int | None) -> list[Text]:
+    levels = heat(scene.view)
+    if not levels:
+        return []
+    age_s = scene.at - scene.view.at
+    about = _text(f"step time of {len(levels)} ranks, {signs[0]} fast, {signs[-1]} slow", "bold")
+    if age_s > 60:
+        about.append(f", {_duration(age_s)} old", "bold red")
+    # as many ranks to a sign as are needed for the map to leave half of the screen; the slowest counts
+    rows = max(1, len(levels) if height is None else height // 2 - 2)
+    room = max(8, width - 8)
+    each = max(1, -(-len(levels) // (rows * room)))
+    cells = [_worst(levels[first : first + each]) for first in range(0, len(levels), each)]
+    if each > 1:
+        about.append(f", {each} ranks to a sign")
+    lines = [about]
+    for first in range(0, len(cells), room):
+        line = _text(f"{first * each:>6}  ")
+        for level in cells[first : first + room]:
+            line.append(*(("?", "dim") if level is None else (signs[level], _HEAT[level])))
+        lines.append(line)
+    worst = slowest(scene.view, 3)
+    if worst:
+        lines.append(_text("slowest  " + ", ".join(
+            f"rank {rank}{f' on {one_line(node, 60)}' if node else ''} {step_s:.3f} s" for rank, step_s, node in worst
+        )))  # fmt: skip
+    return lines
+
+
+def _worst(levels: Sequence[int | None]) -> int | None:
+    return max((level for level in levels if level is not None), default=None)
+
+
+def _sections(scene: Scene) -> list[Text]:
+    found = open_sections(scene.view)[:4]
+    if not found:
+        return []
+    told = ", ".join(
+        f"{one_line(name, 60)} in {counted(count, 'rank')}, up to {_duration(held_s)}" for name, count, held_s in found
+    )
+    line = _text("open now  ")
+    if (used := scene.view.hang_used) is not None and used > 0.8:
+        line.append(f"{used:.0%} of a time limit  ", "bold red")  # first: what does not fit is cut off
+    line.append(told)
+    return [line]
+
+
+def _event(entry: Entry) -> Text:
+    facts = entry.details
+    kind = next((f"{facts[name]}: " for name in ("cause", "action") if facts.get(name)), "")
+    told = kind + next((str(facts[name]) for name in ("reason", "error", "what") if facts.get(name)), "")
+    where = f" {facts['node']}" if facts.get("node") else ""
+    line = _text(f"{time.strftime('%H:%M:%S', time.localtime(entry.at))}  ")
+    line.append(f"{one_line(entry.name, 40):<20}", "red" if entry.name in _BAD else "")
+    line.append(one_line(f"{where} {told}".rstrip(), 500))
+    return line
+
+
+_BAD = frozenset({"worker failed", "worker hung", "agent lost", "saves keep failing", "save failed", "replica died",
+                  "replica down", "supervisor lost", "stop without a save"})  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+# --- Live progress of a run until it ends, then a short report ---
+
+FAST_S, SLURM_S = 0.3, 3.0
+"""Reading the folder is cheap; Slurm is asked rarely."""
+
+PLAIN_LINE_S = 10.0
+"""Without a terminal there is no bar; a line now and then shows progress."""
+
+_TOLD = frozenset(
+    {
+        EventName.STOP_REQUESTED,
+        EventName.REQUEUED,
+        EventName.RESUBMITTED,
+        EventName.STARTING_ANEW,
+        EventName.FIRST_STEP,
+        EventName.WORKER_FAILED,
+        EventName.STATE_KEPT,
+        EventName.WORKER_HUNG,
+        EventName.AGENT_LOST,
+        EventName.STOP_OVERDUE,
+        EventName.STOP_WITHOUT_A_SAVE,
+        EventName.NOT_CONTINUED,
+        EventName.SAVE_REQUESTED,
+        EventName.SAVES_KEEP_FAILING,
+        EventName.SAVES_WORK_AGAIN,
+    }
+)
+
+
+def follow(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
+    """Show progress until the run has ended; returns its exit code.
+
+    ``told`` is the length of the journal before the run was submitted: events up to there are of earlier submissions.
+    Ctrl-C stops the watching; where the run lives on this machine it asks the run to save and end first.
+    """
+    watcher = _Following(run, told)
+    try:
+        view = watcher.follow()
+    except KeyboardInterrupt:
+        if not stop_on_interrupt:
+            say(f"the run goes on; slurmft stop {run.path} ends it after a save")
+            return 130
+        say("saving, then ending; Ctrl-C again leaves the run to itself")
+        run.request("KILL", "Ctrl-C")
+        view = watcher.follow()
+    return _report(run, view, run.journal().read()[told:])
+
+
+class _Following:
+    """Follows one submission of a run."""
+
+    def __init__(self, run: RunFolder, told: int) -> None:
+        self._run, self._before, self._told = run, told, told
+        self._began = time.time()
+        self._console = console(width_in_pipe=80)
+        self._last_line_at = time.monotonic()
+        self._waiting_for = "starting"
+
+    def follow(self) -> Overview:
+        """Show what happens until the run has ended."""
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn(),
+        )  # fmt: skip
+        asked_slurm = 0.0
+        with Progress(*columns, console=self._console) as progress:
+            bar = progress.add_task(one_line(self._run.path.name)[:24], total=None, note="starting")
+            while True:
+                time.sleep(FAST_S)
+                events = self._tell_news()
+                self._show_progress(progress, bar)
+                if self._run.done() is None and time.monotonic() - asked_slurm < SLURM_S:
+                    continue
+                asked_slurm = time.monotonic()
+                if (view := self._ended(events)) is not None:
+                    return view
+
+    def _tell_news(self) -> list[Event]:
+        events = self._run.journal().read()
+        for event in events[self._told :]:
+            if event.event in _TOLD:
+                self._console.print(one_line(_told(event)), highlight=False, markup=False)
+        self._told = len(events)
+        return events[self._before :]
+
+    def _show_progress(self, progress: Progress, bar: TaskID) -> None:
+        facts = progress_of(self._run)
+        if (facts.at or 0.0) < self._began:
+            progress.update(bar, note=one_line(self._waiting_for))
+            return
+        note = facts.state or ""
+        if facts.until:
+            note = f"{facts.step}/{facts.until} {note}"
+            note += f" loss {facts.metric:.3f}" if facts.metric is not None else ""
+        progress.update(bar, completed=facts.step or 0, total=facts.until or None, note=one_line(note))
+        if not self._console.is_terminal and time.monotonic() - self._last_line_at > PLAIN_LINE_S:
+            self._last_line_at = time.monotonic()
+            self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(note)}", highlight=False, markup=False)
+
+    def _ended(self, events: list[Event]) -> Overview | None:
+        view = overviews([self._run])[0]
+        if view.state == "waiting" and view.detail != self._waiting_for:
+            self._waiting_for = view.detail
+            self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
+        return view if has_ended(view, events, since=self._began) else None
+
+
+def _told(event: Event) -> str:
+    words = [f"{event.at.astimezone():%H:%M:%S} {event.event}"]
+    if (rank := event.details.get("rank")) is not None:
+        words[0] += f" (rank {rank} on {event.details.get('node')}, exit code {event.details.get('code')})"
+    words += [str(event.details[key]) for key in ("reason", "error") if event.details.get(key)]
+    if (seconds := event.details.get("seconds_since_stop_request")) is not None:
+        words.append(f"{seconds:.1f} s after the stop was asked for")
+    return ": ".join(words)
+
+
+def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
+    starts, stops = _starts_and_stops(events)
+    in_all = _starts_and_stops(run.journal().read())
+    earlier = "" if in_all == (starts, stops) else f"; in all submissions {in_all[0]} and {in_all[1]}"
+    seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
+    say(f"{view.run}: {view.state}. {view.detail}")
+    if view.until:
+        say(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
+    say(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}{earlier}")
+    if view.saved is not None:
+        say(f"  saved      step {view.saved} in {run.path}")
+    if digest := _final_digest(run):
+        say(f"  weights    sha256 {digest}")
+    say(f"  the story  slurmft explain {run.path}")
+    return exit_code_of(view, events)
+
+
+def _starts_and_stops(events: list[Event]) -> tuple[int, int]:
+    names = [event.event for event in events]
+    return names.count(EventName.ATTEMPT_STARTED), names.count(EventName.STOP_REQUESTED)
+
+
+def _final_digest(run: RunFolder) -> str | None:
+    from slurmft.supervisor.observations import tail
+
+    for path in reversed(oldest_first(run.attempts.glob("*/rank-0.log"))):
+        for line in (tail(path) or "").splitlines()[-20:]:
+            if line.startswith("final weights sha256: "):
+                return line.removeprefix("final weights sha256: ").strip()
+    return None

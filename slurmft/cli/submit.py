@@ -1,18 +1,35 @@
-"""``slurmft submit``."""
+"""The verbs that begin a run, and what they take: ``slurmft submit``, ``infer``, ``serve``, ``endpoint``,
+``quickstart`` and ``schema``.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import shlex
 import sys
+from datetime import datetime
 from pathlib import Path
+from typing import Any, get_args
 
 import click
+from pydantic import BaseModel
 
-from slurmft.cli.main import say, say_block
+import slurmft.examples
+from slurmft.cli.arguments import Amount, own_run_argument
+from slurmft.cli.main import say, say_block, say_json
 from slurmft.config.run import RunConfig
 from slurmft.errors import UsageError
 from slurmft.operations import submit as submitting
 from slurmft.operations.run_configuration import load_given
+from slurmft.operations.submit import read_requests
+from slurmft.storage.run_folder import RunFolder
 from slurmft.system.processes import who
+
+# --- ``slurmft submit`` ---
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -60,8 +77,277 @@ def submit_run(
     say(f"submitted {settings.name} as job {made.job}" if is_slurm else f"started {settings.name} ({made.job})")
     say(f"run folder: {made.run.path}")
     if wait:
-        from slurmft.cli.watch import follow
+        from slurmft.cli.status import follow
 
         return follow(made.run, told=made.before, stop_on_interrupt=not is_slurm)
     say(f"watch it with: slurmft status {made.run.path} --watch", err=True)
     return 0
+
+
+# --- ``slurmft infer`` ---
+
+TOLD_EVERY = 100_000
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
+@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
+              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@click.option("-i", "--input-file", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE",
+              help="The requests, in place of inference.input; - is standard input.")  # fmt: skip
+@click.option("-o", "--output-file", type=click.Path(path_type=Path), metavar="PATH",
+              help="In place of inference.output: one file (.jsonl, .parquet) or a folder.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Override one key, such as inference.concurrency=8.")  # fmt: skip
+def infer(
+    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
+    overrides: tuple[str, ...], input_file: Path | None, output_file: Path | None,
+) -> int:  # fmt: skip
+    """Answer a batch of requests, or continue one that has stopped. Options behind -- go to sbatch.
+
+    The requests are read and checked first; nothing is submitted when one of them is none.
+    """
+    given = {"input": input_file, "output": output_file}
+    paths = {name: path if str(path) == "-" else path.absolute() for name, path in given.items() if path is not None}
+    overrides += tuple(f"inference.{name}={json.dumps(str(path))}" for name, path in paths.items())
+    settings = load_given(config, overrides)
+    if settings.inference is None:
+        raise UsageError(f"{config} has no section inference", hint="slurmft submit trains")
+    if settings.inference.serving is not None:
+        raise UsageError(f"{config} is of an endpoint and names no requests", hint="slurmft serve submits it")
+    if not dry_run and (found := read_requests(settings, _tell)) is not None:
+        bad = f", {found.bad} lines are none and will be in errors.jsonl" if found.bad else ""
+        say(f"{found.total} requests{bad}")
+    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=False, wait=wait, cluster=cluster)
+
+
+def _tell(count: int) -> None:
+    if count % TOLD_EVERY == 0:
+        say(f"{count} requests read", err=True)
+
+
+# --- ``slurmft serve`` and ``slurmft endpoint`` ---
+
+MAX_TIMEOUT_S = 366 * 86_400
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
+@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
+              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@click.option("--update", is_flag=True, help="Give the endpoint that runs the engine of CONFIG, replica by replica, "
+              "and wait for the end; it goes back when one does not become ready.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Override one key, such as inference.serving.routers=1.")  # fmt: skip
+def serve(
+    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
+    update: bool, overrides: tuple[str, ...],
+) -> int:  # fmt: skip
+    """Serve a model: submit an endpoint, or continue one that has stopped. Options behind -- go to sbatch."""
+    settings = load_given(config, overrides)
+    if settings.inference is None or settings.inference.serving is None:
+        raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
+    if update:
+        from slurmft.operations.endpoint import engine_keys, update_engine
+
+        if sbatch_options or wait or cluster != "auto":
+            raise UsageError("--update takes no options of a submission", hint="only --dry-run and --set")
+        if dry_run:
+            say(f"would change: {', '.join(engine_keys(settings))}")
+            return 0
+        say(update_engine(settings, say))
+        return 0
+    if not dry_run:
+        from slurmft.operations.endpoint import prepare_endpoint
+
+        folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
+        own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.inference.serving.tls_own else ""
+        say(f'test it with: curl {own}-H @{headers} "$(slurmft endpoint {folder} --timeout 600)/v1/models"')
+    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=False, wait=wait, cluster=cluster)
+
+
+@click.command()
+@own_run_argument
+@click.option("--header-file", is_flag=True, help="Print the path of a file with the header that has the token, for "
+              "curl -H @FILE, instead.")  # fmt: skip
+@click.option("--ca-file", "ca", is_flag=True, help="Print the path of the certificate to trust, for curl --cacert, "
+              "where the endpoint makes its own (inference.serving.tls_own), instead.")  # fmt: skip
+@click.option("--timeout", default=0.0, type=Amount(0, MAX_TIMEOUT_S), show_default=True,
+              help="Seconds to wait until a router takes connections.")  # fmt: skip
+@click.option("--forward", type=click.IntRange(0, 65_535), metavar="PORT", help="Listen at this port of 127.0.0.1 (0: "
+              "a free one) until interrupted, and pass each connection on to a router that lives.")  # fmt: skip
+def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, forward: int | None) -> int:
+    """Print the address of a router of the endpoint RUN that lives."""
+    from slurmft.inference.endpoint import ca_file, headers_file
+    from slurmft.operations.endpoint import living_url
+
+    if not (headers := headers_file(run.path)).is_file():
+        raise UsageError(f"run {run.path.name} is no endpoint", hint="slurmft serve starts one")
+    if ca:
+        if not (path := ca_file(run.path)).is_file():
+            raise UsageError(f"run {run.path.name} makes no certificates of its own", hint="inference.serving.tls_own")
+        say(str(path))
+        return 0
+    if forward is not None:
+        return _forward(run, forward, living_url(run, within_s=timeout).partition(":")[0])
+    say(str(headers) if header_file else living_url(run, within_s=timeout))
+    return 0
+
+
+def _forward(run: RunFolder, port: int, scheme: str) -> int:
+    import asyncio
+
+    from slurmft.inference.gate import Forwarder
+
+    try:
+        asyncio.run(Forwarder(run.path).serve(port, lambda found: say(f"{scheme}://127.0.0.1:{found}")))
+    except KeyboardInterrupt:
+        return 0
+    except OSError as error:
+        raise UsageError(f"port {port} cannot be used: {error.strerror or error}") from error
+    return 0
+
+
+# --- ``slurmft quickstart`` ---
+
+EXAMPLES = Path(slurmft.examples.__path__[0])
+CONFIG = EXAMPLES / "quickstart.yaml"
+INFER_CONFIG = EXAMPLES / "quickstart_infer.yaml"
+PROMPTS, KILL_AFTER = 200, 40
+
+
+@click.command()
+@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="local", show_default=True,
+              help="Where to train; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@click.option("--data", help="Text file or folder to train on; default: Python's own standard library.")
+@click.option("--infer", is_flag=True, help="Let the trained GPT answer 200 prompts on two replicas of this machine, "
+              "one of which is killed on the way; it is trained first where no quickstart has.")  # fmt: skip
+@click.pass_context
+def quickstart(context: click.Context, *, cluster: str, data: str | None, infer: bool) -> int:
+    """Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed.
+
+    The run's folder is made below runs/ in the current folder. The configuration is one to copy from.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("the quickstart trains with torch, which is not installed here",
+                         hint="pip install torch")  # fmt: skip
+    # `make quickstart` activates no environment, and the example trains with what is installed in this one
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return _infer(context, cluster, data) if infer else _train(context, cluster, data)
+
+
+def _train(context: click.Context, cluster: str, data: str | None) -> int:
+    folder = _new_folder("quickstart")
+    say(f"slurmft submit {CONFIG} --cluster {cluster} --wait --set run_folder={folder}", err=True)
+    code: int = context.invoke(
+        submit, config=CONFIG, sbatch_options=(), dry_run=False, strict=False, wait=True, cluster=cluster,
+        overrides=(f"run_folder={folder}",), data=data,
+    )  # fmt: skip
+    return code
+
+
+def _infer(context: click.Context, cluster: str, data: str | None) -> int:
+    from slurmft.operations import inference_demo as demo
+
+    if (model := demo.trained_model(Path("runs"))) is None:
+        if code := _train(context, cluster, data):
+            return code
+        model = demo.trained_model(Path("runs"))
+    run = RunFolder(_new_folder("infer"))
+    run.create()
+    requests = run.path / "requests.jsonl"
+    demo.write_prompts(requests, PROMPTS)
+    settings = {"run_folder": run.path, "inference.input": requests, "environment.BYTE_GPT_CHECKPOINTS": model}
+    overrides = tuple(f"{key}={value}" for key, value in settings.items())
+    words = " ".join(f"--set {each}" for each in overrides)
+    say(f"slurmft infer {INFER_CONFIG} --cluster local --wait {words}", err=True)
+    killer = demo.ReplicaKiller(run, KILL_AFTER)
+    killer.start()
+    try:
+        code = context.invoke(infer, config=INFER_CONFIG, sbatch_options=(), dry_run=False, wait=True,
+                              cluster="local", overrides=overrides)  # fmt: skip
+    finally:
+        killer.stop()
+    if code:
+        return int(code)
+    found = demo.summary_of(run)
+    rows = {
+        "requests": found.requests, "answered": found.answered, "errors": found.errors,
+        "replicas killed": f"{killer.killed} (died: {found.died}, started again: {found.restarted})",
+        "computed twice": f"{found.twice}; one answer of each counts", "seconds": f"{found.seconds:.1f}",
+        "answers": found.output / "answers.jsonl",
+    }  # fmt: skip
+    for name, value in rows.items():
+        say(f"  {name:<16} {value}")
+    return 0
+
+
+def _new_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+# --- ``slurmft schema``: the JSON schema of a configuration ---
+
+
+@click.command()
+def schema() -> int:
+    """Print the JSON schema of a configuration, for editors."""
+    say_json(configuration_schema(), indent=2)
+    return 0
+
+
+def configuration_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration, with the documentation of its keys."""
+    value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    texts: dict[tuple[str, str], str] = {}
+    models = _models()
+    for source in {Path(inspect.getfile(each)) for model in models for each in _with_bases(model)}:
+        texts |= _texts(source.read_text(encoding="utf-8"))
+    parts = {**value["$defs"], RunConfig.__name__: value}
+    for model in models:
+        for key, facts in parts[model.__name__].get("properties", {}).items():
+            if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
+                facts["description"] = text
+    value["oneOf"] = [{"required": ["command"]}, {"required": ["inference"]}]
+    return value
+
+
+def _models() -> list[type[BaseModel]]:
+    """The configuration, its sections, and the parts of these."""
+    found: list[type[BaseModel]] = [RunConfig]
+    for model in found:  # grows meanwhile
+        found += [
+            part for field in model.model_fields.values() for part in _parts(field.annotation) if part not in found
+        ]
+    return found
+
+
+def _parts(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [part for each in get_args(annotation) for part in _parts(each)]
+
+
+def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """A section, and those whose keys it has as well."""
+    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each.__module__.startswith("slurmft.")]
+
+
+def _texts(source: str) -> dict[tuple[str, str], str]:
+    """(class, attribute) -> the string below it.
+
+    pydantic would read them too, but every time a configuration is loaded, which costs a submission 15 ms.
+    """
+    found = {}
+    for model in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
+        for before, node in zip(model.body, model.body[1:], strict=False):
+            match before, node:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[model.name, name] = inspect.cleandoc(text)
+    return found

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from slurmft.compat.megatron import destroy_rerun_state_machine as destroy_rerun_state_machine
     from slurmft.compat.megatron import get_rerun_state_machine as get_rerun_state_machine
     from slurmft.compat.megatron import initialize_rerun_state_machine as initialize_rerun_state_machine
+    from slurmft.compat.neighbours import (
+        EXIT_CODE_FAILED_ON_RESULT_VALIDATION as EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    )
+    from slurmft.compat.neighbours import EXIT_CODE_RESUME_TO_DISAMBIGUATE as EXIT_CODE_RESUME_TO_DISAMBIGUATE
     from slurmft.compat.neighbours import FaultToleranceConfig as FaultToleranceConfig
     from slurmft.compat.neighbours import FaultTolerancePlugin as FaultTolerancePlugin
     from slurmft.compat.neighbours import NVRxStragglerDetectionConfig as NVRxStragglerDetectionConfig
     from slurmft.compat.neighbours import NVRxStragglerDetectionManager as NVRxStragglerDetectionManager
     from slurmft.compat.neighbours import PreemptionPlugin as PreemptionPlugin
+    from slurmft.compat.neighbours import RerunDiagnostic as RerunDiagnostic
+    from slurmft.compat.neighbours import RerunErrorInjector as RerunErrorInjector
+    from slurmft.compat.neighbours import RerunMode as RerunMode
     from slurmft.compat.neighbours import RerunStateMachineConfig as RerunStateMachineConfig
     from slurmft.compat.neighbours import TrainingConfig as TrainingConfig
     from slurmft.compat.neighbours import configuration as configuration
-    from slurmft.compat.rerun_names import (
-        EXIT_CODE_FAILED_ON_RESULT_VALIDATION as EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
-    )
-    from slurmft.compat.rerun_names import EXIT_CODE_RESUME_TO_DISAMBIGUATE as EXIT_CODE_RESUME_TO_DISAMBIGUATE
-    from slurmft.compat.rerun_names import RerunDiagnostic as RerunDiagnostic
-    from slurmft.compat.rerun_names import RerunErrorInjector as RerunErrorInjector
-    from slurmft.compat.rerun_names import RerunMode as RerunMode
     from slurmft.compat.serving_names import AutoRestartManager as AutoRestartManager
     from slurmft.compat.serving_names import GracefulDegradation as GracefulDegradation
     from slurmft.compat.serving_names import HighAvailabilityCluster as HighAvailabilityCluster
@@ -50,7 +50,7 @@ _NAMES = (
         "get_rerun_state_machine initialize_rerun_state_machine destroy_rerun_state_machine RerunStateMachine",
     ),
     (
-        "slurmft.compat.rerun_names",
+        "slurmft.compat.neighbours",
         "RerunMode RerunDiagnostic RerunErrorInjector EXIT_CODE_RESUME_TO_DISAMBIGUATE "
         "EXIT_CODE_FAILED_ON_RESULT_VALIDATION",
     ),

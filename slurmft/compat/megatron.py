@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from slurmft.compat.rerun_names import RerunErrorInjector, RerunMode, mode_of
+from slurmft.compat.neighbours import RerunErrorInjector, RerunMode, mode_of
 from slurmft.errors import UsageError
 from slurmft.policy.reruns import Mode, RerunSettings
 from slurmft.policy.worker_settings import WorkerSettings

@@ -19,7 +19,7 @@ from typing import Any
 from slurmft.errors import UsageError
 from slurmft.policy import serving
 from slurmft.policy.inference import Outcome, Restarts, outcome_of_status
-from slurmft.policy.signatures import FailureCategory
+from slurmft.policy.symptoms import FailureCategory
 from slurmft.worker.failures import categorize_failure
 
 MISSED_BEATS = 3

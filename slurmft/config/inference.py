@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slurmft.config.base import Count, Folder, Fraction, Positive, Seconds, Section, Text, Words
 from slurmft.policy import plain_values as plain
-from slurmft.policy.engines import OF_ENGINES, OPENAI, engine_kind, with_another_path
+from slurmft.policy.inference import OF_ENGINES, OPENAI, engine_kind, with_another_path
 
 # --- The section ``inference.serving`` of the configuration: an endpoint in front of the replicas ---
 
@@ -218,7 +218,7 @@ class EngineConfig(Section):
 
     @property
     def open_paths(self) -> tuple[str, ...]:
-        """What clients and lines of a batch may use, for ``policy.engines.is_open``."""
+        """What clients and lines of a batch may use, for ``policy.inference.is_open``."""
         kind = engine_kind(self.command or ())
         asked, ready = self.request_path or kind.request_path, self.ready_path or kind.ready_path
         given = (asked.partition("?")[0], f"GET {ready.partition('?')[0]}", *self.allow_paths)

@@ -51,9 +51,9 @@ from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy import sbatch
 from slurmft.policy.container import Container, problem_of
-from slurmft.policy.final_ends import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch import second_owner, unknown_options
+from slurmft.policy.verdict import ExitAction, lists_as_texts, unambiguous
 from slurmft.system.files import UnsafeFile, read_bytes, read_pipe
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -171,15 +171,6 @@ class RunConfig(_Section):
     def _spares_can_rehearse(self) -> Self:
         if self.spares == "rehearse" and (self.launcher != "agent" or self.inference is not None):
             raise ValueError("spares: rehearse needs a trainer that is started by slurmft's agent (launcher: agent)")
-        return self
-
-    @model_validator(mode="after")
-    def _standby_has_a_place(self) -> Self:
-        problem = self.fault_tolerance.standby_problem(
-            nodes=self.nodes + self.spare_nodes, survives=self.survives_nodes, inference=self.inference is not None
-        )
-        if problem:
-            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

@@ -37,13 +37,13 @@ from slurmft.config.base import (
     Words,
 )
 from slurmft.policy import plain_values as plain
-from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.policy.container import SHARED_MEMORY, STARTED_BY_SRUN, Container, Mount, all_mounts
 from slurmft.policy.hangs import CHECKPOINTING, EVALUATION, SETUP, STEP, Limits
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch import option_value
 from slurmft.policy.suspicion import HALF_LIFE_HOURS, Rules
 from slurmft.policy.verdict import Cause, by_cause
+from slurmft.policy.worker_settings import CheckpointSettings
 
 if TYPE_CHECKING:
     from slurmft.config.inference import InferenceConfig
@@ -803,34 +803,6 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Fork workers from a process that has torch imported already. A list names modules of installed packages that it
     imports as well, before the script sets any variable. For each worker it keeps one process more, for a faster
     restart (some 15 MB of their own). Off: every worker starts its own interpreter."""
-
-    standby_supervisor: bool = False
-    """Keep a second supervisor ready on another node of the job. It takes over within seconds when the batch host dies,
-    which costs a requeue otherwise. Needs Slurm's commands on the nodes, and an allocation that outlives a node: spare
-    nodes, ``elastic``, or ``slurm.no_kill``."""
-
-    @property
-    def ping_lease_s(self) -> float:
-        """What the supervisor's pings to its agents are made for: a fourth of it lies between two of them."""
-        return min(self.supervisor_lease_s, 4.0) if self.standby_supervisor else self.supervisor_lease_s
-
-    def standby_problem(self, *, nodes: int, survives: bool, inference: bool) -> str:
-        """Why there can be no standby supervisor; empty where none is asked for, or it can be.
-
-        Args:
-            nodes: of the job, spares included.
-            survives: the allocation outlives one of its nodes.
-            inference: the run answers requests.
-        """
-        if not self.standby_supervisor:
-            return ""
-        if inference:
-            return ("fault_tolerance.standby_supervisor: for trainers only, and this run has an inference section; "
-                    "when its batch host dies, `slurmft requeue --rescue` brings it back")  # fmt: skip
-        if nodes < 2 or not survives:
-            return ("fault_tolerance.standby_supervisor: for trainers on at least two nodes, with spare_nodes, elastic "
-                    "or slurm.no_kill")  # fmt: skip
-        return ""
 
     def preloaded(self, launcher: str, inference: InferenceConfig | None) -> tuple[str, ...]:
         """What a node's zygote imports before workers are forked: torch only where workers use it."""

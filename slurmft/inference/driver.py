@@ -35,22 +35,31 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
 from slurmft.config.run import load
 from slurmft.errors import LaunchError, SlurmftError, StorageError, UsageError
-from slurmft.inference.endpoint import is_local, key_of
+from slurmft.inference.endpoint import is_config_name, is_local, key_of
 from slurmft.inference.gang import Ended, Head, Starts, free_port, join
-from slurmft.inference.handover import is_config_name
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
 from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import JoinGang, ReplicaPlace
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
-from slurmft.policy.engines import counter_in, engine_kind, patience_for, smallest, with_another_path
-from slurmft.policy.inference import Outcome, Slots, is_good, is_out_of_memory, outcome_of_status, retry_after_s
+from slurmft.policy.inference import (
+    Outcome,
+    Slots,
+    counter_in,
+    engine_kind,
+    is_good,
+    is_out_of_memory,
+    outcome_of_status,
+    patience_for,
+    retry_after_s,
+    smallest,
+    with_another_path,
+)
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
 from slurmft.storage.shared_weights import stage_in_memory
-from slurmft.system.authentication import token_in
 from slurmft.system.background import run_below_agent
-from slurmft.system.private_folder import PrivateFolder, make_private_folder
+from slurmft.system.private_folder import PrivateFolder, make_private_folder, token_in
 from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
 
 if TYPE_CHECKING:

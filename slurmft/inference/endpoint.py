@@ -1,4 +1,5 @@
-"""The files of an endpoint in its run folder, and the cluster of its routers. No aiohttp.
+"""An endpoint in its run folder: its files, its routers, handovers and updates of it, and its own certificates. No
+aiohttp.
 
 endpoints.json      the living routers, replaced atomically whenever one comes or goes
 serving/            mode 0700
@@ -11,17 +12,25 @@ serving/            mode 0700
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from slurmft.errors import StorageError
-from slurmft.storage.patience import writing
-from slurmft.system.authentication import token_in
+from slurmft.errors import StorageError, UsageError
+from slurmft.storage.patience import write_state, writing
+from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import read_as, read_bytes, read_text, replace_atomically, trusted_owners, write_json
+from slurmft.system.private_folder import shared_memory, token_in
 
 # --- The files of an endpoint in its run folder, and the cluster of its routers ---
 
@@ -173,3 +182,248 @@ def token_of(run_folder: Path) -> str:
 def is_local(environment: Mapping[str, str]) -> bool:
     """Whether the run lives on this machine alone, so that nothing of it listens to others."""
     return environment.get("SLURMD_NODENAME", "").startswith("127.")  # as ``supervisor.cluster`` sets it there
+
+
+# --- ``handover.json`` of a run folder: the job to which the owner wants to hand an endpoint over ---
+# While it names a predecessor that owns the run, the successor is a candidate: it may start agents and replicas beside
+# the owner, and becomes the owner by a newer generation alone. Removing the file calls the handover off. It is read and
+# changed with the run's lock held.
+
+HANDOVER_FILE = "handover.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handover:
+    """One handover."""
+
+    predecessor: str
+    """Job that owns the run."""
+
+    successor: str = ""
+    """Job that is to take it over; empty while sbatch has not answered, and no job has presented itself."""
+
+    reason: str = ""
+    tries: int = 1
+    waits: str = ""
+    """Why the successor has no nodes yet, in words; empty once it has."""
+
+
+def read_handover(run_folder: Path) -> Handover | None:
+    """The handover that is under way, or was the last one; None where there is none.
+
+    Raises:
+        StorageError: the file cannot be read or believed.
+    """
+    return read_as(Handover, run_folder / HANDOVER_FILE)
+
+
+def write_handover(run_folder: Path, handover: Handover) -> None:
+    """Begin one, or note what has become of it.
+
+    Raises:
+        StorageError: the run folder cannot be written.
+    """
+    write_state(run_folder / HANDOVER_FILE, asdict(handover))
+
+
+def call_off(run_folder: Path) -> None:
+    """A candidate may not take the run over any more.
+
+    Raises:
+        StorageError: the run folder cannot be written.
+    """
+    path = run_folder / HANDOVER_FILE
+    with writing(path):
+        path.unlink(missing_ok=True)
+
+
+# --- ``updates/`` of a run folder: the rolling update that is asked for, under way, or was the last one ---
+# state.json       its number and what has become of it
+# update-3.yaml    the whole configuration of update 3; never changed once it is there
+#
+# ``config.yaml`` of the run is replaced by it when the last replica is ready, and only then: it decides what the next
+# start uses. State and configuration are changed with the run's lock held.
+
+OWN_CONFIG = "config.yaml"
+"""The run's configuration, as a path in its folder."""
+
+
+class State(StrEnum):
+    """What has become of an update."""
+
+    ASKED = "asked for"
+    ROLLING = "rolling"
+    DONE = "done"
+    BACK = "went back"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One update."""
+
+    number: int
+    state: State
+    reason: str = ""
+    """Why it went back."""
+
+    renewed: int = 0
+    total: int = 0
+    """Replicas with the new engine, and all."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither done nor undone."""
+        return self.state in (State.ASKED, State.ROLLING)
+
+
+def read_update(run: RunFolder) -> Update | None:
+    """The newest update; None before the first.
+
+    Raises:
+        StorageError: the file cannot be read or believed.
+    """
+    return read_as(Update, _folder(run) / "state.json")
+
+
+def write_update(run: RunFolder, update: Update) -> None:
+    """Note what has become of it. Call with the lock held.
+
+    Raises:
+        StorageError: the run folder cannot be written.
+    """
+    write_state(_folder(run) / "state.json", asdict(update))
+
+
+def ask(run: RunFolder, text: str) -> Update:
+    """Ask the run for an update to the configuration ``text``.
+
+    Raises:
+        UsageError: there is one already.
+        StorageError: the run folder cannot be read or written.
+    """
+    with run.lock():
+        before = read_update(run)
+        if before is not None and before.is_open:
+            raise UsageError(f"update {before.number} of {run.path.name} is {before.state.value}",
+                             hint=f"slurmft status {run.path}")  # fmt: skip
+        update = Update(number=before.number + 1 if before else 1, state=State.ASKED)
+        with writing(_folder(run)):
+            _folder(run).mkdir(mode=0o700, exist_ok=True)
+            replace_atomically(run.path / config_name(update.number), text)
+        write_update(run, update)
+        return update
+
+
+def config_name(number: int) -> str:
+    """The configuration of an update, as a path in the run folder."""
+    return f"updates/update-{number}.yaml"
+
+
+def is_config_name(name: str) -> bool:
+    """Whether it is one, or the run's own."""
+    return name == OWN_CONFIG or re.fullmatch(r"updates/update-[0-9]{1,9}\.yaml", name, re.ASCII) is not None
+
+
+def _folder(run: RunFolder) -> Path:
+    return run.path / "updates"
+
+
+# The run's own certificates: an authority of the run folder, which signs a new one for a router at each of its
+# starts.
+# serving/            mode 0700
+#     ca.pem          what clients trust; the same as long as the run folder is there
+#     ca.key          mode 0600
+#
+# A router's key is made on its node in memory, and deleted once it is loaded.
+
+AUTHORITY_DAYS, ROUTER_DAYS = 3650, 397
+OPENSSL_S = 30.0
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+SETTINGS = """
+[req]
+distinguished_name = name
+prompt = no
+x509_extensions = authority
+[name]
+CN = {name}
+[authority]
+basicConstraints = critical, CA:TRUE, pathlen:0
+keyUsage = critical, keyCertSign
+subjectKeyIdentifier = hash
+[router]
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth
+subjectAltName = {hosts}
+authorityKeyIdentifier = keyid
+"""
+
+
+def prepare_authority(run_folder: Path) -> None:
+    """Make the run's authority, where it is not there yet.
+
+    Raises:
+        UsageError: openssl is missing or cannot do it.
+        StorageError: the run folder cannot be written.
+    """
+    if ca_file(run_folder).exists() and _key_of(run_folder).exists():
+        return
+    with _workplace(()) as folder:
+        _openssl(folder, "req", "-x509", *NEW_KEY, "-days", str(AUTHORITY_DAYS), "-config", "settings", "-keyout",
+                 "ca.key", "-out", "ca.pem")  # fmt: skip
+        with writing(folder_of(run_folder)):
+            for made, place in (("ca.key", _key_of(run_folder)), ("ca.pem", ca_file(run_folder))):
+                replace_atomically(place, read_bytes(folder / made, owners={os.geteuid()}))
+
+
+def context_for(run_folder: Path, hosts: Sequence[str]) -> ssl.SSLContext:
+    """A router's side of TLS, with a new key and certificate.
+
+    Args:
+        hosts: names and addresses by which clients find the router.
+
+    Raises:
+        UsageError: openssl is missing or cannot do it.
+    """
+    with _workplace([*hosts, "localhost", "127.0.0.1", "::1"]) as folder:
+        _openssl(folder, "req", "-new", *NEW_KEY, "-config", "settings", "-keyout", "router.key", "-out", "router.csr")
+        _openssl(folder, "x509", "-req", "-in", "router.csr", "-CA", str(ca_file(run_folder).absolute()), "-CAkey",
+                 str(_key_of(run_folder).absolute()), "-set_serial", f"0x{secrets.token_hex(16)}", "-days",
+                 str(ROUTER_DAYS), "-extfile", "settings", "-extensions", "router", "-out", "router.pem")  # fmt: skip
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(folder / "router.pem", folder / "router.key")
+    return context
+
+
+def _key_of(run_folder: Path) -> Path:
+    return folder_of(run_folder) / "ca.key"
+
+
+@contextmanager
+def _workplace(hosts: Sequence[str]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix=f"slurmft-tls-{os.geteuid()}-", dir=shared_memory()) as name:
+        folder = Path(name)
+        names = ", ".join(dict.fromkeys(_alternative(host) for host in hosts)) or "DNS:localhost"
+        replace_atomically(folder / "settings", SETTINGS.format(name="slurmft endpoint", hosts=names), durable=False)
+        yield folder
+
+
+def _alternative(host: str) -> str:
+    try:
+        return f"IP:{ipaddress.ip_address(host)}"
+    except ValueError:
+        return f"DNS:{host}"
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    try:
+        done = subprocess.run(
+            ["openssl", *arguments], cwd=folder, capture_output=True, text=True, timeout=OPENSSL_S, check=False,
+            stdin=subprocess.DEVNULL, umask=0o077, errors="replace",
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"inference.serving.tls_own: openssl cannot be run: {error}",
+                         hint="install openssl, or give tls_certificate and tls_key") from error  # fmt: skip
+    if done.returncode != 0:
+        told = " ".join(done.stderr.split())[-500:]
+        raise UsageError(f"inference.serving.tls_own: openssl {arguments[0]} failed: {told}")

@@ -31,7 +31,7 @@ import xxhash
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import ConfigError, NewerFormat, StorageError, UsageError
-from slurmft.policy.engines import is_open, normal
+from slurmft.policy.inference import is_open, normal
 from slurmft.storage.patience import writing
 from slurmft.system.files import (
     UnsafeFile,

@@ -41,20 +41,23 @@ from slurmft.config.run import load
 from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
-from slurmft.inference.certificates import context_for
-from slurmft.inference.endpoint import folder_of, is_local, key_of, token_of
+from slurmft.inference.endpoint import context_for, folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import EMPTY_LOOK_S, Replica, Replicas
 from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
-from slurmft.policy.engines import PROVABLE, is_open, model_in, normal, patience_for
 from slurmft.policy.inference import (
     KILLS,
+    PROVABLE,
     SOON_S,
     Death,
     Outcome,
+    is_open,
     is_poison,
     is_suspect,
+    model_in,
+    normal,
     outcome_of_status,
+    patience_for,
     retry_after_s,
 )
 from slurmft.policy.serving import (
@@ -76,10 +79,10 @@ from slurmft.policy.serving import (
     within,
 )
 from slurmft.policy.values import Strangers
-from slurmft.system.authentication import token_in
 from slurmft.system.background import run_below_agent
 from slurmft.system.exposition import registry_text
 from slurmft.system.files import write_bytes
+from slurmft.system.private_folder import token_in
 from slurmft.system.processes import allow_descriptors
 
 # --- One client's request: the tries until a replica answers it, and the answer on its way to the client ---

@@ -32,9 +32,8 @@ from slurmft.inference.driver import (
     watch_progress,
     works,
 )
-from slurmft.inference.endpoint import is_local, key_of
+from slurmft.inference.endpoint import OWN_CONFIG, is_local, key_of
 from slurmft.inference.gate import Gate
-from slurmft.inference.handover import OWN_CONFIG
 from slurmft.policy.inference import has_crashed
 from slurmft.policy.serving import FAILURES_TO_AVOID
 from slurmft.system.processes import allow_descriptors

@@ -10,11 +10,10 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
-from slurmft.policy.advice import Advice, Measured, Setting, advise, in_words
-from slurmft.policy.grace import Finding
-from slurmft.policy.interval import FailureHistory
+from slurmft.policy.interval import Advice, FailureHistory, Measured, Setting, advise, in_words
+from slurmft.policy.stop import Finding
 from slurmft.scheduler import slurm
-from slurmft.storage import timings
+from slurmft.storage import history
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
 from slurmft.supervisor.act import history_of
@@ -76,8 +75,8 @@ def counsel(config: RunConfig, environment: Mapping[str, str] | None = None) -> 
 
 def _measured(config: RunConfig) -> Measured:
     workload = grace.workload_of(config)
-    own = list(timings.read(config.run_folder, workload).values())  # once: it warns of a file that is damaged
-    earlier = own or timings.beside(config.run_folder, workload)
+    own = list(history.read(config.run_folder, workload).values())  # once: it warns of a file that is damaged
+    earlier = own or history.beside(config.run_folder, workload)
     return Measured(
         need=grace.need_from(config, earlier),
         saves_s=tuple(seconds for one in earlier for seconds in one.saves_s),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from slurmft.errors import RunBusy, SlurmUnavailable, StorageError, UsageError
 from slurmft.policy.job_identity import OwnJob
-from slurmft.scheduler import jobs, own_jobs
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder, run_index
 from slurmft.storage.journal import EventName
@@ -163,6 +163,6 @@ def requeue(run: RunFolder, who: str) -> str:
 def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
     if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
         own_jobs.release(job)
-    jobs.begin_in(job, jobs.SOONEST_S)
+    own_jobs.begin_in(job, own_jobs.SOONEST_S)
     run.journal().append(EventName.BEGIN_NOW, job=job.job_id, who=who)
     return f"job {job} may begin now"

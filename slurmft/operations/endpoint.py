@@ -11,9 +11,16 @@ from urllib.parse import urlsplit
 
 from slurmft.config.run import RunConfig, load
 from slurmft.errors import LaunchError, StorageError, UsageError
-from slurmft.inference.certificates import prepare_authority
-from slurmft.inference.endpoint import HighAvailabilityCluster, headers_file, prepare
-from slurmft.inference.handover import State, ask, read_update, write_update
+from slurmft.inference.endpoint import (
+    HighAvailabilityCluster,
+    State,
+    ask,
+    headers_file,
+    prepare,
+    prepare_authority,
+    read_update,
+    write_update,
+)
 from slurmft.operations import control
 from slurmft.policy.serving import changed_keys, refused_keys
 from slurmft.storage.run_folder import RunFolder

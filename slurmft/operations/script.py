@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 
 from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import SlurmftError, UsageError
-from slurmft.policy import launches as policy
-from slurmft.policy.launches import Known, Line, Places, split_line
+from slurmft.policy import sbatch as policy
+from slurmft.policy.sbatch import Known, Line, Places, split_line
 from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import PART_VARIABLE, TASKS_VARIABLE, current_job
 from slurmft.storage import run_index

@@ -23,14 +23,12 @@ from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
 from slurmft.config.sections import CheckpointConfig, ElasticConfig
 from slurmft.errors import ConfigError, LabUnavailable, LaunchError, SlurmError, SlurmUnavailable, StorageError
-from slurmft.health.checker import CONFIG_VARIABLE, SYSTEM_CONFIG, load_config
+from slurmft.health.checker import CONFIG_VARIABLE, SYSTEM_CONFIG, load_config, read_results
 from slurmft.health.node import Scene, mounts
-from slurmft.health.results import read_results
 from slurmft.operations import preflight
-from slurmft.policy import grace as grace_policy
 from slurmft.policy import site as policy
+from slurmft.policy import stop as grace_policy
 from slurmft.policy.container import Container, command_prefix, srun_options, starting
-from slurmft.policy.grace import Severity
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.site import (
     AdminFacts,
@@ -47,9 +45,10 @@ from slurmft.policy.site import (
     Wishes,
     rows,
 )
+from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.jobs import preempt, signal_job
 from slurmft.scheduler.nodes import nodes
+from slurmft.scheduler.own_jobs import preempt, signal_job
 from slurmft.scheduler.parsing import parse_time
 from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName

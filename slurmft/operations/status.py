@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import SlurmError, StorageError, UsageError
-from slurmft.inference.handover import State, read_handover, read_update
+from slurmft.inference.endpoint import State, read_handover, read_update
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm

@@ -13,8 +13,8 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations import preflight
 from slurmft.operations.run_configuration import refuse_shared
-from slurmft.policy.grace import Severity
 from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import compress

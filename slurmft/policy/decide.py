@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slurmft.policy.final_ends import ExitAction, explicit_action
 from slurmft.policy.symptoms import bug_of
 from slurmft.policy.verdict import (
     BUDGETED,
@@ -22,7 +21,9 @@ from slurmft.policy.verdict import (
     Action,
     Cause,
     Decision,
+    ExitAction,
     Verdict,
+    explicit_action,
 )
 
 # --- The runbook: verdict and history in, decision out ---

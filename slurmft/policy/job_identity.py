@@ -63,7 +63,7 @@ class OwnJob:
 
 def identity_from(value: Mapping[str, Any]) -> JobIdentity:
     """The identity that ``as_json`` wrote; nothing is known of one that is damaged."""
-    import msgspec  # as in ``files.as_record``
+    import msgspec  # as in ``files.read_as``
 
     try:
         return msgspec.convert(value, JobIdentity)

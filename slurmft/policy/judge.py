@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
 from slurmft.policy.hangs import Hang
-from slurmft.policy.signatures import Remedy, Signature
 from slurmft.policy.stop import END, step_of
-from slurmft.policy.symptoms import cause_of_text, end_of
+from slurmft.policy.symptoms import Remedy, Signature, cause_of_text, end_of
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect, Verdict
 
 # --- Which ranks had not entered a collective that others wait in: the flight recorders of all ranks, compared ---

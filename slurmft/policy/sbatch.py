@@ -1,12 +1,18 @@
-"""The options of sbatch in a configuration, and commands that are launchers themselves."""
+"""Batch scripts: options of sbatch in a configuration, commands that are launchers themselves, and what a user's script
+launches.
+
+The script itself is not read, but for its head: whether options are set in it that ``slurmft sbatch`` would add.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from slurmft.errors import UsageError
 from slurmft.policy.plain_values import CONTROL, did_you_mean, shown
 
 # --- A command that is a launcher itself: torchrun, or nvidia-resiliency-ext's, inside of a run ---
@@ -87,9 +93,17 @@ ALWAYS_ON: Mapping[str, Mapping[str, str]] = {
 """Section -> switches of Megatron-LM, Megatron Bridge and NeMo-Run, and why they cannot be switched off here. They may
 also stand at the top, outside of the section."""
 
+GONE: Mapping[str, Mapping[str, str]] = {
+    "fault_tolerance": {
+        "standby_supervisor": "there is no standby supervisor any more; Slurm requeues a job whose batch host dies, "
+        "and under no_kill `slurmft requeue --rescue`, from cron, does"
+    }
+}
+"""Section -> keys of earlier versions, which stand in run folders of theirs, and what is there instead of each."""
+
 
 def ours(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``raw`` in keys of ours alone, and one line for each switch that was left out.
+    """``raw`` in keys of ours alone, and one line for each key that was left out.
 
     Raises:
         ValueError: a key is there in both spellings, or the value of a switch is neither true nor false.
@@ -115,6 +129,8 @@ def ours(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if isinstance(section := found.get(name), Mapping):
             found[name] = rest = dict(section)
             lines += _without(rest, switches, f"{name}.")
+            gone = {key: why for key, why in GONE.get(name, {}).items() if rest.pop(key, None)}
+            lines += [f"{name}.{key} is ignored: {why}" for key, why in gone.items()]
     return found, lines
 
 
@@ -297,3 +313,436 @@ def _unusable_values(section: Mapping[Any, Any]) -> Iterator[str]:
         is_one = key != "srun_args" and isinstance(value, str | int | float)
         if is_one and (problem := unusable_value(shown(key).replace("_", "-"), value)):
             yield f"slurm.{shown(key)}: {problem}"
+
+
+# --- sbatch's command line, and the script ---
+
+OWN_SIGNAL = "--signal=USR2@120"
+ADDED: Mapping[str, tuple[str, ...]] = {
+    "--requeue": ("requeue", "no-requeue"),
+    "--open-mode=append": ("open-mode",),
+    OWN_SIGNAL: ("signal",),
+}
+"""What is added to sbatch's command line, and the options of the user's that leave it out. A program without a handler
+ignores USR2 as a worker: a TERM would end it two minutes early."""
+
+_VARIABLES = {"requeue": "SBATCH_REQUEUE", "no-requeue": "SBATCH_NO_REQUEUE", "open-mode": "SBATCH_OPEN_MODE",
+              "signal": "SBATCH_SIGNAL"}  # fmt: skip
+SBATCH_FLAGS = frozenset(
+    """
+    contiguous exclusive get-user-env help hold H ignore-pbs k kill-on-invalid-dep nice no-kill no-requeue O overcommit
+    oversubscribe s parsable propagate Q quiet reboot requeue spread-job stepmgr test-only usage use-min-nodes v verbose
+    V version W wait x11 consolidate-segments spread-segments
+    """.split()  # noqa: SIM905 - a hundred quoted words would be harder to read
+)
+"""Options of sbatch that stand without a value, or whose value needs a ``=``."""
+
+_SHELLS_OF_SCRIPTS = frozenset({"sh", "bash", "dash"})
+_SIGNAL = re.compile(r"(?:SIG)?(TERM|INT|USR1|USR2|15|2|10|12)(?:@(\d+))?", re.IGNORECASE)
+_SIGNALS = {"15": "TERM", "2": "INT", "10": "USR1", "12": "USR2"}
+_LEAD_S = 60
+"""Of ``--signal`` without a time, by its manual page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A command line of sbatch or srun."""
+
+    options: tuple[tuple[str, str], ...]
+    """Names without dashes, as they were written; a flag's value is empty."""
+
+    words: tuple[str, ...]
+    """The options as they were written."""
+
+    command: tuple[str, ...]
+    """The script or program, with its arguments; empty where there is none."""
+
+    def value(self, *names: str) -> str | None:
+        """Of the last option with one of these names."""
+        return next((value for name, value in reversed(self.options) if name in names), None)
+
+
+def split_line(words: Sequence[str], flags: Collection[str]) -> Line:
+    """Options and command as getopt finds them: the first word that is neither an option nor its value begins the
+    command."""
+    options: list[tuple[str, str]] = []
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
+        word, at = words[at], at + 1
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            takes_next = not equals and name not in flags
+        else:
+            name, value = word[1:2], word[2:]
+            while name in flags and value and name not in ("k", "K", "W"):  # several flags in one word
+                options.append((name, ""))
+                name, value = value[:1], value[1:]
+            value = value.removeprefix("=")
+            takes_next = not value and name not in flags
+        if takes_next and at < len(words):
+            value, at = words[at], at + 1
+        options.append((name, value))
+    end = at + (at < len(words) and words[at] == "--")
+    return Line(tuple(options), tuple(words[:at]), tuple(words[end:]))
+
+
+def head_of(text: str) -> list[str]:
+    """The words of the ``#SBATCH`` lines that sbatch reads: those before the first command."""
+    words: list[str] = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            try:
+                words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError:
+                continue  # sbatch says what is wrong with it
+    return words
+
+
+def added_options(given: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[str]:
+    """What slurmft adds to sbatch's command line; ``given`` are the words of the command line and of the head."""
+    names = {word[2:].partition("=")[0] for words in given for word in words if len(word) > 4 and word[:2] == "--"}
+    names |= {name for name, variable in _VARIABLES.items() if variable in environment}
+    return [
+        option for option, others in ADDED.items()
+        if not any(other.startswith(name) for other in others for name in names)  # getopt takes beginnings
+    ]  # fmt: skip
+
+
+def signal_of(given: Sequence[Sequence[str]], environment: Mapping[str, str]) -> tuple[str, int]:
+    """The signal that Slurm will send, and seconds before the limit; as sbatch ranks where it is said.
+
+    Args:
+        given: the words of the script's head, and those of the command line.
+    """
+    head, command_line = (
+        [
+            value
+            for name, value in split_line(words, SBATCH_FLAGS).options
+            if len(name) > 1 and "signal".startswith(name)
+        ]
+        for words in given
+    )
+    variable = [environment["SBATCH_SIGNAL"]] if "SBATCH_SIGNAL" in environment else []
+    texts = ["USR2@120", *head, *variable, *command_line]
+    match = _SIGNAL.fullmatch(texts[-1].rpartition(":")[2].strip())
+    if match is None:
+        return "SIGUSR2", _LEAD_S  # another one than those that a run answers to
+    name = match[1].upper()
+    return f"SIG{_SIGNALS.get(name, name)}", max(1, int(match[2] or _LEAD_S))
+
+
+def refuse_several(words: Sequence[str], text: str) -> None:
+    """Return for a job of one component.
+
+    Raises:
+        UsageError: it has several (a heterogeneous job).
+    """
+    if ":" in words or re.search(r"^#SBATCH\s+(hetjob|packjob)\b", text, re.MULTILINE):
+        raise UsageError("a job of several components (hetjob) is not one run, and is not supervised",
+                         hint="submit it with sbatch, or each component as a job of its own")  # fmt: skip
+
+
+def with_guard(text: str, guard: str) -> str:
+    """The script with ``guard`` in front of its first command, on the same line: its lines keep their numbers.
+
+    Raises:
+        UsageError: no shell that could read it runs this script.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    lines = text.split("\n")
+    if not lines[0].startswith("#!"):
+        raise UsageError("this is no batch script: its first line does not begin with #!",
+                         hint="#!/bin/bash, or --wrap for a single command")  # fmt: skip
+    words = lines[0][2:].split()
+    names = [word.rpartition("/")[2] for word in words if not word.startswith("-")]
+    program = next((name for name in names if name != "env"), "")
+    if program not in _SHELLS_OF_SCRIPTS:
+        raise UsageError(f"the script is run by {program or 'nothing'}: what it launches cannot be met",
+                         hint="slurmft sbatch takes scripts of sh, bash and dash; others: sbatch")  # fmt: skip
+    for number, line in enumerate(lines):
+        if line.strip() and not line.startswith("#"):
+            lines[number] = guard + line
+            return "\n".join(lines)
+    return text.rstrip("\n") + "\n" + guard + "\n"
+
+
+# --- which launch trains ---
+
+LAUNCHERS = frozenset({"torchrun", "ft_launcher", "accelerate", "deepspeed"})
+_BEFORE = r"(?:^|[\s/;&|('\"])"
+_LAUNCHES = re.compile(
+    rf"{_BEFORE}(?:torchrun|ft_launcher|deepspeed|accelerate\s+launch)(?=\s)|torch\.distributed\.(?:run|launch)\b"
+)
+_PYTHON = re.compile(
+    rf"{_BEFORE}python[\d.]*((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
+    r"(?:-m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s]\S*\.py\b|\$)"
+)
+_PROGRAM = re.compile(r"\S+\.py(?:\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Whether a launch trains, and why."""
+
+    trains: bool
+    why: str
+
+
+def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
+    """Whether the launch ``name`` with these words, its own options left out, trains.
+
+    The rule: launchers of training always do. srun does where its command runs a Python program, or one of them, also
+    in a text for a shell. What the script says goes first.
+
+    Args:
+        said: ``train`` or ``off``, as the script says of this launch; else empty.
+    """
+    if said:
+        return Rule(said == "train", f"the script says {said} of it")
+    text = " ".join(words)
+    if name in ("accelerate", "python", "python3", "uv"):
+        if _LAUNCHES.search(f"{name} {text} "):
+            return Rule(True, "it starts ranks")
+        return Rule(False, f"{name} without a launcher does not count as training")
+    if name in LAUNCHERS:
+        return Rule(True, "it starts ranks")
+    if name == "mpirun":
+        return Rule(False, "ranks of mpirun get their places from MPI, and not from Slurm's variables")
+    if _LAUNCHES.search(f"{text} ") or _PYTHON.search(text) or _PROGRAM.match(text):
+        return Rule(True, "its command runs a Python program")
+    return Rule(False, "no srun of it runs a Python program, and no launcher")
+
+
+def starts_ranks(command: Sequence[str]) -> bool:
+    """Whether the command is a launcher of ranks, or a text for a shell with one in it."""
+    return _LAUNCHES.search(" ".join([*command, ""])) is not None
+
+
+def said_in(lines: Sequence[str], line: int) -> str:
+    """``train`` or ``off``, where ``#SLURMFT`` says so at the end of the command in ``line``, or right above it."""
+    at = line - 1
+    while 0 <= at < len(lines):
+        if match := re.search(r"(?:^|\s)#SLURMFT\s+(train|off)\s*$", lines[at]):
+            return match[1]
+        at -= 1
+        if at < 0 or not (lines[at].rstrip().endswith("\\") or lines[at].lstrip().startswith("#SLURMFT")):
+            return ""
+    return ""
+
+
+# --- srun's options ---
+
+SRUN_FLAGS = frozenset(
+    """
+    contiguous disable-status E exact exclusive H help hold interactive k K kill-on-bad-exit l label multi-prog
+    no-allocate Z no-kill no-shell O overcommit overlap oversubscribe s preserve-env propagate pty Q quiet
+    quit-on-interrupt q reboot spread-job u unbuffered usage use-min-nodes v verbose V version X x11 whole
+    wait-for-children
+    """.split()  # noqa: SIM905 - as above
+)
+_OF_OUTPUT = frozenset({"output", "o", "error", "e", "label", "l", "unbuffered", "u", "quiet", "Q", "verbose", "v",
+                        "kill-on-bad-exit", "K", "wait", "W", "job-name", "J"})  # fmt: skip
+"""Options that say nothing of where and with what tasks run."""
+
+_OF_PLACE = frozenset(
+    """
+    N nodes n ntasks ntasks-per-node tasks-per-node c cpus-per-task w nodelist x exclude export D chdir m distribution
+    mem mem-per-cpu cpu-bind mem-bind t time jobid overlap threads-per-core hint r relative k no-kill C constraint
+    p partition A account gres gpus-per-node mpi
+    """.split()  # noqa: SIM905 - as above
+)
+_FOR_AGENTS = frozenset({"gres", "gpus-per-node", "mem", "hint", "threads-per-core"})
+"""Options of place that hold for a whole node, and so for its agent."""
+
+
+def why_not_srun(line: Line) -> str:
+    """Why a step with these options cannot be one of agents; empty where it can."""
+    if not line.command:
+        return "this srun has no command"
+    strange = [name for name, _ in line.options if name not in _OF_OUTPUT | _OF_PLACE]
+    if strange:
+        dashes = "-" if len(strange[0]) == 1 else "--"
+        return f"srun {dashes}{strange[0]} cannot be carried over to a supervised run"
+    if (line.value("mpi") or "none") != "none":
+        return "ranks of srun --mpi get their places from MPI, and not from Slurm's variables"
+    if line.command[0].rpartition("/")[2].startswith("python") and line.command[1:2] == ("-",):
+        return "its program comes from standard input"
+    return ""
+
+
+def options_for_tasks(line: Line) -> list[str]:
+    """The options of place, as those of another step on the same places."""
+    found = []
+    for name, value in line.options:
+        if name in _OF_PLACE or name in ("u", "unbuffered"):
+            found += [f"-{name}{value}" if len(name) == 1 else f"--{name}={value}" if value else f"--{name}"]
+    return found
+
+
+def options_for_agents(line: Line) -> list[str]:
+    """Those that the step of agents needs as well."""
+    return [f"--{name}={value}" for name, value in line.options if name in _FOR_AGENTS]
+
+
+def output_name(pattern: str, environment: Mapping[str, str], *, user: str) -> str | None:
+    """The file that srun's ``--output`` names for one task, whose environment this is; None where that is unknown."""
+    job = environment.get("SLURM_JOB_ID", "")
+    known = {
+        "%": "%", "A": environment.get("SLURM_ARRAY_JOB_ID", job), "a": environment.get("SLURM_ARRAY_TASK_ID", "0"),
+        "j": job, "J": f"{job}.{environment.get('SLURM_STEP_ID', '0')}", "s": environment.get("SLURM_STEP_ID", "0"),
+        "N": environment.get("SLURMD_NODENAME", ""), "n": environment.get("SLURM_NODEID", "0"),
+        "t": environment.get("SLURM_PROCID", "0"), "u": user, "x": environment.get("SLURM_JOB_NAME", ""),
+    }  # fmt: skip
+    if pattern.isdecimal() or pattern in ("all", "none"):
+        return None
+    parts = re.split(r"%(\d*)(.)", pattern)
+    text = parts[0]
+    for width, letter, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        if letter not in known:
+            return None
+        text += known[letter].zfill(int(width or 0)) + rest
+    return text
+
+
+# --- where Slurm has put the tasks ---
+
+AGENTS_OWN = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASK_PID", "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT",
+              "SLURM_STEP_LAUNCHER_PORT", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_PRIO_PROCESS")  # fmt: skip
+"""Variables of a task that belong to its step, and so are those of the agent's."""
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+         "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+         "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+         "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS")  # fmt: skip
+"""Variables that a worker gets as a rank: a task of srun has none of them, unless the user has set them."""
+
+ATTACHED = ("SLURMFT_PAGE", "SLURMFT_TIMING_PAGE", "SLURMFT_VERDICT_FILE", "SLURMFT_EVIDENCE_FILE")
+"""Variables for one rank: a worker that is a launcher itself has several, none of which may take them."""
+
+_OF_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+OURS = frozenset({"SLURMFT_NODES", "SLURMFT_TASKS", "SLURMFT_ZYGOTE"})
+_OF_A_PROCESS = frozenset(
+    {*AGENTS_OWN, *OURS, VISIBLE, "SLURM_CONF", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TMPDIR"}
+)
+_ELSEWHERE = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_MPI_TYPE")
+"""Of a step's own process manager, which workers do not have."""
+
+Changes = dict[str, str | None]
+"""Variables, and what a worker has in their place; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tasks of a step are."""
+
+    nodelist: str
+    nodes: int
+    per_node: int
+    cpus_per_node: str
+    """``--cpus-per-task`` of one agent for all tasks of its node; empty for all CPUs of the job."""
+
+    hosts: Mapping[str, tuple[Mapping[str, str], ...]]
+    """Each node's tasks in their order, as the environments that Slurm has given them."""
+
+
+def places_of(tasks: Sequence[Mapping[str, str]]) -> Places | str:
+    """The places of these tasks, by their environments; or why they cannot be those of workers.
+
+    Raises:
+        KeyError: one of them is not that of a task.
+    """
+    ordered = sorted(tasks, key=lambda task: int(task["SLURM_PROCID"]))
+    hosts: dict[str, list[Mapping[str, str]]] = {}
+    for task in ordered:
+        hosts.setdefault(task["SLURMD_NODENAME"], []).append(task)
+    per_node = len(ordered) // len(hosts)
+    for number, task in enumerate(ordered):
+        place = (int(task["SLURM_NODEID"]), int(task["SLURM_LOCALID"]))
+        if len(ordered) % len(hosts) or place != divmod(number, per_node):
+            return f"its {len(ordered)} tasks are not spread over {len(hosts)} nodes in equal blocks"
+    first = ordered[0]
+    cpus = first.get("SLURM_CPUS_PER_TASK", "1" if "SLURM_MEM_PER_CPU" in first else "")
+    total = str(int(cpus) * per_node) if cpus.isdecimal() else ""
+    return Places(first["SLURM_STEP_NODELIST"], len(hosts), per_node, total,
+                  {host: tuple(each) for host, each in hosts.items()})  # fmt: skip
+
+
+def changes_for(
+    task: Mapping[str, str], base: Mapping[str, str], *, ranks_are_tasks: bool, attached: bool = True
+) -> Changes:
+    """What makes the environment of a worker that of the task it stands for.
+
+    Args:
+        task: the task's environment.
+        base: the environment that its agent is started with.
+        ranks_are_tasks: each worker is a task of its own, which Slurm tells nothing of ranks.
+        attached: the worker itself is a rank; else it starts ranks.
+    """
+    names = {name for name in {*task, *base} if not name.startswith(_ELSEWHERE)} - _OF_A_PROCESS
+    changes: Changes = {
+        name: task.get(name) for name in names if name.startswith("SLURM_") or task.get(name) != base.get(name)
+    }
+    if ranks_are_tasks or not attached:
+        changes |= {name: task.get(name) for name in RANKS}
+    return changes | (dict.fromkeys(ATTACHED) if not attached else {})
+
+
+def gpus_of(task: Mapping[str, str]) -> int:
+    """How many GPUs Slurm has given to this task alone; 0 where it sees those of the whole node."""
+    own = task.get(VISIBLE, "")
+    return len(own.split(",")) if own and any(name in task for name in _OF_GPUS) else 0
+
+
+def worker_of_task(
+    environment: Mapping[str, str], changes: Mapping[str, str | None], *, gpus: int, local: int
+) -> dict[str, str]:
+    """The environment of a worker that stands for the task number ``local`` of its node.
+
+    A task with GPUs of its own may count them from 0 in its cgroup, but a worker sees those of the whole node.
+    """
+    kept = {name: value for name, value in environment.items() if name not in changes and not _is_of_agents(name)}
+    kept |= {name: value for name, value in changes.items() if value is not None}
+    if "SLURM_STEP_NODELIST" in kept:
+        kept |= {name: environment[name] for name in AGENTS_OWN if name in environment}
+    mine = environment.get(VISIBLE, "").split(",")[local * gpus : (local + 1) * gpus]
+    return {**kept, VISIBLE: ",".join(mine)} if mine and len(mine) == gpus else kept
+
+
+def _is_of_agents(name: str) -> bool:
+    return (name.startswith("SLURM_") and name != "SLURM_CONF") or name in OURS
+
+
+# --- launches of earlier starts ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """A launch of this script that trained, or trains."""
+
+    number: int
+    words: tuple[str, ...]
+    code: int | None
+    """With which it has ended for good; None where it has not."""
+
+    start: str
+    """The start of the job that it was in last."""
+
+
+def same_launch(words: Sequence[str], known: Sequence[Known], start: str) -> Known | None:
+    """The launch of an earlier start that this one is again; None for a new one.
+
+    A script may give other arguments after a requeue (``--resume``): an unfinished launch with the same program is the
+    same one then.
+    """
+    left = [each for each in known if each.start != start]
+    exact = [each for each in left if each.words == tuple(words)]
+    program = [each for each in left if each.code is None and _programs(each.words) == _programs(words)]
+    return next(iter([*exact, *program]), None)
+
+
+def _programs(words: Sequence[str]) -> list[str]:
+    return [word for word in words if re.search(r"\.(py|sh)$", word)] or list(words[:2])

@@ -14,7 +14,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit, urlunsplit
 
-from slurmft.policy.grace import SLURM_JITTER_S
+from slurmft.policy.stop import SLURM_JITTER_S
 
 # --- streams ---
 # Answers that go on where another engine stopped: whether they can, how that is asked for, and how they are joined.

@@ -12,7 +12,7 @@ from email.utils import mktime_tz, parsedate_tz
 from enum import StrEnum
 from typing import Any
 
-from slurmft.policy.grace import REQUEUE_COST_S, Preempts
+from slurmft.policy.stop import REQUEUE_COST_S, Preempts
 
 # --- doctor ---
 # What will and will not work on a site: its configuration and one run's options in, findings with remedies out.

@@ -1,18 +1,354 @@
-"""At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5); and how often agents report,
+"""How a run stops: the time that a stop needs and has, at which tick all ranks stop; and how often agents report,
 before silence means a loss.
 
-A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluation. It is one integer,
-``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks
-that stop at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its
-block, so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then
+A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluation. It is one integer, ``step <<
+SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks that stop
+at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its block,
+so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then
 compares it with the proposed one; a worker that reaches the proposal waits until it is committed or moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
+
+from slurmft.policy.verdict import Cause
+
+# --- The arithmetic of time around a stop: the time that it needs, that Slurm leaves it, and that remains ---
+# Two clocks meet here, Slurm's and the node's. Differences are taken on one of them: Slurm's own times give the
+# length of a grace, the node's monotonic clock how much of it has passed. Only where that is not enough are the two
+# compared, and an impossible difference is not believed.
+
+SLURM_JITTER_S = 30.0
+"""``--signal=TERM@N`` comes up to 30 s early, never late (Slurm checks its jobs in that rhythm)."""
+
+REQUEUE_COST_S = 3.0
+"""Two ``scontrol`` calls, the end of the step, and a retry."""
+
+NOTICE_S = 5.0
+"""A signal is noticed within this time of being sent, where there is anything to save."""
+
+KILL_WAIT_S = 30.0
+"""Slurm's default for the time between the TERM and the KILL with which it ends a job."""
+
+END_ROUNDING_S = 2.0
+"""Slurm's times are whole seconds, and start and limit may be rounded apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobTimes:
+    """Unix times of a job as Slurm reports them, all of Slurm's clock; None where it does not know."""
+
+    start: float | None
+    end: float | None
+    limit_s: float | None
+    preempted: float | None = None
+    """When a preemption's grace began."""
+
+    @property
+    def grace_s(self) -> float | None:
+        """Seconds a preemption leaves the job; None when no preemption is known."""
+        if self.preempted is None or self.start is None or self.end is None or self.preempted < self.start:
+            return None
+        # a gang scheduler that suspends a job notes the time, too, and leaves its end where it was
+        return self.end - self.preempted if self._ends_early and self.end > self.preempted else None
+
+    @property
+    def _ends_early(self) -> bool:
+        if self.start is None or self.end is None:
+            return False
+        return self.limit_s is None or self.end < self.start + self.limit_s - END_ROUNDING_S
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmClock:
+    """Slurm's clock, read once and kept by this machine's monotonic one.
+
+    A node's own clock may be hours off, or be set while the job runs; this one goes on.
+    """
+
+    unix_s: float
+    monotonic_s: float
+
+    def at(self, monotonic_s: float) -> float:
+        """Slurm's Unix time at that moment of the monotonic clock."""
+        return self.unix_s + monotonic_s - self.monotonic_s
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a site ends jobs."""
+
+    clock: SlurmClock
+    """The clock of its times."""
+
+    kill_wait_s: float = KILL_WAIT_S
+
+    has_epilog: bool = True
+    """Whether a script of the site's runs after each job, for a time that is not known."""
+
+
+def cause_of_signal(times: JobTimes, *, now: float, lead_s: float) -> Cause:
+    """Why a TERM came at ``now`` (of Slurm's clock): Slurm does not say, but its end time does.
+
+    A preemption moves the end time to the end of the grace, before the limit; the time-limit warning comes at most
+    lead + jitter before an end that *is* the limit; any other signal was sent by a user.
+    """
+    if times.end is None or times.start is None:
+        return Cause.SIGNALLED
+    if times._ends_early:
+        return Cause.PREEMPTED
+    if times.end - now <= lead_s + SLURM_JITTER_S + END_ROUNDING_S:
+        return Cause.TIME_LIMIT
+    return Cause.SIGNALLED
+
+
+def is_limit_usable(times: JobTimes, *, lead_s: float) -> bool:
+    """Whether the time limit leaves a job some time before its notice, which comes up to SLURM_JITTER_S early."""
+    return times.limit_s is None or times.limit_s > lead_s + SLURM_JITTER_S
+
+
+def seconds_for_stop(times: JobTimes, *, cause: Cause, now: float, lead_s: float, timeout_s: float) -> float:
+    """Seconds from the signal at ``now`` until the workers must be gone so that the requeue still fits; at least 1.
+
+    ``now`` should be of Slurm's clock (``SlurmClock``), and is believed only as far as it can be true: a clock that is
+    an hour ahead would leave no time for a save that fits, one that is behind would let Slurm end it in the middle.
+    ``timeout_s`` is for a stop that nothing hurries.
+    """
+    low, high = _bounds_s(times, cause=cause, lead_s=lead_s, timeout_s=timeout_s)
+    left = high if times.end is None else min(high, max(low, times.end - now))
+    return max(1.0, left - REQUEUE_COST_S)
+
+
+def seconds_in_kill_wait(kill_wait_s: float) -> float:
+    """Seconds, from when Slurm ends the job, until the workers must be gone so that what follows is done before KILL.
+
+    Workers that ignore TERM live on until then: srun, which gets TERM too, asks the controller to kill its step, and
+    that refuses it for a job that is ending already.
+    """
+    return max(1.0, kill_wait_s - REQUEUE_COST_S)
+
+
+def _bounds_s(times: JobTimes, *, cause: Cause, lead_s: float, timeout_s: float) -> tuple[float, float]:
+    """At least and at most so many seconds lie between the signal and the end of the job, independent of clocks."""
+    if cause is Cause.PREEMPTED and times.grace_s is not None:
+        return times.grace_s - NOTICE_S, times.grace_s  # Slurm signals at the beginning of the grace
+    if cause is Cause.TIME_LIMIT:
+        # a limit shorter than that makes Slurm signal whenever it first looks
+        return lead_s if is_limit_usable(times, lead_s=lead_s) else 0.0, lead_s + SLURM_JITTER_S
+    return min(lead_s, timeout_s), timeout_s
+
+
+class Severity(StrEnum):
+    """Whether a finding is a fact or a warning; ``--strict`` refuses warnings."""
+
+    NOTE = "note"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about the grace budget, with its numbers."""
+
+    severity: Severity
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraceNeed:
+    """The needs of a stop of this workload, as measured earlier; None where nothing was."""
+
+    longest_step_s: float | None = None
+    """Longest time between two moments at which a stop is possible."""
+
+    save_s: float | None = None
+    """99th percentile of the saves."""
+
+    cut_off: bool = False
+    """``save_s`` is how far a longer save had got when it was cut off."""
+
+    start_s: float | None = None
+    """From the start of a job to the end of its first step."""
+
+    step_s: float | None = None
+    """Mean time of a step with all that goes with it, to state the cost of a lost one."""
+
+    interval_steps: int = 0
+    """Steps between two periodic checkpoints; 0: there are none, or they are spaced by time."""
+
+    interval_s: float = 0.0
+    """Seconds between two periodic checkpoints, at most; 0 where they are spaced by steps."""
+
+    @property
+    def known(self) -> bool:
+        """Both parts that count have been measured."""
+        return self.longest_step_s is not None and self.save_s is not None
+
+    @property
+    def lead_s(self) -> int:
+        """The least sufficient ``preemption.signal_lead_s``."""
+        return _round_up(self.total_s + NOTICE_S)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the signal to the requeue; unknown parts count as 0."""
+        return (self.longest_step_s or 0.0) + (self.save_s or 0.0) + REQUEUE_COST_S
+
+    def fits(self, seconds: float) -> bool:
+        """Whether a stop can be done within that time, as far as is known."""
+        return self.total_s + (NOTICE_S if self.cut_off else 0.0) <= seconds
+
+    def __str__(self) -> str:
+        save = "a save that was cut off at" if self.cut_off else "p99 save"
+        parts = (("longest step", self.longest_step_s), (save, self.save_s), ("requeue", REQUEUE_COST_S))
+        told = ", ".join(f"{name} {'unknown' if value is None else _number(value)}" for name, value in parts)
+        at_least = "at least " if self.cut_off or not self.known else ""
+        return f"a stop needs {at_least}{_number(self.total_s)} s ({told})"
+
+    @property
+    def at_risk(self) -> str:
+        """The work that is repeated when a stop's save fails."""
+        if self.interval_s > 0:
+            work = f"{_number(self.interval_s)} s of work"
+            return f"the newest periodic checkpoint continues, and up to {work} are done again"
+        if self.interval_steps == 0:
+            return "everything since the newest save of a stop is done again (checkpoint.interval_steps is 0)"
+        work = "" if self.step_s is None else f" ({_number(self.interval_steps * self.step_s)} s of work)"
+        return f"the newest periodic checkpoint continues, and up to {self.interval_steps} steps{work} are done again"
+
+
+class Preempts(StrEnum):
+    """The effect of a preemption on a job."""
+
+    NEVER = "never"
+    """It cannot happen, or needs no save: the job is suspended and goes on later."""
+
+    BY_PARTITION = "by partition"
+    """It ends the job, after the partition's GraceTime."""
+
+    BY_QOS = "by QOS"
+    """It ends the job, after the GraceTime of its QOS, which is only in the accounting database."""
+
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraceOffer:
+    """The time that Slurm leaves a job that it ends."""
+
+    lead_s: float
+    """``preemption.signal_lead_s``."""
+
+    limit_s: float | None = None
+    """Time limit: infinite where there is none, None where it is not known."""
+
+    partition: str = ""
+    preempts: Preempts = Preempts.UNKNOWN
+    grace_s: float | None = None
+    """The partition's GraceTime; None where it is not known."""
+
+    kill_wait_s: float | None = None
+
+
+def preempts(*, kind: str, mode: str, tier: int | None, tiers: Sequence[int]) -> Preempts:
+    """The effect of a preemption on jobs of a partition with this PreemptMode and PriorityTier.
+
+    ``kind`` is the cluster's PreemptType, ``tiers`` those of all partitions: a job of the highest one is never
+    preempted. Empty texts are unknown.
+    """
+    words = set(mode.upper().split(",")) - {"GANG", "WITHIN", "PRIORITY", ""}
+    if kind.endswith("none") or (words and words <= {"OFF", "SUSPEND"}):
+        return Preempts.NEVER
+    if kind.endswith("qos"):
+        return Preempts.BY_QOS
+    if not words:
+        return Preempts.NEVER if "GANG" in mode.upper() else Preempts.UNKNOWN
+    if kind.endswith("partition_prio") and tier is not None and tiers and max(tiers) <= tier:
+        return Preempts.NEVER
+    return Preempts.BY_PARTITION
+
+
+def findings(need: GraceNeed, offers: Sequence[GraceOffer]) -> list[Finding]:
+    """Findings about the grace budget, warnings first; one offer for each partition the job may start in."""
+    warnings = [text for offer in offers for text in (*_about_limit(need, offer), *_about_preemption(need, offer))]
+    told = [Finding(Severity.WARNING, text) for text in dict.fromkeys(warnings)]
+    if not need.known:
+        told.append(Finding(Severity.NOTE, "longest step and save are unknown until a run of this workload has saved; "
+                                           f"a stop {_summary(offers)}"))  # fmt: skip
+    elif not told:
+        told.append(Finding(Severity.NOTE, f"{need} and {_summary(offers)}"))
+    return told
+
+
+def _summary(offers: Sequence[GraceOffer]) -> str:
+    if not offers:
+        return "has an unknown time"
+    lead_s = min(offer.lead_s for offer in offers)
+    parts = [] if all(offer.limit_s == math.inf for offer in offers) else [f"{_number(lead_s)} s at the time limit"]
+    graces = [offer.grace_s for offer in offers if offer.preempts is Preempts.BY_PARTITION]
+    known = [grace for grace in graces if grace is not None]
+    if known:
+        parts.append(f"{_number(min(known))} s at a preemption")
+    elif any(offer.preempts is Preempts.BY_QOS for offer in offers):
+        parts.append("the GraceTime of its QOS at a preemption (sacctmgr show qos format=Name,GraceTime)")
+    elif graces or any(offer.preempts is Preempts.UNKNOWN for offer in offers):
+        parts.append("an unknown time at a preemption")
+    return f"has {', '.join(parts)}" if parts else "is only requested by hand"
+
+
+def _about_limit(need: GraceNeed, offer: GraceOffer) -> list[str]:
+    if offer.limit_s == math.inf:
+        return []
+    told = []
+    if not need.fits(offer.lead_s):
+        told.append(
+            f"{need}, but Slurm signals only {_number(offer.lead_s)} s before the time limit: "
+            f"set preemption.signal_lead_s to at least {need.lead_s}"
+        )
+    if offer.limit_s is None:
+        return told
+    before_s = offer.lead_s + SLURM_JITTER_S
+    work_s = (need.start_s or 0.0) + (need.save_s or 0.0)
+    if offer.limit_s <= before_s + work_s:
+        when = "at the very start" if offer.limit_s <= offer.lead_s else f"as early as {_number(before_s)} s before it"
+        work = f", and start-up, first step and a save take {_number(work_s)} s" if work_s else ""
+        told.append(
+            f"the time limit of {_number(offer.limit_s)} s is too short: Slurm asks for a stop {when} "
+            f"(preemption.signal_lead_s {_number(offer.lead_s)}, and up to {_number(SLURM_JITTER_S)} s early){work}; "
+            f"set slurm.time to at least {math.floor((before_s + work_s) / 60) + 1} minutes, or a shorter signal_lead_s"
+        )
+    return told
+
+
+def _about_preemption(need: GraceNeed, offer: GraceOffer) -> list[str]:
+    if offer.preempts is not Preempts.BY_PARTITION or offer.grace_s is None:
+        return []
+    where = f"a preemption in partition {offer.partition}"
+    if offer.grace_s == 0:
+        kill_wait = "" if offer.kill_wait_s is None else f", {_number(offer.kill_wait_s)} s"
+        return [
+            f"{where} leaves no grace (GraceTime 0): a save has KillWait alone{kill_wait}, "
+            f"and where that is too short, {need.at_risk}"
+        ]
+    if not need.fits(offer.grace_s):
+        return [
+            f"{need}, but {where} leaves {_number(offer.grace_s)} s (GraceTime): the save will not be done in time, "
+            f"{need.at_risk}"
+        ]
+    return []
+
+
+def _number(seconds: float) -> str:
+    return f"{seconds:.1f}".removesuffix(".0")
+
+
+def _round_up(seconds: float) -> int:
+    return math.ceil(seconds / 10) * 10
+
 
 # --- The begin time of a requeued job, in seconds from now: a delay that was long enough before ---
 
@@ -62,51 +398,6 @@ def longest_silence_s(agents: int) -> float:
 def ping_interval_s(agents: int, *, lease_s: float) -> float:
     """Seconds between two pings of the supervisor to each agent; four of them fit into a lease."""
     return min(max(LONGEST_PING_S, agents / REPORTS_PER_S), lease_s / 4)
-
-
-# --- When a standby supervisor may take a run over, and when a supervisor must take itself for cut off ---
-
-LEASE_S = 4.0
-"""A supervisor that has been heard of since then, by its connection or its file, keeps the run."""
-
-RENEW_S = 0.5
-"""How often a supervisor renews its lease."""
-
-YIELD_S = 3 * LEASE_S
-"""How long a supervisor that can reach neither Slurm nor its standby leaves the run to that one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Silence:
-    """What a standby knows of the supervisor."""
-
-    unheard_s: float
-    """Since the last message by the connection."""
-
-    lease_age_s: float | None
-    """Of the file in the run folder, by the file server's clock; None where that cannot be told."""
-
-
-def may_claim(silence: Silence) -> bool:
-    """Whether the supervisor has lost its lease, as far as one look shows; unknown is not lost."""
-    age_s = silence.lease_age_s
-    return silence.unheard_s >= LEASE_S and age_s is not None and age_s >= LEASE_S
-
-
-def is_valid(*, now_s: float, file_at_s: float, heard_at_s: float) -> bool:
-    """Whether a supervisor still holds its lease: the standby has promised to wait, by either way, from then on.
-
-    Args:
-        now_s: of the supervisor's monotonic clock, as the others.
-        file_at_s: just before the last renewal of the file that has succeeded.
-        heard_at_s: when the message was sent that the standby has answered last.
-    """
-    return now_s < max(file_at_s, heard_at_s) + LEASE_S
-
-
-def choose(nodes: Sequence[str], own: str, avoid: Collection[str]) -> str | None:
-    """The first node, in the allocation's order, that is not the supervisor's own and has not failed at it before."""
-    return next((node for node in nodes if node != own and node not in avoid), None)
 
 
 # --- At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5) ---

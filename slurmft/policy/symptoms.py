@@ -1,7 +1,7 @@
-"""The one reader of text: what ended a program, by its exceptions, its messages, Slurm's lines and the kernel's.
+"""What ended a program: the table of signatures of programs, Slurm and the kernel, and the one reader of text.
 
 Only what was printed as an end counts: neither source lines that a traceback quotes, nor remarks, nor errors after
-which the program went on. What the words mean is said by ``signatures``. No text takes long, whatever is in it: only
+which the program went on. What the words mean is said by ``SIGNATURES``. No text takes long, whatever is in it: only
 its newest lines are read, and only the beginning of each.
 """
 
@@ -9,11 +9,337 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from slurmft.policy.signatures import SIGNATURES, Remedy, Signature
 from slurmft.policy.verdict import Cause
+
+# The table of signatures: what programs, Slurm and the kernel print when something ends, and what follows from it. To
+# add one: a row in ``SIGNATURES`` and an excerpt in ``tests/unit/data/verdict_corpus.txt``, then ``make docs``. A
+# signature is tried on single lines, without the marks that launchers, ranks and loggers put in front (``symptoms``).
+# Its patterns are regular expressions; `` ... `` in one stands for any text between two parts, each of which is
+# looked for once, so that no line can make it slow: write no ``.*`` and no repetition within a repetition. Those that
+# begin with a fixed text are found several times faster than others.
+
+
+class FailureCategory(StrEnum):
+    """Kinds of failures that call for different answers."""
+
+    DEVICE_OUT_OF_MEMORY = "device out of memory"
+    HOST_OUT_OF_MEMORY = "host out of memory"
+    COMMUNICATION = "communication"
+    HARDWARE = "hardware"
+    NUMERICAL = "numerical"
+    TIMEOUT = "timeout"
+    STORAGE = "storage"
+    PREEMPTION = "preemption"
+    CODE = "code"
+    UNKNOWN = "unknown"
+
+    @property
+    def cause(self) -> Cause:
+        """The supervisor's cause for it."""
+        return _CAUSES[self]
+
+
+_CAUSES = {
+    FailureCategory.DEVICE_OUT_OF_MEMORY: Cause.DEVICE_OUT_OF_MEMORY,
+    FailureCategory.HOST_OUT_OF_MEMORY: Cause.HOST_OUT_OF_MEMORY,
+    FailureCategory.COMMUNICATION: Cause.COMMUNICATION_ERROR,
+    FailureCategory.HARDWARE: Cause.DATA_CORRUPTION,
+    FailureCategory.NUMERICAL: Cause.WORKER_ERROR,
+    FailureCategory.TIMEOUT: Cause.HANG,
+    FailureCategory.STORAGE: Cause.WORKER_ERROR,
+    FailureCategory.PREEMPTION: Cause.PREEMPTED,
+    FailureCategory.CODE: Cause.WORKER_ERROR,
+    FailureCategory.UNKNOWN: Cause.UNKNOWN,
+}
+
+
+class Suspected(StrEnum):
+    """Where the reason lies, most likely."""
+
+    CODE = "the program or its settings"
+    DATA = "the data, or the numbers made of them"
+    DEVICE = "a GPU"
+    NODE = "the node"
+    NETWORK = "the network, or a peer"
+    STORAGE = "the storage"
+    SITE = "Slurm, or services of the site"
+    NOBODY = "not known"
+
+
+class Remedy(StrEnum):
+    """What is right to do."""
+
+    AGAIN = "again"
+    """In place, from the newest checkpoint."""
+
+    ELSEWHERE = "elsewhere"
+    """On other nodes."""
+
+    LESS_MEMORY = "less"
+    """With less memory per step, or more of it (``oom.action: reduce_batch``, Slurm's ``mem``)."""
+
+    WAIT = "wait"
+    """When there is room again: retries in a row only use up the budget."""
+
+    REQUEUE = "queue"
+    """Through the queue, at no cost."""
+
+    STOP = "stop"
+    """Not again, once the same has come twice before any step: another try, on any node, repeats it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One row."""
+
+    name: str
+    category: FailureCategory
+    suspected: Suspected
+    remedy: Remedy
+    source: str
+    """Who prints it."""
+
+    patterns: tuple[str, ...]
+    cause: Cause
+    """Of a verdict on a rank that has only this to show."""
+
+    is_echo: bool
+    """A peer's failure looks like this as well: anything else that a log says is the better reason."""
+
+    is_loose: bool
+    """A person's words rather than a program's: good for an exception or a single line, too weak for a verdict."""
+
+    @property
+    def strength(self) -> int:
+        """How good a reason it is: one that names none yields to any, an echo to all others."""
+        return 0 if self.category is FailureCategory.UNKNOWN else 1 if self.is_echo else 2
+
+    def parts(self) -> Iterable[list[re.Pattern[str]]]:
+        """The compiled parts of each pattern, to be found one behind the other."""
+        return ([re.compile(part) for part in pattern.split(" ... ")] for pattern in self.patterns)
+
+
+_C, _S, _R = FailureCategory, Suspected, Remedy
+NONE = Cause.WORKER_ERROR
+"""The cause of a verdict where a log shows that it is none of those with rules of their own."""
+
+
+def _row(
+    name: str, category: FailureCategory, suspected: Suspected, remedy: Remedy, source: str, *patterns: str,
+    cause: Cause | None = None, is_echo: bool = False, is_loose: bool = False,
+) -> Signature:  # fmt: skip
+    return Signature(name, category, suspected, remedy, source, patterns, cause or category.cause, is_echo, is_loose)
+
+
+_E = r"^(?:\w+\.)*"
+"""In front of the name of an exception's class."""
+
+_ANY = _E + r"(?:Assertion|Value|Runtime)Error\b"
+"""Errors whose words say more than their class."""
+
+_NOT_FATAL = r"(?!.{0,200}\b[Nn]on-?[Ff]atal\b)"
+
+# fmt: off
+SIGNATURES: Sequence[Signature] = (
+    # --- devices that have spoilt data, or do not work ---
+    _row("uncorrectable memory or link error", _C.HARDWARE, _S.DEVICE, _R.ELSEWHERE, "CUDA, NVIDIA's driver",
+         r"uncorrectable (?:ECC|NVLink) error(?!s)", r"[Ee][Cc][Cc] error encountered", r"cudaErrorECCUncorrectable",
+         r"CUDA_ERROR_(?:ECC|NVLINK)_UNCORRECTABLE", rf"NVRM: Xid \([\w:.]+\): (?:48|64|94|95|140)\b{_NOT_FATAL}"),
+    _row("a program's fault on a GPU", _C.HARDWARE, _S.CODE, _R.AGAIN, "NVIDIA's driver",
+         r"NVRM: Xid \([\w:.]+\): (?:8|11|13|31|43|45|68|69)\b", cause=NONE),
+    _row("a GPU has failed", _C.HARDWARE, _S.DEVICE, _R.ELSEWHERE, "NVIDIA's driver, nvidia-smi",
+         r"NVRM: Xid \([\w:.]+\): \d", r"SXid \([\w:.]+\): \d", r"allen off the bus", r"RmInitAdapter failed",
+         r"rm_init_adapter failed", r"GPU is lost", r"Unable to determine the device handle for GPU",
+         r"nvidia-container-cli: initialization error", r"HSA_STATUS_ERROR_EXCEPTION",
+         r"NVRM: The NVIDIA probe routine failed", cause=NONE),
+    _row("driver and library differ", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "NVML: the driver was updated under the node",
+         r"Driver/library version mismatch", r"Failed to initialize NVML", r"NVML: Driver", cause=NONE),
+    _row("GPUs cannot be used on this node", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "CUDA, cuBLAS, HIP",
+         r"system not yet initialized", r"CUDA_ERROR_SYSTEM_NOT_READY", r"No CUDA GPUs are available",
+         r"Found no NVIDIA driver", r"CUDA unknown error", r"no CUDA-capable device",
+         r"all CUDA-capable devices are busy", r"CUDA-capable device\(s\) is/are busy",
+         r"CUBLAS_STATUS_NOT_INITIALIZED", r"unspecified launch failure", r"hipErrorLaunchFailure", r"hipErrorNoDevice",
+         r"the launch timed out and was terminated", r"cudaErrorLaunchFailure", cause=NONE),
+
+    # --- memory ---
+    _row("memory of the device", _C.DEVICE_OUT_OF_MEMORY, _S.CODE, _R.LESS_MEMORY,
+         "PyTorch, CUDA, HIP, XLA, TensorFlow", r"(?:cuda|torch)\.OutOfMemoryError", r"^OutOfMemoryError",
+         r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory", r"(?:CUDA|HIP)(?: driver)? error: out of memory",
+         r"CU(?:DA|BLAS|DNN|SPARSE|SOLVER|FFT)\w{0,40}_ALLOC_FAILED", r"CUDA_ERROR_OUT_OF_MEMORY",
+         r"[Cc]uda failure (?:\d+ )?'out of memory'", r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)",
+         r"hipErrorOutOfMemory", r"OOM when allocating tensor", r"cudaErrorMemoryAllocation",
+         r"triton ... OutOfResources", r"No available memory for the cache blocks"),
+    _row("memory shared between processes", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY,
+         "PyTorch, NCCL: /dev/shm is full", r"out of shared memory", r"insufficient shared memory",
+         r"killed by signal: Bus error", r"creating shared memory segment", r"posix_fallocate failed",
+         r"allocate shared memory", r"unable to write to file </torch_", r"No space left on device ... '/dev/shm/",
+         r"dev/shm/ ... No space left on device"),
+    _row("the kernel or Slurm killed for memory", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY,
+         "Linux, slurmstepd, srun", r"oom[-_]kill(?:er)?(?: event|\(|:)", r"oom-kill event", r"OOM Killed",
+         r"invoked oom-killer", r"OOMKilled", r"[Oo]ut of memory: Kill", r"[Ee]xceeded (?:job |step )?memory limit",
+         r"srun: error: ... : Out Of Memory", r"oom_reaper: reaped"),
+    _row("Ray killed for memory", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY, "Ray's memory monitor",
+         r"ray\.exceptions\.OutOfMemoryError", r"node running low on memory", r"killed due to memory pressure"),
+    _row("a child was killed", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY,
+         "PyTorch's loaders, spawn, torchrun; joblib, datasets: mostly for memory",
+         r"DataLoader worker \(pid\(?s?\)? ... killed by signal: Killed", r"terminated with signal SIGKILL",
+         r"Signal 9 \(SIGKILL\) received by PID", r"failed \(exitcode: -9\)", r"return code = -9$", r"SIGKILL\(-9\)",
+         r"subprocesses has abruptly died"),
+    _row("memory of the host", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY, "Python, NumPy, PyTorch, Arrow, C++",
+         _E + r"_?(?:Array|Arrow)?MemoryError\b", r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
+         r"Unable to allocate ... for an array", r"std::bad_alloc", r"\[Errno 12\]", r"Cannot allocate memory"),
+
+    # --- Slurm's own words ---
+    _row("time limit", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "slurmstepd", r"CANCELLED AT ... DUE TO TIME LIMIT",
+         cause=NONE),
+    _row("preempted or requeued", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "slurmstepd, submitit",
+         r"CANCELLED AT ... DUE TO (?:PREEMPTION|JOB REQUEUE)", r"Exiting gracefully after preemption",
+         r"timed-out and not checkpointable", r"this job is preempted", cause=NONE),
+    _row("a node has failed", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "slurmstepd, srun", r"DUE TO NODE FAILURE",
+         r"\[Hardware Error\]", r"node has (?:crashed|died)", r"srun: error: Node failure on",
+         r"Task launch for ... Communication connection failure", r"Task launch for ... Unable to contact slurmd",
+         cause=NONE),
+    _row("a signal from outside", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "torchrun, Lightning",
+         r"SignalException: Process \d+ got signal: \d", r"^KeyboardInterrupt\b",
+         r"eceived SIG(?:TERM|USR1|USR2|HUP)\b", r"SIGTERMException", cause=NONE),
+    _row("no such program or image", _C.CODE, _S.CODE, _R.STOP, "slurmstepd, pyxis", r"error: execve\(\): ",
+         r"pyxis: failed to import"),
+
+    # --- storage ---
+    _row("no room", _C.STORAGE, _S.STORAGE, _R.WAIT, "Linux, PyTorch's writer, safetensors: a full disk, or a quota",
+         r"\[Errno (?:28|122)\]", r"No space left on device", r"[Dd]isk quota exceeded", r"errno = (?:28|122)\b",
+         r"disk is full", r"OutOfDiskError", r"PytorchStreamWriter failed writing", r"unexpected pos \d+ vs \d",
+         r"StorageFull", r"[Ff]ile ... cannot be opened\.$", r"file write failed"),
+    _row("file or server does not answer", _C.STORAGE, _S.STORAGE, _R.AGAIN, "NFS, Lustre, Linux",
+         r"[Ss]tale (?:NFS )?file handle", r"\[Errno (?:5|30|107|108|110|116|121)\] ... '/",
+         r"\[Errno (?:5|30|107|108|116|121)\]", r"ransport endpoint (?:shutdown|is not connected)", r"\[Errno 12[67]\]",
+         r"LustreError", r"nfs: server \S+ not responding", r"EXT4-fs error", r"XFS ... [Cc]orrupt", r"I/O error, dev ",
+         r"Buffer I/O error", r"Input/output error", r"Failed to acquire lock on file", r"Read-only file system",
+         r"\[Errno 16\] Device or resource busy", r"This client was evicted"),
+    _row("too many open files", _C.STORAGE, _S.CODE, _R.AGAIN,
+         "Linux, PyTorch's loaders: ulimit -n, or file_system sharing", r"[Tt]oo many open files",
+         r"received 0 items of ancdata", r"\[Errno 24\]"),
+    _row("damaged file", _C.STORAGE, _S.DATA, _R.STOP, "PyTorch, safetensors, zip: cut off, or no such format",
+         r"PytorchStreamReader failed", r"deserializing header", r"failed finding central directory",
+         _E + r"BadZipFile", r"invalid load key", r"pickle data was truncated", r"UnidentifiedImageError",
+         r"image file is truncated", r"Compressed file ended before", r"file signature not found",
+         r"storage has wrong size", r"unexpected EOF", r"Ran out of input$", r"MetadataIncompleteBuffer",
+         r"HeaderTooLarge"),
+    _row("file is missing, or may not be read", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python: a mount may be missing",
+         _E + r"FileNotFoundError\b", _E + r"PermissionError\b", _E + r"(?:IsA|NotA)DirectoryError\b",
+         _E + r"FileExistsError\b"),
+
+    # --- downloads: other machines, but not the other ranks ---
+    _row("offline by settings", _C.CODE, _S.CODE, _R.STOP, "Hugging Face Hub", r"OfflineModeIsEnabled"),
+    _row("a download failed", _C.COMMUNICATION, _S.SITE, _R.AGAIN, "requests, urllib3, Hugging Face Hub, S3, W&B",
+         r"HTTPS?ConnectionPool", r"^(?:urllib3|requests|httpx|httpcore|aiohttp|botocore)\.",
+         r"LocalEntryNotFoundError", r"couldn't connect to 'https?:", r"URLError: <urlopen error",
+         r"HTTP Error [45]\d\d", r"Too Many Requests for url", r"[45]\d\d (?:Client|Server) Error: ",
+         r"name resolution", r"wandb\.errors\.", r"Could not connect to the endpoint URL", cause=NONE),
+
+    # --- settings and programs that another try would only repeat ---
+    _row("two ranks on one GPU", _C.CODE, _S.CODE, _R.STOP, "NCCL", r"Duplicate GPU detected",
+         r"ncclCommInitRank failed: invalid usage"),
+    _row("a kernel was used wrongly", _C.CODE, _S.CODE, _R.STOP, "CUDA, HIP",
+         r"(?:CUDA|HIP) error: (?:device-side assert|invalid |no kernel image|misaligned address)",
+         r"(?:CUDA|HIP) error: (?:too many resources|peer access is|operation not (?:permitted|supported))",
+         r"Assertion `[^`]{0,200}` failed\.$"),
+    _row("driver, library or extension of another version", _C.CODE, _S.SITE, _R.STOP, "CUDA, the loader of Linux",
+         r"driver version is insufficient", r"cudaErrorInsufficientDriver", r"NVIDIA driver on your system is too old",
+         r"undefined symbol", r"with link time reference", r"version `\w+_[\d.]+' not found", r"mismatches the version",
+         r"cannot open shared object file", r"compiled with different CUDA", r"Error building extension"),
+    _row("checkpoint and model do not match", _C.CODE, _S.CODE, _R.STOP, "PyTorch, Megatron", r"in loading state_dict",
+         r"size mismatch for \S+ copying", r"[Mm]issing key(?:\(s\))? in (?:checkpoint )?state_dict",
+         r"value from checkpoint \(", r"[Ww]eights only load failed", r"Unexpected key\(s\) in state_dict"),
+    _row("wrong arguments or settings", _C.CODE, _S.CODE, _R.STOP, "argparse, Hydra, Lightning, DeepSpeed, vLLM",
+         r"error: (?:unrecognized arguments|argument |the following arguments)", r"MisconfigurationException",
+         r"is not in struct$", r"batch related parameters", r"not divisible by|be divisible by",
+         r"[Cc]ould not override", r"larger than the available KV cache memory", r"[Dd]efault process group",
+         r"number of tasks per node configured in SLURM"),
+    _row("model, tokenizer or data set is not there, or is none", _C.CODE, _S.DATA, _R.STOP, "transformers, datasets",
+         r"Can't load (?:tokenizer|the configuration|the model|feature)", r"does not appear to have a file named",
+         r"no file named \S+", r"not a valid model identifier", r"gated repo", r"GatedRepoError",
+         r"RepositoryNotFoundError", r"DatasetGenerationError", r"Arrow(?:Invalid|TypeError)\b", r"JSON parse error",
+         r"JSONDecodeError", r"data did not match any variant", r"Couldn't reach server at"),
+    _row("parameters without a gradient", _C.CODE, _S.CODE, _R.STOP, "DistributedDataParallel",
+         r"Expected to have finished reduction"),
+
+    # --- the other ranks ---
+    _row("port is taken", _C.COMMUNICATION, _S.NODE, _R.AGAIN, "c10d, uvicorn: another job's, or an earlier attempt's",
+         r"EADDRINUSE", r"[Aa]ddress already in use", r"\[Errno 98\]"),
+    _row("network card or fabric", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, UCX, libfabric", r"NCCL WARN NET/",
+         r"Got completion (?:from peer|with error)", r"Got async event : port error", r"UCX +ERROR",
+         r"Transport retry count exceeded", r"libfabric:\d+:\S+<warn> ... err: \d", is_echo=True),
+    _row("collective, store or rendezvous", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, RCCL, gloo, c10d, MPI, JAX",
+         r"Dist(?:Backend|Network|Store|Queue\w{0,10})Error", r"NCCL (?:error|communicator)", r"nccl\w{0,40}Error\b",
+         r"NCCL WARN", r"Watchdog caught collective operation timeout", r"ProcessGroup(?:NCCL|Gloo|MPI|UCC)\b",
+         r"gloo/transport/", r"gloo::", r"Gloo connect", r"Connection closed by (?:remote )?peer",
+         r"[Tt]imed out waiting (?:for (?:send|recv|operation|buf)|\d+ ?ms)", r"client socket has timed out",
+         r"(?:TCPStore|c10d|rendezvous|socket) ... (?:timed out|timeout)", r"connect\(\) timed out",
+         r"Rendezvous(?:Connection|Timeout|Closed|Graceful)\w{0,10}", r"collective\w{0,20}  ... (?:timed out|timeout)",
+         r"failed to recv, got 0 bytes", r"Socket Timeout$", r"store based barrier", r"monitoredBarrier", r"MPI_ERR_",
+         r"An error occurred in MPI_", r"HorovodInternalError", r"Barrier timed out", r"CoordinationService",
+         r"[Cc]oordination service", r"GetKeyValue\(\) timed out", is_echo=True),
+    _row("connection to another process", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "Python, Linux",
+         _E + r"(?:ConnectionResetError|BrokenPipeError|ConnectionRefusedError|ConnectionAbortedError)\b",
+         r"Connection reset by peer", r"Broken pipe", r"No route to host", r"Network is unreachable", is_echo=True),
+
+    # --- numbers ---
+    _row("numbers that are none", _C.NUMERICAL, _S.DATA, _R.AGAIN, "Megatron, DeepSpeed, fairseq, detectron2, PyTorch",
+         _E + r"FloatingPointError\b", r"found NaN in", r"[Ll]oss scale already at minimum",
+         r"Minimum loss scale reached", r"[Ll]oss is (?:nan|NaN|inf)", r"[Ll]oss became infinite or NaN",
+         r"returned nan values in", r"loss returned in `training_step` is", r"_LinAlgError ... failed to converge"),
+
+    # --- ends that name no reason ---
+    _row("a child crashed", _C.UNKNOWN, _S.NOBODY, _R.AGAIN, "spawn, Ray, Dask",
+         r"terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)", r"died unexpectedly", r"orker died or was killed",
+         r"crashed during start", r"KilledWorker", r"exited unexpectedly", r"failed \(exitcode: -(?:4|6|7|8|11)\)",
+         r"\(core dumped\)", r"^Segmentation fault", r"return code = -(?:6|7|11)$",
+         r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS)\) received", r"^Fatal Python error: ", cause=NONE, is_echo=True),
+    _row("an illegal access, or another error of the device", _C.HARDWARE, _S.CODE, _R.AGAIN, "CUDA, HIP",
+         r"illegal memory access", r"cudaErrorIllegalAddress", r"Memory access fault by GPU", r"(?:CUDA|HIP) error\b",
+         r"cuDNN error", r"CUDNN_STATUS_", r"MIOpen Error", r"rocBLAS error", cause=NONE),
+
+    # --- people's words, for exceptions and single lines ---
+    _row("a program's own error", _C.CODE, _S.CODE, _R.STOP, "Python",
+         _E + r"(?:Attribute|Import|ModuleNotFound|Index|Key|Lookup|Name|NotImplemented|Type|UnboundLocal)Error\b",
+         _E + r"(?:Syntax|Indentation|Tab|Unicode\w{0,9}|Recursion|Unpickling)Error\b", is_loose=True),
+    _row("hardware, in a person's words", _C.HARDWARE, _S.DEVICE, _R.AGAIN, "exceptions of any program",
+         r"(?i:hardware (?:error|stack)|\bXid\b|CUDA_ERROR_HARDWARE)", is_loose=True),
+    _row("the host's memory, in a person's words", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY,
+         "exceptions of any program",
+         r"(?i:\b(?:host|cpu|system|main memory|ram|oom[- _]?kill\w{0,9}|killed|cgroup)\b) ... (?i:\bout of memory\b)",
+         r"(?i:\bout of (?:host|system|cpu|main) memory\b|\bout of memory: killed\b|\boom[-_]kill)", is_loose=True),
+    _row("the device's memory, in a person's words", _C.DEVICE_OUT_OF_MEMORY, _S.CODE, _R.LESS_MEMORY,
+         "exceptions of any program", r"(?i:\bout of (?:device |gpu )?memory\b)", is_loose=True),
+    _row("a connection, in a person's words", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "exceptions of any program",
+         r"(?i:\b(?:NCCL|RCCL|gloo)\b) ... (?i:\b(?:timed?[ -]?out|timeout)\b)",
+         r"(?i:\bconnection (?:was )?(?:refused|reset|aborted|timed out)\b)",
+         r"(?i:\b(?:no route to host|network is unreachable)\b)", _E + r"Connection\w{0,20}Error\b", is_loose=True),
+    _row("time, in a person's words", _C.TIMEOUT, _S.NOBODY, _R.AGAIN, "exceptions of any program",
+         r"(?i:\b(?:timed? ?out|deadline exceeded|watchdog)\b)", _E + r"\w{0,40}Time-?[Oo]ut\w{0,20}\b", is_loose=True),
+    _row("numbers, in a person's words", _C.NUMERICAL, _S.DATA, _R.AGAIN, "exceptions of any program",
+         r"(?i:\b(?:NaNs?|infs?|non-?finite|not finite|overflow|diverged)\b)", _E + r"(?:Overflow|ZeroDivision)Error\b",
+         is_loose=True),
+    _row("storage, in a person's words", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python", _E + r"(?:OS|IO)Error: \[Errno",
+         is_loose=True),
+    _row("what may pass, in a person's words", _C.CODE, _S.NOBODY, _R.AGAIN, "exceptions of any program",
+         rf"{_ANY} ... (?i:tempora|unavailable|in use\b|\bbusy\b|try again|\bdevice|memory|interrupted|\bHTTP|\bSSL)",
+         rf"{_ANY} ... (?i:\block\b|OS error|failed to (?:open|read|write|connect|get)\b)", cause=NONE, is_loose=True),
+    _row("an error with the program's words", _C.CODE, _S.CODE, _R.STOP, "Python", _ANY, is_loose=True),
+)
+# fmt: on
+"""In the order in which they count where one failure has several; loose ones last."""
+
+
+# The one reader of text: what ended a program, by its exceptions, its messages, Slurm's lines and the kernel's.
+# Only what was printed as an end counts: neither source lines that a traceback quotes, nor remarks, nor errors after
+# which the program went on. What the words mean is said by ``SIGNATURES``. No text takes long, whatever is in it: only
+# its newest lines are read, and only the beginning of each.
 
 MAX_LINES, MAX_LINE, MAX_CHARACTERS = 1000, 1000, 400_000
 """Of a text, from its end, and of each line."""

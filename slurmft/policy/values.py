@@ -82,7 +82,7 @@ def order_of(value: Any) -> Order:
     Raises:
         ValueError: it is invalid; says why.
     """
-    import msgspec  # as in ``files.as_record``
+    import msgspec  # as in ``files.read_as``
 
     order = msgspec.convert(value, Order)
     if order.fault not in (*BY_SIGNAL, *IN_SESSION):

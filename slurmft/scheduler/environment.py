@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,41 +85,3 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     Slurm exports all of it otherwise, and the child would take over its parent's restart count and node list.
     """
     return {name: value for name, value in environment.items() if name in _KEPT or not name.startswith(_LEAKING)}
-
-
-BATCH_VARIABLE = "SLURMFT_BATCH_ENVIRONMENT"
-"""The variables of the batch script that describe its job, as JSON: those of a step describe the step."""
-
-_GUARD = "SLURMFT_GUARD"
-"""Beginning of the variables that are about processes of the batch host."""
-
-
-def with_batch_variables(environment: Mapping[str, str], batch: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a step, in which a process is to take the batch script's place one day.
-
-    Args:
-        environment: that of its srun.
-        batch: that of the batch script.
-    """
-    told = {name: value for name, value in batch.items() if name.startswith(_LEAKING) and not name.startswith(_GUARD)}
-    return {**environment, BATCH_VARIABLE: json.dumps(told)}
-
-
-def as_in_batch_script(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment that the batch script would have on this node.
-
-    Raises:
-        KeyError: this is no step that ``with_batch_variables`` was made for.
-        ValueError: the variables are damaged.
-    """
-    told = {str(name): str(value) for name, value in json.loads(environment[BATCH_VARIABLE]).items()}
-    kept = {name: value for name, value in environment.items() if not name.startswith(_LEAKING)}
-    own = {"SLURMD_NODENAME": environment.get("SLURMD_NODENAME", "")}
-    if configuration := environment.get("SLURM_CONF"):  # a node without slurm.conf has its copy at a place of its own
-        own["SLURM_CONF"] = configuration
-    return {**kept, **told, **own}
-
-
-def batch_node(environment: Mapping[str, str]) -> str:
-    """The batch script's node, as Slurm calls it; raises as ``as_in_batch_script``."""
-    return str(json.loads(environment[BATCH_VARIABLE]).get("SLURMD_NODENAME", ""))

@@ -1,14 +1,21 @@
-"""Nodes: which there are, which can take jobs, and many of them in one short hostlist."""
+"""Nodes: which there are, which can take jobs, many of them in one short hostlist, and what a sweep changes of them."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.node_health import NodeFact
 from slurmft.scheduler import slurm
 from slurmft.scheduler.parsing import expand_hostlist, parse_pairs, parse_time
+from slurmft.system.processes import user_name
+
+# --- Nodes: which there are, which can take jobs, and many of them in one short hostlist ---
 
 NODE_FORMAT = "%N|%P|%T"
 MAX_NODES = 65_536
@@ -214,3 +221,153 @@ def _folded(numbers: Sequence[str]) -> str:
         parts.append(start if start == previous else f"{start}-{previous}")
         start = previous = number
     return ordered[0] if len(ordered) == 1 else f"[{','.join(parts)}]"
+
+
+# --- Nodes as a sweep sees them: all of them in one question, and changes that are made only to what was seen ---
+
+FACT_FORMAT = "%N|%T|%E|%H"
+PROBE_FORMAT = "%i|%T|%N|%n"
+PROBE_NAME = "slurmft-probe"
+QUESTION_S = 20.0
+
+_REFUSALS = ("permission denied", "Access/permission", "Invalid user id", "not authorized")
+
+
+class NotPermitted(SlurmError):
+    """Only an administrator may do this."""
+
+
+def node_facts(*names: str) -> dict[str, NodeFact]:
+    """Every node, or these. One question.
+
+    Raises:
+        SlurmUnavailable: Slurm did not answer, or named no node at all; nothing is known.
+        SlurmError: Slurm refused.
+    """
+    only = ["-n", ",".join(names)] if names else []
+    text = slurm.run(["sinfo", "-h", "-a", "-N", *only, "-o", FACT_FORMAT], timeout_s=QUESTION_S)
+    facts = parse_facts(text)
+    if not facts and not names:
+        raise SlurmUnavailable("sinfo names no node")
+    return facts
+
+
+def parse_facts(text: str) -> dict[str, NodeFact]:
+    """The nodes in the output of ``sinfo -N -o FACT_FORMAT``, each once; lines of another shape are skipped."""
+    found: dict[str, NodeFact] = {}
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition("|")
+        state, bar, why = rest.partition("|")
+        if not bar or not name or name in found:
+            continue
+        word = state.strip().upper()
+        base = word.rstrip("*~#!%$@^-+")
+        usable = is_usable(state)
+        reason, since = _reason_and_time(why)
+        found[name] = NodeFact(
+            node=name, state=base, usable=usable, is_idle=usable and base == "IDLE" and word.rstrip("~#") == "IDLE",
+            reason="" if reason.strip() == "none" else reason.strip(), since=since,
+        )  # fmt: skip
+    return found
+
+
+def _reason_and_time(text: str) -> tuple[str, float | None]:
+    """A reason, which may hold any character, and behind it the Unix time since when it holds; None: not known."""
+    reason, bar, at = text.rpartition("|")
+    if bar and at.strip().isdecimal() and len(at.strip()) <= 12:
+        return reason, float(at)
+    return (reason, None) if bar and at.strip() in ("Unknown", "None", "N/A") else (text, None)
+
+
+def drain(seen: NodeFact, reason: str) -> str:
+    """Drain a node that is still as it was seen; returns why it was left alone, or nothing when it is done.
+
+    Raises:
+        NotPermitted: we may not.
+        SlurmError: Slurm refused, or did not answer.
+    """
+    now = node_facts(seen.node).get(seen.node)
+    if now is None or not now.usable or now.reason != seen.reason:
+        return f"{seen.node} has changed meanwhile: {_words(now)}"
+    _update(seen.node, "State=DRAIN", f"Reason={reason}")
+    return ""
+
+
+def resume(seen: NodeFact) -> str:
+    """Resume a node that is still drained for the same reason; returns as ``drain`` does, and raises the same."""
+    now = node_facts(seen.node).get(seen.node)
+    if now is None or not now.is_drained_by_us or now.reason != seen.reason:
+        return f"{seen.node} has changed meanwhile: {_words(now)}"
+    _update(seen.node, "State=RESUME")
+    return ""
+
+
+def drain_command(node: str, reason: str) -> str:
+    """The administrator's command that drains it."""
+    return shlex.join(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
+
+
+def resume_command(node: str) -> str:
+    """The administrator's command that resumes it."""
+    return shlex.join(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
+
+
+def nodes_under_test() -> frozenset[str]:
+    """Nodes for which a job of ours waits or runs, also in a partition that is hidden. One question.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    argv = ["squeue", "-h", "-a", "-u", user_name(), "-n", PROBE_NAME, "-o", PROBE_FORMAT]
+    return parse_under_test(slurm.run(argv, timeout_s=QUESTION_S))
+
+
+def parse_under_test(text: str) -> frozenset[str]:
+    """The nodes in the output of ``squeue -o PROBE_FORMAT``; of a waiting job those that it asks for."""
+    found: set[str] = set()
+    for fields in (line.strip().split("|") for line in text.splitlines()):
+        for hostlist in fields[2:4] if len(fields) == 4 else ():
+            if re.fullmatch(r"[A-Za-z0-9_.,\[\]:-]+", hostlist) and hostlist != "(null)":
+                try:
+                    found.update(expand(hostlist))
+                except ValueError:
+                    continue
+    return frozenset(found)
+
+
+def probe_argv(node: str, probe: Sequence[str], partition: str, minutes: int) -> list[str]:
+    """The command that submits a short look at one node: alone on it, never twice, at the lowest priority."""
+    options = [f"--nodelist={node}", "--nodes=1", "--exclusive", f"--time={minutes}", f"--job-name={PROBE_NAME}",
+               "--no-requeue", "--nice=10000", "--output=/dev/null", f"--deadline=now+{2 * minutes + 10}minutes",
+               f"--wrap={shlex.join(probe)}"]  # fmt: skip
+    return ["sbatch", "--parsable", *([f"--partition={partition}"] if partition else []), *options]
+
+
+def submit_probe(argv: Sequence[str]) -> str:
+    """Submit it from a folder that every node has; returns the job's id.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return slurm.run(argv, folder=Path("/")).strip().split(";")[0]
+
+
+def probe_command(configuration: Path | None) -> list[str]:
+    """The look itself, with this interpreter, which the nodes must have as well."""
+    named = [] if configuration is None else ["--config", str(configuration)]
+    return [sys.executable, "-P", "-m", "slurmft", "health", "--context", "cron", "--level", "2", *named]
+
+
+def _update(node: str, *changes: str) -> None:
+    try:
+        slurm.run(["scontrol", "update", f"NodeName={node}", *changes])
+    except SlurmUnavailable:
+        raise
+    except SlurmError as error:
+        if any(word.lower() in error.what.lower() for word in _REFUSALS):
+            raise NotPermitted(f"only an administrator may change {node}") from error
+        raise
+
+
+def _words(fact: NodeFact | None) -> str:
+    return "Slurm does not name it" if fact is None else f"{fact.state} {fact.reason}".strip()

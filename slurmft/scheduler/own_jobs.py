@@ -1,22 +1,26 @@
-"""A run's jobs as Slurm has them now; another job that has got the id of one is recognized.
-
-Job ids are reused. So the answer to an id is compared with what the run recorded of its job before it is believed or
-acted on. A job that is not the run's counts as gone.
-"""
+"""A run's jobs as Slurm has them now, another job with the id of one recognized; and requeueing and signalling them."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.final_ends import Requeueing
-from slurmft.policy.grace import JobTimes
 from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job
+from slurmft.policy.stop import JobTimes
+from slurmft.policy.verdict import Requeueing
 from slurmft.scheduler import slurm
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import (
     ALIVE,
     JobEnding,
@@ -29,7 +33,11 @@ from slurmft.scheduler.parsing import (
     parse_requeueing,
     parse_time,
 )
-from slurmft.scheduler.slurm import parse_job_times
+from slurmft.scheduler.slurm import PATIENCE_S, parse_job_times
+
+# --- A run's jobs as Slurm has them now; another job that has got the id of one is recognized ---
+# Job ids are reused. So the answer to an id is compared with what the run recorded of its job before it is believed or
+# acted on. A job that is not the run's counts as gone.
 
 UNKNOWN_ID = "Invalid job id specified"
 
@@ -279,3 +287,315 @@ def cancel(job: OwnJob) -> None:
             return
         raise
     slurm.run_patiently(["scancel", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))
+
+
+# --- Requeueing a job: its begin time, and its excluded nodes ---
+
+SOONEST_S = 2
+"""Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
+end ("Job credential revoked"), and the job fails for good: Slurm's own 121 s are there to prevent that."""
+
+REQUEUE_PAUSE_S = 0.5
+SILENT_S = 8.0
+COMPLETION_RETRY_S = 62
+"""A controller that was away has not heard that the steps have ended: slurmd reports it again after 60 s. Until then
+the job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
+
+STEPS_END_S = 1.0
+"""How long a step that has ended in order may still be counted as running, where its end has not got lost."""
+
+SLOWNESS = 10
+"""A job's begin time is at least so many times the duration of the requeue call itself: a slow controller is slow to
+end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
+
+EARLY_S, EARLY_WITHOUT_EPILOG_S = 0.5, 1.0
+"""How much sooner than asked a begin time may be, since Slurm counts in whole seconds. With no process left and no
+epilog to wait for, the rest of a job was over 0.1 s after the last command, and 0.7 s on a machine with six processes
+for each core."""
+
+AHEAD_EVERY_S = 0.5
+"""A process that ends in order is gone before the first time."""
+
+log = logging.getLogger(__name__)
+
+
+class JobCancelled(SlurmError):
+    """The job was cancelled."""
+
+
+class RequeueDisabled(SlurmError):
+    """The site, or the job's own options, forbid requeueing it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requeued:
+    """Which options of a requeue were applied. The job is in the queue in any case."""
+
+    on_time: bool
+    """The begin time could be set; if not, the job waits Slurm's own 121 s."""
+
+    avoiding: bool
+    """The excluded nodes are what they were asked to be; if not, they are what they were before."""
+
+    delay_s: int
+    """Seconds, from the moment at which it was set."""
+
+    refusal: str = ""
+    """Slurm's message where an option could not be set."""
+
+    def in_words(self) -> dict[str, Any]:
+        """The details for the journal."""
+        facts: dict[str, Any] = {"delay_s": self.delay_s if self.on_time else "Slurm's own, about 121"}
+        if not self.avoiding:
+            facts["excluded_refused"] = self.refusal
+        return facts
+
+
+def requeue(
+    job: OwnJob, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S, avoid: Collection[str] | None = None,
+    nodes: int | str | None = None, orderly: bool = False, has_epilog: bool = True,
+) -> Requeued:  # fmt: skip
+    """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
+
+    Where Slurm is slow it begins later (``SLOWNESS``), and where Slurm was away at the end of a step, later still
+    (``COMPLETION_RETRY_S``).
+
+    The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
+    wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
+    with signals ignored (``slurm.ignoring_signals``). Idempotent: a job that is pending already, or further than
+    ``restart``, counts as requeued.
+
+    Args:
+        avoid: nodes that replace the job's excluded ones; None leaves those alone.
+        nodes: size, or range of sizes, that the job gets back after it was shrunk.
+        orderly: all steps of the job have ended by themselves, so one that Slurm still counts is one whose end it has
+            not heard of.
+        has_epilog: the site runs a script after each job.
+
+    Raises:
+        JobCancelled: the job was cancelled; a requeue would bring it back to life.
+        ForeignJob: another job has its number now.
+        RequeueDisabled: requeueing is off for this job and could not be switched on.
+        SlurmUnavailable: Slurm did not answer for ``patience_s`` seconds.
+        SlurmError: Slurm refused.
+    """
+    began = time.monotonic()
+    try:
+        _requeue_only(job, restart, patience_s)
+    except RequeueDisabled:
+        try:
+            argv = ["scontrol", "update", f"JobId={job}", "Requeue=1"]
+            slurm.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
+        except SlurmError as error:
+            raise RequeueDisabled(f"job {job} may not be requeued: {error.what}") from error
+        _requeue_only(job, restart, patience_s)
+    took_s = time.monotonic() - began
+    if took_s > SILENT_S or (orderly and _is_end_unheard(job)):
+        delay_s += COMPLETION_RETRY_S
+    else:
+        delay_s = max(delay_s, math.ceil(SLOWNESS * took_s))
+    early_s = min(EARLY_WITHOUT_EPILOG_S, delay_s / 2) if orderly and not has_epilog else EARLY_S
+    return place(job, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s, early_s=early_s)
+
+
+def place(
+    job: OwnJob, delay_s: int, *, avoid: Collection[str] | None, nodes: int | str | None = None,
+    patience_s: float = PATIENCE_S, early_s: float = EARLY_S,
+) -> Requeued:  # fmt: skip
+    """Set the begin time and excluded nodes of a pending or completing job; in one update, or what Slurm accepts.
+
+    One unknown name among ``avoid`` makes Slurm refuse all of them: then the job keeps those it had, and the begin time
+    is set by itself.
+    """
+    refusal = ""
+    if avoid is not None:
+        try:
+            begin_in(job, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s, early_s=early_s)
+        except SlurmError as error:
+            refusal = error.what
+            log.warning("job %s keeps the excluded nodes that it had: %s", job, refusal)
+        else:
+            return Requeued(on_time=True, avoiding=True, delay_s=delay_s)
+    try:
+        begin_in(job, delay_s, nodes=nodes, patience_s=patience_s, early_s=early_s)
+    except SlurmError as error:
+        log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job, error.what)
+        return Requeued(on_time=False, avoiding=avoid is None, delay_s=delay_s, refusal=error.what)
+    return Requeued(on_time=True, avoiding=avoid is None, delay_s=delay_s, refusal=refusal)
+
+
+def keep_ahead(job: OwnJob, placed: Requeued) -> None:
+    """Keep the begin time in the future for as long as this process lives: it is set anew every half second.
+
+    Writes between the requeue and the end of the process may take longer than the delay, on a disk that is
+    slow; the job is COMPLETING until then. A second is added, as the process may end just before the next time.
+    """
+    if not placed.on_time:
+        return
+
+    def work() -> None:
+        while True:
+            time.sleep(AHEAD_EVERY_S)
+            try:
+                begin_in(job, placed.delay_s + 1, patience_s=AHEAD_EVERY_S)
+            except SlurmUnavailable:
+                continue
+            except SlurmError as error:
+                log.warning("the begin time of job %s may be over too soon: %s", job, error.what)
+                return
+
+    threading.Thread(target=work, name="slurmft-begin", daemon=True).start()
+
+
+def begin_in(
+    job: OwnJob, delay_s: int, *, avoid: Collection[str] | None = None, nodes: int | str | None = None,
+    patience_s: float = PATIENCE_S, early_s: float = EARLY_S,
+) -> None:  # fmt: skip
+    """Set the begin time of a pending or completing job, and its excluded nodes and size where they are given.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    when = "now" if delay_s <= 0 else f"now+{whole_seconds(delay_s, time.time(), early_s)}"
+    argv = ["scontrol", "update", f"JobId={job}", f"StartTime={when}"]
+    if avoid is not None:
+        argv.append(f"ExcNodeList={compress(avoid)}")
+    if nodes is not None:
+        argv.append(f"NumNodes={nodes}")
+    slurm.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
+
+
+def whole_seconds(delay_s: int, now_s: float, early_s: float = EARLY_S) -> int:
+    """What to ask for where Slurm cuts its clock down to seconds: at least the delay less ``early_s``, and less than a
+    second more than that. ``now+2``, asked late in a second, is a good one second.
+    """
+    return delay_s + (now_s % 1 > early_s)
+
+
+def forbid_requeue(job: OwnJob, *, patience_s: float) -> None:
+    """Make Slurm let the job end when it ends. ``requeue`` allows it again, as long as the job runs.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer for ``patience_s`` seconds.
+    """
+    argv = ["scontrol", "update", f"JobId={job}", "Requeue=0"]
+    slurm.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
+
+
+def shrink(job: OwnJob, nodes: Collection[str]) -> None:
+    """Give back all nodes of a running job but these; the batch host must be one of them.
+
+    A node that has died, which Slurm has not noticed yet, holds a requeued job in COMPLETING until SlurmdTimeout.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="slurmft-") as folder:  # scontrol leaves a script for the new environment
+        argv = ["scontrol", "update", f"JobId={job}", f"NodeList={compress(nodes)}"]
+        show(job)
+        slurm.run(argv, folder=Path(folder), cluster=cluster_to_ask(job))
+
+
+def requeue_ended(job: OwnJob, delay_s: int, *, avoid: Collection[str] | None) -> Requeued:
+    """Bring back a job that has ended and is still in Slurm's memory (MinJobAge).
+
+    Held for a moment, so that it cannot begin before it is placed. When the caller dies in between it stays held:
+    ``release`` it.
+
+    Raises:
+        SlurmError: Slurm refused, did not answer, or has forgotten the job.
+    """
+    show(job, patience_s=5.0)
+    slurm.run_patiently(["scontrol", "requeuehold", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))
+    try:
+        return place(job, delay_s, avoid=avoid)
+    finally:
+        release(job)
+
+
+def _requeue_only(job: OwnJob, restart: int, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            # checked before every try: the user may have cancelled the job while Slurm did not answer
+            found = _ending_now(job, restart)
+            if found is JobEnding.CANCELLED:
+                raise JobCancelled(f"job {job} was cancelled")
+            if found is not JobEnding.REQUEUED:
+                slurm.run(["scontrol", "requeue", job.job_id], cluster=cluster_to_ask(job))
+            return
+        except SlurmUnavailable:
+            if time.monotonic() + REQUEUE_PAUSE_S > deadline:
+                raise
+            time.sleep(REQUEUE_PAUSE_S)
+        except SlurmError as error:
+            if "pending execution" in error.what:
+                return
+            if "presently disabled" in error.what:
+                raise RequeueDisabled(f"requeueing job {job} is switched off") from error
+            raise
+
+
+def _is_end_unheard(job: OwnJob) -> bool:
+    """Whether Slurm goes on counting a step as running; asked until then, since it may just be about to hear of it."""
+    deadline = time.monotonic() + STEPS_END_S
+    try:
+        while _steps(job):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(REQUEUE_PAUSE_S / 2)
+    except SlurmError:
+        return False
+    return False
+
+
+def _steps(job: OwnJob) -> list[str]:
+    """The job's steps that Slurm counts, without the batch script and what Slurm starts by itself."""
+    argv = ["squeue", "-h", "-a", "-s", "-j", job.job_id, "-o", "%i"]
+    found = slurm.run(argv, timeout_s=STEPS_END_S + 1, cluster=cluster_to_ask(job)).split()
+    return [step for step in found if "." in step and step.rpartition(".")[2].isdecimal()]
+
+
+def _ending_now(job: OwnJob, restart: int) -> JobEnding:
+    try:
+        argv = ["scontrol", "-a", "-o", "show", "job", job.job_id]
+        text = slurm.run(argv, cluster=cluster_to_ask(job))
+    except SlurmUnavailable:
+        raise
+    except SlurmError:  # the requeue will meet the same error
+        return JobEnding.NOT_ENDING
+    refuse_another(job, text)
+    return why_ending(text, restart)
+
+
+# --- Disturbing an own job on purpose: the signal of a preemption, or a preemption ---
+
+
+def signal_argv(job_id: str) -> list[str]:
+    """The command that sends SIGTERM to the processes of the job's steps."""
+    return ["scancel", "--signal=TERM", job_id]
+
+
+def signal_job(job: OwnJob) -> None:
+    """Send SIGTERM to the processes of the job's steps, as the beginning of a grace does; the job stays.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer, or another job has the id.
+    """
+    show(job)
+    slurm.run(signal_argv(job.job_id), cluster=cluster_to_ask(job))
+
+
+def preempt_argv(nodes: str, partition: str) -> list[str]:
+    """The command that submits a job of one second for just these nodes (a hostlist), exclusively."""
+    return ["sbatch", "--parsable", f"--partition={partition}", f"--nodelist={nodes}", "--exclusive", "--time=1",
+            "--job-name=slurmft-drill-preemptor", "--output=/dev/null", "--no-requeue", "--wrap=sleep 1"]  # fmt: skip
+
+
+def preempt(nodes: str, partition: str) -> str:
+    """Submit it; returns its id.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return slurm.run(preempt_argv(nodes, partition), folder=Path("/")).strip().split(";")[0]

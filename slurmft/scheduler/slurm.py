@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.grace import KILL_WAIT_S, JobTimes, SlurmClock, Terms
+from slurmft.policy.stop import KILL_WAIT_S, JobTimes, SlurmClock, Terms
 from slurmft.scheduler.parsing import (
     JOB_FORMAT,
     HelpedOptions,

@@ -24,9 +24,8 @@ from typing import Any
 from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
 from slurmft.policy.suspicion import MAX_WEIGHT, WEIGHTS, ManualEntry, Observation, Rules, worth_keeping
 from slurmft.policy.verdict import Kind
-from slurmft.storage.patience import translated, writing
+from slurmft.storage.patience import SoftLock, translated, writing
 from slurmft.storage.run_folder import followed
-from slurmft.storage.soft_lock import SoftLock
 from slurmft.system.files import (
     FORMAT,
     LOG_LIMIT_BYTES,

@@ -86,12 +86,6 @@ class EventName(StrEnum):
     REPLICAS_UNLIKE = "replicas unlike"
     REPLICA_CONVICTED = "replica convicted"
     SUPERVISOR_LOST = "supervisor lost"
-    STANDBY_READY = "standby ready"
-    STANDBY_LOST = "standby lost"
-    STANDBY_UNAVAILABLE = "standby unavailable"
-    STANDBY_TOOK_OVER = "standby took over"
-    STANDBY_ENDS_JOB = "standby ends the job"
-    LEASE_LEFT = "lease left"
     FAULT_INJECTED = "fault injected"
     FAULT_NOT_INJECTED = "fault not injected"
 

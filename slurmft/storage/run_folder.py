@@ -30,8 +30,7 @@ from slurmft.errors import RunBusy, StorageError
 from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity, OwnJob, identity_from, is_same_job, merged
 from slurmft.storage.fence import OWNER_FILE
 from slurmft.storage.journal import EventName, Journal
-from slurmft.storage.patience import PASSING, translated, write_state, writing
-from slurmft.storage.soft_lock import SoftLock
+from slurmft.storage.patience import PASSING, SoftLock, translated, write_state, writing
 from slurmft.system import processes
 from slurmft.system.files import (
     FORMAT,
@@ -581,9 +580,6 @@ class Owner:
     cycle: int = 0
     """In-job restarts so far."""
 
-    standby: bool = False
-    """It was a standby: no batch script belongs to it."""
-
 
 def result_of(result: Path, rank: int) -> Path:
     """Where a rank of a submitted callable stores what it returns, beside that of rank 0."""
@@ -762,10 +758,7 @@ class RunFolder:
 
     def take_over(self, owner: Owner) -> None:
         """Record a new owner; from now on every older generation is fenced. Call with the lock held."""
-        facts = asdict(owner)
-        if not owner.standby:
-            del facts["standby"]
-        write_state(self._owner, facts)
+        write_state(self._owner, asdict(owner))
 
     def done(self) -> Mapping[str, Any] | None:
         """The record of the finished run, or None while it is not finished."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -16,7 +15,6 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.final_ends import End, ExitAction, end_of, explicit_action, why_no_requeue, why_superfluous
 from slurmft.policy.interval import FailureHistory, mtbf_s
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.stop import delay_that_holds
@@ -31,37 +29,38 @@ from slurmft.policy.verdict import (
     Action,
     Cause,
     Decision,
+    End,
     Evidence,
+    ExitAction,
     Kind,
     Suspect,
     Verdict,
+    end_of,
+    explicit_action,
+    why_no_requeue,
+    why_superfluous,
 )
 from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
-from slurmft.scheduler import jobs as scheduler_jobs
 from slurmft.scheduler import own_jobs, slurm, successor
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import PatientJournal, patiently
-from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner, RunFolder
+from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner
 from slurmft.storage.verdicts import noted_batches, noted_resuming
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
-from slurmft.supervisor.evidence import budget_of
 from slurmft.supervisor.guardian import any_kept
-from slurmft.supervisor.lease import is_standbys, stand_aside
+from slurmft.supervisor.observations import budget_of
 from slurmft.supervisor.placement import Accuser, Placement, all_busy, choose, duty_of, next_placement
+from slurmft.system.background import BackgroundLog
 from slurmft.system.files import replace_atomically
-from slurmft.system.logs import BackgroundLog
 
 # --- How a run goes on in Slurm: a requeue of this job, or a successor; on other nodes, where that is asked ---
 
 OTHERS_END_S = 4
 """Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
 (2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
-
-BATCH_HOST_LOST_S = 30
-"""Added where a standby requeues the job: without its batch host it was COMPLETING for 14 to 21 s (22.05, 26.05)."""
 
 SHRUNK_S = 6
 """Added once more after a dead node was given back."""
@@ -148,26 +147,26 @@ class Continuation:
         lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
         if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S
-        delay_s = delay_that_holds(delay_s + self._batch_host_s(), past_requeues(self._start.history, job_id))
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
         nodes = None
         if self._cluster.given_back:
             nodes = self._config.nodes_range or self._cluster.job.node_count
         self._journal.append(EventName.REQUEUEING, job=job_id, delay_s=delay_s, **self._in_words())
         self._flush()
         try:
-            done = scheduler_jobs.requeue(
+            done = own_jobs.requeue(
                 job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
                 patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not self._cluster.lost,
                 has_epilog=self._cluster.has_epilog,
             )  # fmt: skip
-        except scheduler_jobs.JobCancelled as error:
+        except own_jobs.JobCancelled as error:
             self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
             return "cancelled"
         except SlurmError as error:
             self._journal.append(EventName.REQUEUE_FAILED, job=job_id, reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
             return ""
-        scheduler_jobs.keep_ahead(job, done)
+        own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.REQUEUED, job=job_id, **done.in_words())
         return "requeued"
 
@@ -178,7 +177,7 @@ class Continuation:
         if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
             return False
         try:
-            scheduler_jobs.shrink(self._cluster.own, living)
+            own_jobs.shrink(self._cluster.own, living)
         except SlurmError as error:  # Slurm has noticed by itself, or does not answer
             self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
             return False
@@ -186,17 +185,12 @@ class Continuation:
         self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
         return True
 
-    def _batch_host_s(self) -> int:
-        is_watched = self._config.fault_tolerance.standby_supervisor
-        is_lost = is_watched and expand(self._cluster.job.nodes)[0] in self._cluster.lost
-        return BATCH_HOST_LOST_S if is_lost else 0
-
     def _place(self) -> None:
         """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
-        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S + self._batch_host_s()
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
-        done = scheduler_jobs.place(job, delay_s, avoid=self._avoid)
-        scheduler_jobs.keep_ahead(job, done)
+        done = own_jobs.place(job, delay_s, avoid=self._avoid)
+        own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
 
     def _resubmit(self) -> bool:
@@ -358,7 +352,7 @@ def _switch_off(job: OwnJob, journal: PatientJournal, reason: str) -> None:
     journal.append(EventName.SWITCHING_REQUEUE_OFF, job=job.job_id, reason=reason)
     journal.flush(FLUSH_S)
     try:
-        scheduler_jobs.forbid_requeue(job, patience_s=TELL_S)
+        own_jobs.forbid_requeue(job, patience_s=TELL_S)
     except SlurmError as error:
         journal.append(EventName.REQUEUE_STAYS_ON, job=job.job_id, reason=error.what)
         log.error("Slurm may requeue job %s, which ends at once then: %s", job, error.what)
@@ -623,15 +617,13 @@ class Ending:
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
         has_nodes: whether enough of them are left for another attempt.
         outlived: the agents have outlived the supervisor in whose place this process acts.
-        abandon: leaves the agents to a standby of this job that has taken the run over.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
         *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
-        ends_at_s: float | None = None, abandon: Callable[[], None] = lambda: None,
+        ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
-        self._abandon = abandon
         self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
@@ -678,18 +670,12 @@ class Ending:
         return outside is not None and outside[0] is Cause.REQUEUED
 
     def _newer_owner(self) -> Owner | None:
-        if self.start.lease is not None and not self.start.lease.confirm():
-            return _owner_of(self.run)
         owner = in_folder(self.start, self.run.owner)
         return owner if isinstance(owner, Owner) and owner.generation > self.start.generation else None
 
     def _leave_to(self, owner: Owner) -> int:
         reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
         self.journal.append(EventName.SUPERSEDED, reason=reason)
-        if is_standbys(owner, self.cluster.attempt):
-            self._abandon()
-            self._flush()
-            return stand_aside(self.run, self.cluster)
         log.error("%s; this start ends and changes nothing", reason)
         self._dismiss()
         self._flush()
@@ -736,8 +722,6 @@ class Ending:
             wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
         self._dismiss()
-        if self.start.lease is not None and (owner := self._newer_owner()) is not None:
-            return self._leave_to(owner)
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
         outside = self.cluster.why_ending() if decision.action is Action.STOP else None
@@ -865,15 +849,6 @@ class Ending:
 
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
-
-
-def _owner_of(run: RunFolder) -> Owner:
-    """The run's owner; waits for a run folder that cannot be read: to go on without it, or to end, would harm it."""
-    while True:
-        with contextlib.suppress(StorageError, OSError):
-            if (owner := run.owner()) is not None:
-                return owner
-        time.sleep(LOOK_S)
 
 
 LONGEST_RESTART_S = 10.0

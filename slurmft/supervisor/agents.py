@@ -504,22 +504,6 @@ class Orphan:
                 os.kill(self.pid, number)
 
 
-class StepElsewhere(Orphan):
-    """The agents' step after the node of its srun has died; the step lives on, and agents end when they are told to."""
-
-    def __init__(self) -> None:
-        super().__init__(os.getpid())
-        self._has_ended = False
-
-    @property
-    def returncode(self) -> int | None:
-        """None until it was ended."""
-        return EXIT_UNKNOWN if self._has_ended else None
-
-    def _send(self, number: int) -> None:
-        self._has_ended = True
-
-
 @dataclass(frozen=True, slots=True)
 class Outlived:
     """The agents of a lost supervisor, as the next one finds them."""
@@ -532,8 +516,6 @@ class Outlived:
     """At the port where they look for it; they are heard from now on."""
 
     processes: tuple[Orphan, ...]
-    moved: bool = False
-    """Their supervisor was on another node: they have to find this one."""
 
     def end(self) -> None:
         """End them, where nothing follows that needs them; blocking."""
@@ -577,19 +559,6 @@ def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outliv
         end_orphans(orphans)
         return None
     return Outlived(attempt=attempt, secret=secret, listener=listener, processes=orphans)
-
-
-def find_elsewhere(run: RunFolder, cluster: Cluster) -> Outlived | None:
-    """The agents of a supervisor on another node, in whose place this process acts; None where there are none."""
-    try:
-        if (attempt := crew_of(run)) is None:
-            return None
-        secret = read_bytes(run.attempts / str(attempt) / "secret", owners={os.geteuid()})
-        listener = open_port(cluster.listen_host)
-    except (OSError, StorageError) as error:
-        log.warning("the agents cannot be taken over: %s", error)
-        return None
-    return Outlived(attempt=attempt, secret=secret, listener=listener, processes=(StepElsewhere(),), moved=True)
 
 
 def crew_of(run: RunFolder) -> Attempt | None:

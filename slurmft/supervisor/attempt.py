@@ -41,11 +41,10 @@ from slurmft.ipc.messages import (
     WorkerExited,
 )
 from slurmft.ipc.pages import RESCUE_S
-from slurmft.policy.final_ends import ExitAction, codes_of
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
+from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
 from slurmft.scheduler.nodes import expand, in_order
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import take_order
@@ -61,12 +60,11 @@ from slurmft.supervisor.agents import (
 )
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
-from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.guardian import hearing
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.live import Live
-from slurmft.supervisor.observations import Observations
+from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, testimony_of
 from slurmft.supervisor.placement import Accuser, suspect_gpus_of, without_other_gpus
 from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmsWord, Stops
 from slurmft.system.background import Background, overslept_s
@@ -348,8 +346,8 @@ class AttemptRunner:
         takes_over = self._crew.has_outlived
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
-        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents, self._folder.watch)
-        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch, self.stops.watch_limit):
+        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # the agent disconnected meanwhile
@@ -583,7 +581,7 @@ class AttemptRunner:
         while not self._over.is_set() or (self._keeping is not None and not self._keeping.done()):
             agents = len(self._pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-            ping_s = ping_interval_s(agents, lease_s=section.ping_lease_s)
+            ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
             if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():

@@ -23,11 +23,11 @@ from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
 from slurmft.ipc.zygote_start import as_variable
 from slurmft.policy import container as policy
 from slurmft.policy.container import Container
-from slurmft.policy.grace import JobTimes, SlurmClock, Terms
 from slurmft.policy.job_identity import OwnJob, merged
+from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import jobs, own_jobs, slurm
 from slurmft.scheduler import nodes as scheduler_nodes
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.scheduler.parsing import JobEnding
 from slurmft.storage.journal import Event
@@ -278,7 +278,7 @@ class SlurmCluster:
         """Shrink the job."""
         try:
             left = [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost | {host}]
-            jobs.shrink(self.own, left)
+            own_jobs.shrink(self.own, left)
         except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
             return str(error)
         self.given_back.add(host)
@@ -375,13 +375,6 @@ def agents_argv(
     argv += ["--nodelist", host] if host else []
     launch = launch_of(config, attempt, with_srun=True)
     return [*argv, *config.slurm.srun_args, *launch.srun_options, *launch.argv]
-
-
-def standby_argv(config: RunConfig, node: str, *arguments: str) -> list[str]:
-    """The srun that starts a standby supervisor: outside of any container, as the supervisor itself."""
-    argv = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
-    argv += ["--nodes", "1", "--ntasks", "1", "--ntasks-per-node", "1", "--nodelist", node, *config.slurm.srun_args]
-    return [*argv, sys.executable, "-P", "-u", "-m", "slurmft", "standby", *arguments]
 
 
 def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -489,17 +482,6 @@ def detect(environment: Mapping[str, str]) -> Cluster:
 # --- One attempt that may begin: the run is ours ---
 
 
-class LeaseHolder(Protocol):
-    """The supervisor's side of a lease that a standby watches."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a standby may have taken the run over."""
-
-    def confirm(self) -> bool:
-        """Whether the run is this process's, now and for some seconds; blocks while that cannot be told."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """The inputs of an attempt's supervisor."""
@@ -521,9 +503,6 @@ class Start:
 
     secret: bytes = field(repr=False)
     """The control channel's."""
-
-    lease: LeaseHolder | None = None
-    """What this process holds the run by, where a standby may take it over."""
 
     candidate: bool = False
     """Another job owns the run, and this one is to take it over: it decides nothing."""

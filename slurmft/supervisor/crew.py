@@ -29,8 +29,7 @@ from slurmft.policy.membership import (
     next_members,
 )
 from slurmft.policy.stop import longest_silence_s
-from slurmft.scheduler.parsing import ended_tasks
-from slurmft.scheduler.srun_lines import parse_srun_lines
+from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import write_state
@@ -52,7 +51,6 @@ FIRST_FILE_S = 60.0
 PROGRESS_S = 1.0
 """How often progress is written."""
 
-LEASE_LOOK_S = 0.25
 SRUN_ERRORS_BYTES = 1 << 20
 MAX_WORDS = 6
 _OWN = ("slurmft: ", "  hint: ")
@@ -75,19 +73,10 @@ class AttemptFolder:
     ) -> None:
         self._run, self._journal, self._thread = start.run, start.journal, start.thread
         self.attempt, self._generation = of or start.cluster.attempt, start.generation
-        self._is_superseded, self._on_superseded, self._lease = False, on_superseded, start.lease
+        self._is_superseded, self._on_superseded = False, on_superseded
         self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
         self._told_at = 0.0
-
-    async def watch(self) -> None:
-        """End the attempt where its supervisor has lost its lease: a standby may have taken the run over."""
-        while self._lease is not None:
-            await asyncio.sleep(LEASE_LOOK_S)
-            if self._lease.is_lost:
-                self._is_superseded = True
-                self._on_superseded()
-                return
 
     async def tell_agents(self, where: Mapping[str, Any]) -> None:
         """Write where the supervisor listens.
@@ -433,21 +422,13 @@ class Reviver:
         self._tasks[link.node] = task = asyncio.create_task(self._revive(link) if hung_up else self._give_up(link))
         task.add_done_callback(lambda _: self._tasks.pop(link.node, None))
 
-    def expect(self, cluster: Cluster, within_s: float, *, count_out: bool = False) -> None:
-        """Start agents where none has reported within this time; those that lived before have ended by then.
+    def expect(self, cluster: Cluster, within_s: float) -> None:
+        """Start agents where none has reported within this time; those that lived before have ended by then."""
+        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s))
 
-        Args:
-            count_out: their nodes count as lost instead, and those of the cluster's lost ones at once.
-        """
-        if count_out:
-            self._miss(cluster, cluster.lost, hung_up=False)
-        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s, count_out=count_out))
-
-    async def _start_missing(self, cluster: Cluster, within_s: float, *, count_out: bool) -> None:
+    async def _start_missing(self, cluster: Cluster, within_s: float) -> None:
         await asyncio.sleep(within_s)
-        self._miss(cluster, cluster.agent_hosts(self._config), hung_up=not count_out)
-        if count_out:
-            self._pool.complete.set()
+        self._miss(cluster, cluster.agent_hosts(self._config), hung_up=True)
 
     def _miss(self, cluster: Cluster, hosts: Collection[str], *, hung_up: bool) -> None:
         for node, host in enumerate(cluster.agent_hosts(self._config)):
@@ -517,8 +498,6 @@ class Reviver:
 # --- crew ---
 
 CREW_LOOK_S = 0.05
-FOLLOW_S = 10.0
-"""How long agents have to find a supervisor that has moved; they look for it every half second."""
 
 SPARE_DESCRIPTORS = 200
 
@@ -572,15 +551,11 @@ class Crew:
         self._mustered = True
         allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
         if self._outlived is not None:
-            port = await self.pool.listen(None, self._outlived.listener)
+            await self.pool.listen(None, self._outlived.listener)
             self.processes = [*self._outlived.processes]
-            if self._outlived.moved:
-                await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
-                self.reviver.expect(cluster, FOLLOW_S, count_out=True)
-            else:
-                lease_s = self._config.fault_tolerance.supervisor_lease_s
-                self._settled_s = time.monotonic() + lease_s
-                self.reviver.expect(cluster, lease_s)
+            lease_s = self._config.fault_tolerance.supervisor_lease_s
+            self._settled_s = time.monotonic() + lease_s
+            self.reviver.expect(cluster, lease_s)
             return
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
@@ -657,12 +632,6 @@ class Crew:
             )
         else:
             self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=report.what)
-
-    async def abandon(self) -> None:
-        """Leave the agents, and what started them, as they are; their workers have been killed."""
-        self._mustered = False
-        await self.reviver.close()
-        await self.pool.close()
 
     async def dismiss(self, *, node_lost: bool) -> None:
         """End the agents, and the processes that started them; nothing of the job is left on any node then.

@@ -9,19 +9,19 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, UsageError
-from slurmft.policy import grace, interval
-from slurmft.policy.grace import Finding, GraceNeed, GraceOffer, Severity
+from slurmft.policy import interval, stop
+from slurmft.policy.stop import Finding, GraceNeed, GraceOffer, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.slurm import Partition, Site, parse_limit_s
-from slurmft.storage import timings
+from slurmft.storage import history
 
 log = logging.getLogger(__name__)
 
 
 def workload_of(config: RunConfig) -> str:
     """The fingerprint of what ``config`` trains: what its speed depends on, and not where, when or how long."""
-    return timings.fingerprint(
+    return history.fingerprint(
         {
             "command": config.command,
             "nodes": config.nodes,
@@ -39,7 +39,7 @@ def check(
 
     Slurm is asked twice, once each, and what it does not say is unknown. ``need``: as of ``need_of``, if known.
     """
-    return grace.findings(need or need_of(config), _offers(config, options, environment))
+    return stop.findings(need or need_of(config), _offers(config, options, environment))
 
 
 def refuse_warnings(findings: Sequence[Finding]) -> None:
@@ -57,15 +57,15 @@ def refuse_warnings(findings: Sequence[Finding]) -> None:
 
 def need_of(config: RunConfig) -> GraceNeed:
     """The needs of a stop, from earlier runs of the same workload."""
-    return need_from(config, timings.earlier(config.run_folder, workload_of(config)))
+    return need_from(config, history.earlier(config.run_folder, workload_of(config)))
 
 
-def need_from(config: RunConfig, measured: Sequence[timings.Timings]) -> GraceNeed:
+def need_from(config: RunConfig, measured: Sequence[history.Timings]) -> GraceNeed:
     """The needs of a stop, from measurements of earlier attempts, oldest first."""
-    save_s = timings.p99_save_s(measured)
+    save_s = history.p99_save_s(measured)
     cut_off_s = max((one.unfinished_save_s or 0.0 for one in measured), default=0.0)
     return GraceNeed(
-        longest_step_s=timings.longest_step_s(measured),
+        longest_step_s=history.longest_step_s(measured),
         save_s=max(cut_off_s, save_s or 0.0) or None,
         cut_off=cut_off_s > (save_s or 0.0),
         start_s=max((one.start_s for one in measured if one.start_s is not None), default=None),
@@ -103,7 +103,7 @@ def _offer(
         lead_s=lead_s,
         limit_s=limit_s,
         partition=partition.name,
-        preempts=grace.preempts(
+        preempts=stop.preempts(
             kind=site.preempt_type, mode=partition.preempt_mode, tier=partition.priority_tier, tiers=tiers
         ),
         grace_s=partition.grace_s,

@@ -14,13 +14,12 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import Fenced, SlurmError, SlurmUnavailable, StorageError
-from slurmft.inference.endpoint import folder_of
-from slurmft.inference.handover import Handover, call_off, read_handover, write_handover
+from slurmft.inference.endpoint import Handover, call_off, folder_of, read_handover, write_handover
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import ReplicaPlace
-from slurmft.policy.final_ends import End
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.serving import PAUSE_S, Situation, Step, Successor, due_s, lead_s, next_step
+from slurmft.policy.verdict import End
 from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.storage import run_folder

@@ -32,12 +32,12 @@ from slurmft.policy.judge import (
     stuck_told,
 )
 from slurmft.storage import history as storage_history
+from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import Event, EventName, Journal
-from slurmft.storage.timings import fingerprint
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, ask_unread
 from slurmft.supervisor.cluster import Start
-from slurmft.supervisor.evidence import progressed
 from slurmft.supervisor.grace import workload_of
+from slurmft.supervisor.observations import progressed
 
 # --- forensics ---
 # The last look at all ranks of an attempt before its workers are killed: files on every node, one line in the journal.

@@ -12,7 +12,7 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError, StorageUnavailable
-from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator
+from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator, Roster
 from slurmft.inference.endpoint import prepare_key
 from slurmft.inference.ledger import (
     Ledger,
@@ -25,7 +25,6 @@ from slurmft.inference.ledger import (
     write_output,
 )
 from slurmft.inference.requests import folder_of, load, prepare
-from slurmft.inference.roster import Roster
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.messages import (
     BeginReplicas,
@@ -44,9 +43,8 @@ from slurmft.ipc.messages import (
     Shutdown,
     SignalReport,
 )
-from slurmft.policy.grace import REQUEUE_COST_S
 from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths, gangs_of
-from slurmft.policy.stop import longest_silence_s, ping_interval_s
+from slurmft.policy.stop import REQUEUE_COST_S, longest_silence_s, ping_interval_s
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName

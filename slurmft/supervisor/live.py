@@ -21,12 +21,11 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import LiveView, RunFolder
 from slurmft.supervisor.cluster import Start
-from slurmft.supervisor.evidence import budget_of
 from slurmft.supervisor.hangs import Hangs
-from slurmft.supervisor.observations import Observations
+from slurmft.supervisor.observations import Observations, budget_of
 from slurmft.supervisor.stops import SlowNodes
 
-# --- The supervisor's side of the process that publishes metrics and tells events (``reporting.companion``) ---
+# --- The supervisor's side of the process that publishes metrics and tells events (``reporting.metrics``) ---
 
 END_S = 1.0
 

@@ -46,7 +46,7 @@ def owner_lives(run: RunFolder, owner: Owner) -> bool:
     return owner_writes(run, owner)
 
 
-def this_process(run: RunFolder, cluster: Cluster, generation: int, *, standby: bool = False) -> Owner:
+def this_process(run: RunFolder, cluster: Cluster, generation: int) -> Owner:
     """The record of this process as the run's owner."""
     me = processes.me()
     return Owner(
@@ -60,14 +60,7 @@ def this_process(run: RunFolder, cluster: Cluster, generation: int, *, standby: 
         birth=me.birth,
         folder=str(run.path),
         inode=run.path.stat().st_ino,
-        standby=standby,
     )
-
-
-def is_this_process(owner: Owner) -> bool:
-    """Whether the owner is the process that asks."""
-    me = processes.me()
-    return (owner.host, owner.pid, owner.birth) == (me.host, me.pid, me.birth)
 
 
 def local_owner_lives(owner: Owner) -> bool:

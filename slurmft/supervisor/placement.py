@@ -38,7 +38,7 @@ from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.avoided_nodes import Avoidance
 from slurmft.supervisor.cluster import SlurmCluster, Start
-from slurmft.supervisor.evidence import EvidenceReader, progressed
+from slurmft.supervisor.observations import EvidenceReader, progressed
 
 # --- From what workers and supervisors saw of nodes to the exclusion list, while the run goes on and at its ends ---
 

@@ -8,20 +8,19 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import Fenced, RunBusy, SlurmftError, StorageError, StorageUnavailable, UsageError
+from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
 from slurmft.ipc.messages import Ping
-from slurmft.policy.final_ends import End
 from slurmft.policy.judge import DECIDING, Circumstances, judge
 from slurmft.policy.stop import ping_interval_s
-from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
-from slurmft.scheduler import jobs
+from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, End, Verdict
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
@@ -34,23 +33,20 @@ from slurmft.supervisor.cluster import (
     LOCAL_JOB_VARIABLE,
     LOCAL_RESTART_VARIABLE,
     Cluster,
-    LeaseHolder,
     SlurmCluster,
     Start,
     detect,
 )
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.guardian import log_signal, lost_pids
 from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_over
-from slurmft.supervisor.lease import is_standbys, refuse_claims, stand_aside, standby_has_taken_over
 from slurmft.supervisor.live import Companion
+from slurmft.supervisor.observations import collect
 from slurmft.supervisor.owner import owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import Accuser, next_cycle, settle
-from slurmft.supervisor.standby import StandbyKeeper
 from slurmft.system import processes
+from slurmft.system.background import BackgroundLog
 from slurmft.system.files import read_bytes, replace_atomically
-from slurmft.system.logs import BackgroundLog
 
 if TYPE_CHECKING:
     from slurmft.supervisor.inference import InferenceAttempt
@@ -82,20 +78,13 @@ class Attempts:
 
     Args:
         outlived: agents of the supervisor before this one, in the same start of the job.
-        dismiss_others: ends what else this job's supervisor has started on other nodes; False where that has taken
-            the run over meanwhile.
     """
 
-    def __init__(
-        self, config: RunConfig, log_file: BackgroundLog, outlived: Outlived | None = None, *,
-        dismiss_others: Callable[[], bool] = lambda: True,
-    ) -> None:  # fmt: skip
-        self._dismiss_others = dismiss_others
+    def __init__(self, config: RunConfig, log_file: BackgroundLog, outlived: Outlived | None = None) -> None:
         self._config, self._log_file, self._outlived = config, log_file, outlived
         self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
         self._crew: Crew | None = None
         self._lost = False
-        self._lease: LeaseHolder | None = None
         self._between = contextlib.ExitStack()
         self.generation: int | None = None
         """As which this process owned the run in the last attempt; None while it has never."""
@@ -113,9 +102,8 @@ class Attempts:
         Raises:
             SlurmftError: nothing could be started.
         """
-        accuser, self._lease = Accuser(self._config, start), start.lease
-        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes,
-                        abandon=self.abandon)  # fmt: skip
+        accuser = Accuser(self._config, start)
+        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes)
         if (escape := settle(self._config, start)) is not None:
             if start.candidate:
                 return self._leave(ending, escape[0].reason, called_off=False)
@@ -160,10 +148,9 @@ class Attempts:
             self._between.callback(over.set)
 
     def _ping(self, over: threading.Event) -> None:
-        crew, lease_s = self._crew, self._config.fault_tolerance.ping_lease_s
+        crew, lease_s = self._crew, self._config.fault_tolerance.supervisor_lease_s
         while crew is not None and not over.wait(ping_interval_s(len(crew.pool.links), lease_s=lease_s)):
-            if self._lease is None or not self._lease.is_lost:
-                crew.pool.ping(Ping())
+            crew.pool.ping(Ping())
 
     def _leave(self, ending: Ending, reason: str, *, called_off: bool) -> int:
         """End a candidate, which decides nothing for the run."""
@@ -176,21 +163,12 @@ class Attempts:
 
     def dismiss(self) -> None:
         """End the agents. The next attempt, if there is one, starts new ones."""
-        if not self._dismiss_others():
-            self.abandon()
-            return
         if self._crew is not None:
             crew, self._crew = self._crew, None
             self._run_in_loop(crew.dismiss(node_lost=self._lost))
         if self._outlived is not None:  # nothing came to the point of taking them over
             self._outlived.end()
             self._outlived = None
-
-    def abandon(self) -> None:
-        """Leave the agents to a supervisor that has taken the run over; those out of its reach end by themselves."""
-        if self._crew is not None:
-            crew, self._crew = self._crew, None
-            self._run_in_loop(crew.abandon())
 
     def __enter__(self) -> Self:
         return self
@@ -215,15 +193,11 @@ MAX_STORAGE_RETRIES = 12
 LOOK_S = 5.0
 
 
-def supervise(
-    config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None, *,
-    taken: Taken | None = None,
-) -> int:  # fmt: skip
+def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None) -> int:
     """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
 
     Args:
         outlived: agents that have outlived the supervisor before this one.
-        taken: this process was a standby, and owns the run already.
 
     Raises:
         RunBusy: another live job trains this run.
@@ -234,33 +208,18 @@ def supervise(
     log_file = BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-        if taken is not None:
-            cluster.lost, cluster.given_back = set(taken.lost), set(taken.given_back)
-    with (
-        Companion(config, run) as companion,
-        StandbyKeeper(config, run, cluster) as standby,
-        Attempts(config, log_file, outlived, dismiss_others=standby.dismiss) as attempts,
-    ):
-        try:
-            return _train(
-                config, environment, run, cluster, companion=companion, standby=standby, attempts=attempts, taken=taken
-            )
-        except SlurmftError:
-            # the end of the batch script would be that of a standby which has taken the run over
-            if standby.confirm() and not standby_has_taken_over(config, environment):
-                raise
-            attempts.abandon()
-            return stand_aside(run, cluster)
+    with Companion(config, run) as companion, Attempts(config, log_file, outlived) as attempts:
+        return _train(config, environment, run, cluster, companion=companion, attempts=attempts)
 
 
 def _train(
     config: RunConfig, environment: Mapping[str, str], run: RunFolder, cluster: Cluster, *, companion: Companion,
-    standby: StandbyKeeper, attempts: Attempts, taken: Taken | None,
+    attempts: Attempts,
 ) -> int:  # fmt: skip
     """Attempts until one is followed by none; returns the exit code."""
-    thread, held = FolderThread(), None if taken is None else taken.generation
+    thread, held = FolderThread(), None
     while True:
-        claim = _Claim(environment, secret=attempts.secret, held=held, standby=taken is not None)
+        claim = _Claim(environment, secret=attempts.secret, held=held)
         try:
             start = patiently(
                 lambda claim=claim: thread.call(  # type: ignore[misc]
@@ -269,17 +228,12 @@ def _train(
                 patience_s=STORAGE_PATIENCE_S,
             )
         except StorageUnavailable as error:
-            if not standby.confirm():
-                raise
-            return try_again_later(config, cluster, run, error)
+            return _try_again_later(config, cluster, run, error)
         if start is None:
             return 0
         if isinstance(start, Superfluous):
             return _end_superfluous(start, cluster, run, thread)
         companion.see_to_it()
-        if standby.is_wanted:
-            start = replace(start, lease=standby)
-            standby.see_to_it(start)
         if (code := attempts.run(start)) is not None:
             return code
         held = attempts.generation
@@ -296,30 +250,13 @@ class _Claim:
     held: int | None
     """The generation as which this process has owned the run before; None before its first attempt."""
 
-    standby: bool = False
-    """It was a standby."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What a standby has taken over."""
-
-    generation: int
-    """As which it owns the run."""
-
-    lost: frozenset[str]
-    given_back: frozenset[str]
-    """What this start of the job has lost, the node before among them; and what of it the allocation has no more."""
-
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
     cluster, run = detect(environment), RunFolder(config.run_folder)
     thread = FolderThread()
-    owner = thread.call(lambda: _owner_from_now_on(config, environment, run), timeout_s=STORAGE_PATIENCE_S)
+    owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
     outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
-    if owner is not None and is_standbys(owner, cluster.attempt):
-        return stand_aside(run, cluster)
     if owner is None or not _is_lost(owner, environment):
         if outlived is not None:
             outlived.end()
@@ -336,14 +273,14 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
     lost = Verdict(cause=Cause.SUPERVISOR_LOST, reason=f"the supervisor on {owner.host} was ended by {name}")
-    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=f"{name} ended the supervisor")
+    verdict = _verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=f"{name} ended the supervisor")
     # the guardian has ended its agents, but for those that outlive a supervisor
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(),
         dismiss=lambda: None if outlived is None else outlived.end(), has_nodes=lambda: outlived is not None,
         outlived=outlived is not None,
     )  # fmt: skip
-    code = act_in_its_place(ending, start, verdict)
+    code = _act_in_its_place(ending, start, verdict)
     if code is not None:
         _name_no_router(config, start)
         return code
@@ -369,31 +306,19 @@ def _name_no_router(config: RunConfig, start: Start) -> None:
         log.warning("the endpoint's routers are still named: %s", error)
 
 
-def _owner_from_now_on(config: RunConfig, environment: Mapping[str, str], run: RunFolder) -> Owner | None:
-    """The run's owner; the standby of the supervisor that was lost cannot take the run over any more, or has."""
-    owner = run.owner()
-    if owner is None or not config.fault_tolerance.standby_supervisor or not _is_lost(owner, environment):
-        return owner
-    try:
-        refuse_claims(run, Attempt(job=owner.job, restart=owner.restart), owner)
-    except (StorageError, RunBusy) as error:
-        log.warning("the lost supervisor's standby is only ended: %s", error)
-    return run.owner()
-
-
 def _is_lost(owner: Owner, environment: Mapping[str, str]) -> bool:
     """Whether the owner is a supervisor in whose place this process acts."""
     return owner.pid in lost_pids(environment) and owner.host == os.uname().nodename
 
 
-def act_in_its_place(ending: Ending, start: Start, verdict: Verdict) -> int | None:
+def _act_in_its_place(ending: Ending, start: Start, verdict: Verdict) -> int | None:
     """Carry out what a lost supervisor had decided for this attempt, or decide now; returns as ``act_on`` does."""
     attempt = str(start.cluster.attempt)
     decided = [event for event in start.history if event.attempt == attempt and event.event == EventName.DECISION]
-    return ending.follow(verdict, decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    return ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
 
 
-def decision_of(event: Event) -> Decision:
+def _decision_of(event: Event) -> Decision:
     """The decision that the event of one has written down."""
     facts = event.details
     return Decision(
@@ -405,7 +330,7 @@ def decision_of(event: Event) -> Decision:
     )
 
 
-def verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int, *, how: str) -> Verdict:
+def _verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int, *, how: str) -> Verdict:
     """The verdict on an attempt whose supervisor is gone, worded by ``how``; ``lost`` where nothing tells more."""
     progress = progress_of(run)
     mine = progress if progress.attempt == str(attempt) else Progress()
@@ -503,7 +428,7 @@ def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread
     return over.exit_code
 
 
-def try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
+def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
     """Give the nodes back and requeue: idle nodes cost more than a wait in the queue."""
     log.error("%s", error)
     if isinstance(cluster, SlurmCluster) and config.preemption.continue_by in ("auto", "requeue"):
@@ -515,7 +440,7 @@ def try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: 
         if since <= MAX_STORAGE_RETRIES:
             log.warning("trying again in %d s (%d of %d)", STORAGE_DELAY_S, since, MAX_STORAGE_RETRIES)
             with ignoring_signals():
-                jobs.requeue(cluster.own, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
+                own_jobs.requeue(cluster.own, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
     return error.exit_code
 
 
@@ -558,7 +483,7 @@ def _take_over_from(
         if run.owner() != before:
             return None
         generation = 1 if before is None else before.generation + 1
-        run.take_over(this_process(run, cluster, generation, standby=claim.standby))
+        run.take_over(this_process(run, cluster, generation))
         run.add_job(cluster.attempt.job, cluster.own.known if isinstance(cluster, SlurmCluster) else None)
         # this start lives: a process that settled its end took it for gone, or meant an earlier job with its number
         ending = run.ending(cluster.attempt)

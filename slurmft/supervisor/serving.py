@@ -19,10 +19,18 @@ from typing import Any
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, StorageError
-from slurmft.inference.certificates import prepare_authority
-from slurmft.inference.endpoint import HighAvailabilityCluster, prepare
-from slurmft.inference.handover import OWN_CONFIG, State, Update, config_name, read_update, write_update
-from slurmft.inference.roster import Roster
+from slurmft.inference.coordinator import Roster
+from slurmft.inference.endpoint import (
+    OWN_CONFIG,
+    HighAvailabilityCluster,
+    State,
+    Update,
+    config_name,
+    prepare,
+    prepare_authority,
+    read_update,
+    write_update,
+)
 from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for

@@ -17,30 +17,26 @@ from slurmft.config.sections import PreemptionConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import Commit, DigestsReport, LookNow, Looks, PassOnTerm, Propose, TimingsReport, Withdraw
 from slurmft.ipc.pages import StopAction
-from slurmft.policy.digests import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.grace import (
-    NOTICE_S,
-    REQUEUE_COST_S,
-    JobTimes,
-    SlurmClock,
-    Terms,
-    cause_of_signal,
-    is_limit_usable,
-    seconds_for_stop,
-    seconds_in_kill_wait,
-)
 from slurmft.policy.judge import Corruption
+from slurmft.policy.reruns import Comparison, Digest, compare, convicted, words, words_of_split
 from slurmft.policy.stop import (
+    REQUEUE_COST_S,
     ByThemselves,
     Finishing,
+    JobTimes,
     Look,
     NothingToSave,
     Plan,
+    SlurmClock,
     StopAt,
+    Terms,
     all_hold,
+    cause_of_signal,
     inside_an_evaluation,
     passed,
     plan_stop,
+    seconds_for_stop,
+    seconds_in_kill_wait,
     step_of,
 )
 from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect
@@ -173,7 +169,6 @@ def _looks(replies: Sequence[Looks]) -> list[Look]:
 
 POLL_S = 0.25
 CAUSE_PATIENCE_S = 15.0
-LIMIT_LOOK_S = 30.0
 """At least so long between two looks at the time limit, which may change."""
 
 LAST_S = 10.0
@@ -195,7 +190,6 @@ class Stops:
         *, over: asyncio.Event, background: Background,
     ) -> None:  # fmt: skip
         self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
-        self._may_miss_notices = start.lease is not None
         self._pool, self._seen, self._slurm = pool, seen, slurm
         self._over, self.background = over, background
         self._folder = start.run.attempts / str(start.cluster.attempt)
@@ -258,29 +252,6 @@ class Stops:
             self.background.start(self._stop_for_signal(name, where, time.monotonic()))
         elif self.planned is Cause.RESIZED:  # the save is under way; only the later action changes
             self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
-
-    async def watch_limit(self) -> None:
-        """With a standby: stop before the time limit without Slurm's notice, which is sent once.
-
-        It may come while no supervisor lives, or not at all while the controller is away.
-        """
-        lead_s, end = float(self._section.signal_lead_s), math.inf
-        if self._may_miss_notices:
-            await self._slurm.read_terms()
-        while self._may_miss_notices and self.planned is None:
-            times = await self._slurm.times()
-            if times.end is not None:  # else the one before holds
-                is_of_limit = times.grace_s is None and is_limit_usable(times, lead_s=lead_s)
-                end = times.end if is_of_limit else math.inf
-            left_s = end - self._slurm.terms.clock.at(time.monotonic())
-            if left_s <= 0:  # the job lives, so that clock is wrong
-                left_s = math.inf
-            until_s = left_s - lead_s + NOTICE_S
-            if until_s <= 0 and self.planned is None:
-                self.ends_at_s = time.monotonic() + left_s
-                self.stop_for(Cause.TIME_LIMIT, "the time limit is near, and no notice has come",
-                              within_s=max(1.0, left_s - REQUEUE_COST_S))  # fmt: skip
-            await asyncio.sleep(LIMIT_LOOK_S if math.isinf(until_s) else min(until_s, max(LIMIT_LOOK_S, until_s / 2)))
 
     def on_request(self, kind: str, who: str) -> None:
         """Handle a request for KILL, REQUEUE or SAVE."""

@@ -18,7 +18,9 @@ import queue
 import re
 import secrets
 import shutil
+import signal
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -45,7 +47,9 @@ from slurmft.policy.values import NONE, Choice, Local, Version, decide
 from slurmft.storage.patience import translated, writing
 from slurmft.sync.stores import CHUNK_BYTES, FolderStore, Store, open_store
 from slurmft.system.files import UnsafeFile, open_regular, read_json, write_json
+from slurmft.system.foreign_text import log_to_stderr
 from slurmft.system.private_folder import check_private
+from slurmft.system.processes import die_with_parent
 
 # --- manifest ---
 # What a stored version consists of. It is written last; whatever it says is checked before anything is believed.
@@ -1196,3 +1200,46 @@ class KeptFolder:
             {"kind": "event", "what": what, "path": str(self._config.path), "reason": reason[:2000],
              "version": version, "files": files, "bytes": size, "took_s": round(took_s, 3)}
         )  # fmt: skip
+
+
+# --- The process that keeps a node's folders: a store that does not answer must not block the agent ---
+# It reads lines of JSON, first the settings of the folders and then orders, and writes lines of JSON. It ends with its
+# agent.
+
+NICE = 10
+EXIT_INTERNAL = 70
+
+
+def main() -> None:
+    """Serve until the standard input ends."""
+    log_to_stderr("slurmft: %(message)s")
+    die_with_parent()
+    os.nice(NICE)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # the agent says when to stop
+        signal.signal(number, lambda _number, _frame: None)
+    threading.excepthook = _end_with
+    lock = threading.Lock()
+
+    def say(message: Mapping[str, Any]) -> None:
+        with lock:
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
+
+    folders: list[KeptFolder] = []
+    for line in sys.stdin:
+        value = json.loads(line)
+        if not folders:
+            folders = [KeptFolder(SyncConfig.model_validate(each), at, say) for at, each in enumerate(value["folders"])]
+            continue
+        for folder in folders:
+            folder.take(Order(**value))
+    os._exit(0)  # a thread may be waiting for a store for ever
+
+
+def _end_with(arguments: threading.ExceptHookArgs) -> None:
+    log.error("internal error: %r", arguments.exc_value, exc_info=arguments.exc_value)
+    os._exit(EXIT_INTERNAL)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from slurmft.ipc.channel import Sent
 from slurmft.ipc.messages import Synced, SyncFolders, SyncReport
 from slurmft.system.background import Background, end_child
 
-COMMAND = (sys.executable, "-P", "-m", "slurmft.sync.entry")
+COMMAND = (sys.executable, "-P", "-m", "slurmft.sync.folder")
 MAX_LINE_BYTES = 1 << 16
 RESTART_S = 10.0
 END_S = 0.5

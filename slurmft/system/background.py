@@ -1,17 +1,21 @@
-"""Tasks that run beside the main line of a process, of which none fails silently; a child of the agent, and sleep that
-was too long.
+"""Tasks that run beside the main line of a process, of which none fails silently; a child of the agent, sleep that
+was too long, and log messages through a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 from slurmft.errors import SlurmftError
@@ -89,3 +93,29 @@ async def overslept_s(pause_s: float) -> float:
     await asyncio.sleep(pause_s)
     asleep_s = time.monotonic() - before - pause_s
     return asleep_s if asleep_s > pause_s else 0.0
+
+
+# --- Log messages through a thread: the log may lie on the very filesystem that stalls, and must block no caller ---
+
+FLUSH_S = 2.0
+
+
+class BackgroundLog:
+    """Takes the root logger's handlers over until the process ends."""
+
+    def __init__(self) -> None:
+        logging.raiseExceptions = False  # an error of the log cannot be logged
+        root = logging.getLogger()
+        messages: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        self._listener: QueueListener | None = QueueListener(messages, *root.handlers)
+        root.handlers = [QueueHandler(messages)]
+        self._listener.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Write waiting records, but do not wait for a log that hangs. Nothing is logged afterwards."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            stopping = threading.Thread(target=listener.stop, daemon=True)
+            stopping.start()
+            stopping.join(FLUSH_S)

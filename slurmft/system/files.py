@@ -542,16 +542,8 @@ def read_as(
         StorageError: as ``read_json``, or it is not of this kind; names the field.
         NewerFormat: a newer slurmft wrote it.
     """
-    value = read_json(path, limit_bytes=limit_bytes, owners=owners)
-    return None if value is None else as_record(kind, value, path)
-
-
-def as_record(kind: type[Record], value: Any, path: Path) -> Record:
-    """The record that was read from ``path``, as ``read_as`` returns it.
-
-    Raises:
-        StorageError: it is not of this kind.
-    """
+    if (value := read_json(path, limit_bytes=limit_bytes, owners=owners)) is None:
+        return None
     import msgspec  # a process that reads no record does not wait for it: a zygote, a writer
 
     try:

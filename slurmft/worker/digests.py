@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from slurmft.ipc.pages import DigestRing, Page
-from slurmft.policy.digests import is_left_out, left_out
+from slurmft.policy.reruns import is_left_out, left_out
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.trainer import streams
 from slurmft.trainer.savers import SAVERS, host_group

@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import IO, ParamSpec, Self, TypeVar
 
 from slurmft.errors import UsageError
-from slurmft.policy.signatures import FailureCategory
-from slurmft.policy.symptoms import TRACEBACK, signature_of
+from slurmft.policy.symptoms import TRACEBACK, FailureCategory, signature_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, MAX_TEXT
 from slurmft.system.files import replace_atomically

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from slurmft.errors import CheckpointError, Fenced, StorageError
 from slurmft.ipc.pages import NOTHING, Page, Phase, SectionStack, Slot, State
 from slurmft.policy import interval as policy_interval
-from slurmft.policy.checkpoint_settings import CheckpointSettings
-from slurmft.policy.worker_settings import WorkerSettings
+from slurmft.policy.worker_settings import CheckpointSettings, WorkerSettings
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from slurmft.errors import UsageError
 from slurmft.ipc.pages import PAGE_VARIABLE
-from slurmft.policy.signatures import FailureCategory
+from slurmft.policy.symptoms import FailureCategory
 from slurmft.trainer.savers import host_group, takes_host_data, timeout_of
 from slurmft.worker.failures import categorize_failure
 

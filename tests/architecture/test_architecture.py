@@ -215,10 +215,7 @@ def test_no_arrow_back_up_is_listed_without_need():
 
 SMALL = {
     "__main__": "`python -m slurmft`",
-    "cli/metrics": "a verb, imported by its name",
-    "cli/schema": "a verb, imported by its name",
     "checkpoint/warm_up": "a program, imported by its name in a process that waits",
-    "sync/entry": "a program of its own (python -m)",
     "worker/pair_check": "a program of its own (python -m)",
     "worker/shared_weights": "a public name, which must not import the rest of the worker",
     "integrations/accelerate": "public names of its own, for loops of Accelerate",
@@ -277,7 +274,7 @@ def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
     # words of a user's command
     assert set(lazy) <= {
         "config/sections.py", "agent/torchrun.py", "agent/workers.py", "agent/zygote.py",
-        "cli/checkpoint.py", "cli/quickstart.py", "policy/sbatch.py",
+        "cli/checkpoint.py", "cli/submit.py", "policy/sbatch.py",
         "operations/preflight.py",  # looks whether it is there
         "agent/inference.py", "inference/driver.py",
     }  # fmt: skip
@@ -335,9 +332,8 @@ def test_only_the_command_line_has_a_broad_except():
 
 OPENERS = {
     "system/files.py": "the one opener; folders, to make renames durable",
-    "system/processes.py": "/proc",
     "worker/standalone.py": "/proc and cgroups",
-    "system/kernel_view.py": "/proc and cgroups",
+    "system/processes.py": "/proc and cgroups",
     "sync/folder.py": "/proc",
     "agent/notices.py": "/sys",
     "health/node.py": "/proc and /sys, without waiting and in bounds",
@@ -350,8 +346,8 @@ OPENERS = {
     "agent/workers.py": "the agent's private folder; torch's pipe, without waiting",
     "agent/zygote.py": "requests in the agent's private folder, and the user's own program",
     "agent/agent.py": "a worker's pipe, without waiting",
-    "storage/soft_lock.py": "creates exclusively",
-    "cli/schema.py": "slurmft's own source",
+    "storage/patience.py": "creates exclusively",
+    "cli/submit.py": "slurmft's own source",
     "examples/ray_regression.py": "an example that imports nothing of slurmft; a log where its user says",
     "lab/": "a cluster that root has made for itself",
     "checkpoint/write_requests.py": "/proc; creates exclusively",
@@ -514,7 +510,7 @@ def test_the_error_tree_is_the_one_that_is_drawn():
 
 def test_every_error_of_other_modules_has_a_place_below_the_tree():
     """Subclasses outside of errors.py are fine where a caller tells them apart; their exit code is their parent's."""
-    from slurmft.scheduler.jobs import RequeueDisabled
+    from slurmft.scheduler.own_jobs import RequeueDisabled
 
     assert RequeueDisabled.exit_code == errors.SlurmError.exit_code
 

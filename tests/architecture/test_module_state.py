@@ -13,7 +13,7 @@ import slurmft
 ROOT = Path(slurmft.__file__).parent
 
 ALLOWED: Mapping[str, str] = {
-    "checkpoint/writer_client.py: _living": "a fork of the process must close the sockets of all its writers",
+    "checkpoint/write_requests.py: _living": "a fork of the process must close the sockets of all its writers",
     "compat/megatron.py: _Process.machine": "get_rerun_state_machine() takes no argument, in Megatron as here",
     "integrations/lightning.py: Process.current": "Trainers of a process share its session, and their numbering",
     "integrations/huggingface.py: SlurmftCallback._in_charge": "two callbacks of one Trainer find each other",

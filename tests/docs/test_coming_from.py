@@ -14,7 +14,7 @@ import yaml
 from docs_pages import DOCS, Block, blocks
 
 from slurmft.config import run as configuration
-from slurmft.policy import launches
+from slurmft.policy import sbatch
 
 SLURMFT = [sys.executable, "-P", "-m", "slurmft"]
 PAGES = sorted((DOCS / "coming-from").glob("*.md"))
@@ -39,11 +39,11 @@ def test_every_page_is_in_the_list():
 @pytest.mark.parametrize("page", WITH_SCRIPT)
 def test_the_launch_in_a_batch_script_of_a_page_trains(page: str):
     [script] = [block.text for block in of(page, "bash") if block.text.startswith("#!")]
-    assert launches.with_guard(script, "GUARD; ").count("GUARD; ") == 1
+    assert sbatch.with_guard(script, "GUARD; ").count("GUARD; ") == 1
     [launch] = re.findall(r"^srun ((?:.*\\\n)*.*)$", script, re.MULTILINE)
-    line = launches.split_line(shlex.split(launch), launches.SRUN_FLAGS)
-    assert launches.judged("srun", line.command, said="").trains
-    assert launches.why_not_srun(line) == ""
+    line = sbatch.split_line(shlex.split(launch), sbatch.SRUN_FLAGS)
+    assert sbatch.judged("srun", line.command, said="").trains
+    assert sbatch.why_not_srun(line) == ""
 
 
 LAUNCHES = [(page.stem, line) for page in PAGES for block in of(page.stem, "bash") if not block.text.startswith("#!")

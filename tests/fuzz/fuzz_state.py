@@ -13,17 +13,16 @@ from pathlib import Path
 from fuzz_mutations import mutate_state
 from fuzz_world import LOST, World
 
-from slurmft.cli.watch import Watcher, heat, slowest
+from slurmft.cli.status import Watcher, heat, slowest
 from slurmft.errors import SlurmftError
-from slurmft.inference.endpoint import HighAvailabilityCluster
-from slurmft.inference.handover import read_handover, read_update
+from slurmft.inference.endpoint import HighAvailabilityCluster, read_handover, read_update
 from slurmft.operations import status
 from slurmft.operations.rescue import is_unfinished, rescues_without_progress
 from slurmft.policy.suspicion import Rules, standing
 from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.reporting.metrics import families, looks_at
 from slurmft.reporting.report import Fleet, page_of, report_of
-from slurmft.storage import checkpoint_names, history, run_folder, timings, verdicts
+from slurmft.storage import checkpoint_names, history, run_folder, verdicts
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import WorkerVerdict, add_evidence, read_evidence, read_verdict, write_verdict
@@ -43,7 +42,7 @@ def leave_state(folder: Path) -> None:
     node = history.NodeHistory(best={0: best}, outcomes=[(1.7e9, True)])
     conviction = history.Conviction(nodes=("n1",), ranks=(0,), at=1.7e9)
     history.write_stragglers(folder, WORKLOAD, history.History(nodes={"n1": node}, convictions=[conviction]))
-    timings.write(folder, WORKLOAD, "7.0.0", timings.Timings(longest_step_s=1.0, saves_s=(1.0, 2.0), costs_s=(0.1,)))
+    history.write(folder, WORKLOAD, "7.0.0", history.Timings(longest_step_s=1.0, saves_s=(1.0, 2.0), costs_s=(0.1,)))
     history.write_ft_state(folder, WORKLOAD, {"step": [0.1, 0.2]})
     checkpoint_names.note_verified(folder / "checkpoints", 4, 1)
     checkpoint_names.note_doubt(
@@ -93,7 +92,7 @@ def read_state(folder: Path, exclusion_list: Path) -> Iterator[str]:
         lambda: rescues_without_progress(run.journal().read()),
         lambda: heat(run_folder.read(folder)), lambda: slowest(run_folder.read(folder), 3),
         lambda: history.read_stragglers(folder, WORKLOAD), lambda: history.read_ft_state(folder, WORKLOAD),
-        lambda: timings.earlier(folder, WORKLOAD), lambda: checkpoint_names.read_digests(folder / "checkpoints"),
+        lambda: history.earlier(folder, WORKLOAD), lambda: checkpoint_names.read_digests(folder / "checkpoints"),
         lambda: read_handover(folder), lambda: read_update(run), lambda: HighAvailabilityCluster.read(folder),
         lambda: (owner := run.owner()) and run_folder.is_fresh(run, owner),
         lambda: standing(ExclusionList(exclusion_list).read().observations, (), now_s, Rules()),

@@ -469,7 +469,7 @@ class _Pings:
         """It ends at its next look."""
 
     async def _ping(self) -> None:
-        crew, lease_s = self._attempts._crew, self._attempts._config.fault_tolerance.ping_lease_s
+        crew, lease_s = self._attempts._crew, self._attempts._config.fault_tolerance.supervisor_lease_s
         while crew is not None and self._process is not None and self._process.alive:
             await asyncio.sleep(ping_interval_s(len(crew.pool.links), lease_s=lease_s))
             if self._over.is_set():

@@ -11,7 +11,7 @@ from slurmft.errors import LabError
 
 def kill_supervisor(storm: Storm, *, also_guardian: bool = False, itself: bool = True) -> str | None:
     owner = storm.run.folder.owner()
-    if owner is None or (owner.standby and also_guardian):  # one that was a standby has no guardian
+    if owner is None:
         return None
     asked = storm.lab.run_on_as_admin(owner.host, ["ps", "-o", "ppid=", "-p", str(owner.pid)], check=False)
     guardian = asked.stdout.strip()

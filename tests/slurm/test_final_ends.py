@@ -15,7 +15,7 @@ import pytest
 from slurm.conftest import Run, eventually, preempt, submit_with
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import installed
-from slurmft.policy.final_ends import UNDONE_WITHIN_S
+from slurmft.policy.verdict import UNDONE_WITHIN_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

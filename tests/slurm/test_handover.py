@@ -8,7 +8,7 @@ import pytest
 
 from slurm.conftest import eventually, preempt
 from slurm.endpoints import NODES, EndpointRun, Load, NewEndpoint, maker
-from slurmft.inference.handover import read_handover
+from slurmft.inference.endpoint import read_handover
 from slurmft.lab.cluster import Lab
 
 PLAIN = 20

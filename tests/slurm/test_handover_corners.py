@@ -8,7 +8,7 @@ from slurm.conftest import PATIENCE_S, eventually
 from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
 from slurm.test_handover import supervisor_of
 from slurm.test_rolling_update import with_engine
-from slurmft.inference.handover import State, read_update
+from slurmft.inference.endpoint import State, read_update
 from slurmft.lab.cluster import Lab
 from slurmft.scheduler.nodes import expand
 

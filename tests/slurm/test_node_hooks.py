@@ -13,7 +13,7 @@ import pytest
 
 import slurmft
 from slurm.conftest import eventually
-from slurmft.health.results import read_results
+from slurmft.health.checker import read_results
 from slurmft.lab.cluster import Lab
 
 pytestmark = pytest.mark.slurm

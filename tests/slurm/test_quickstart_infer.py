@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.cli.quickstart import CONFIG, PROMPTS
+from slurmft.cli.submit import CONFIG, PROMPTS
 from slurmft.examples.byte_gpt_engine import CHECKPOINTS_VARIABLE, Generator
 
 pytestmark = pytest.mark.timeout(500)

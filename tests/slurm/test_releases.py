@@ -19,8 +19,6 @@ from slurm import (
     test_node_hooks,
     test_recovery,
     test_slurm_faults,
-    test_standby,
-    test_standby_journeys,
     test_sweep,
 )
 from slurm.conftest import Run, eventually, preempt
@@ -34,7 +32,6 @@ from slurm.test_final_ends import (
 )
 from slurm.test_node_hooks import hooked, script
 from slurm.test_recovery import assert_one_stop, test_node_failure_is_requeued_by_slurm_and_resumes
-from slurm.test_standby import run_with_standby
 from slurm.test_sweep import Site, site
 from slurmft.errors import LabUnavailable
 from slurmft.lab import cluster
@@ -42,7 +39,7 @@ from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import RELEASES, LabSettings, release_of
 
 __all__ = [
-    "blaming", "hooked", "run_with_standby", "script", "site", "slow",
+    "blaming", "hooked", "script", "site", "slow",
     "test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand",
     "test_a_job_that_slurm_requeues_all_the_same_ends_at_once", "test_a_stop_in_the_grace_is_not_undone",
     "test_a_stop_in_the_start_after_a_preemption_is_not_undone", "test_exit_16_goes_on_on_different_nodes",
@@ -78,14 +75,6 @@ test_a_failed_validation_in_the_grace_is_not_tried_again = in_soak(
 )
 test_of_a_job_and_its_successor_only_the_successor_trains = in_soak(
     test_final_ends.test_of_a_job_and_its_successor_only_the_successor_trains
-)
-
-test_the_batch_host_dies = in_soak(test_standby.test_the_batch_host_dies)
-test_the_batch_host_is_cut_off = in_soak(test_standby.test_the_batch_host_is_cut_off)
-test_the_time_limit_comes_after_a_takeover = in_soak(test_standby_journeys.test_the_time_limit_comes_after_a_takeover)
-test_slurms_own_commands_after_a_takeover = in_soak(test_standby_journeys.test_slurms_own_commands_after_a_takeover)
-test_two_batch_hosts_die_one_after_the_other = in_soak(
-    test_standby_journeys.test_two_batch_hosts_die_one_after_the_other
 )
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from slurm.conftest import eventually
 from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
-from slurmft.inference.handover import State, read_update
+from slurmft.inference.endpoint import State, read_update
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from slurm.storm import WAITS, Gap, Kind
 from slurm.test_random_faults import KEPT, lost
-from slurm.test_random_standby_faults import acting_twice
 from slurmft.checkpoint.catalog import Entry
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.journal import Event
 
 KINDS = {"rank": Kind(1, lambda _: None, takes_s=5), "stopped": Kind(1, lambda _: None, takes_s=50)}
 
@@ -61,22 +59,3 @@ def test_a_checkpoint_that_retention_keeps_and_is_gone_is_lost() -> None:
     [told] = lost(entries(1, 2, 3), entries(1, 2))
     assert "c3" in told
     assert len(lost(entries(1, 2, 3), {})) == KEPT
-
-
-@pytest.mark.parametrize(("lines", "found"), [
-    ("7.0.0 attempt started, 7.0.0 standby took over, 7.0.0 decision, 7.0.1 attempt started, 7.0.0 superseded", ""),
-    ("7.0.0 attempt started, 7.0.0 decision, 7.0.0 standby took over, 7.0.0 decision, 7.0.1 attempt started", ""),
-    ("7.0.0 attempt started, 7.0.0 standby took over, 7.0.0 decision, 7.0.0 decision", "2 decisions on 7.0.0"),
-    ("7.0.0 attempt started, 7.0.1 attempt started, 7.0.0 requeued", "requeued of 7.0.0 after the start of 7.0.1"),
-    ("7.0.0 attempt started, 7.0.1 attempt started, 7.0.1 attempt started", "7.0.1 began after 7.0.1"),
-    ("9.1.0 attempt started, 10.0.0 attempt started, 10.0.0 decision", ""),
-    ("7.0.0 attempt started, 7.0.0 standby took over, 7.0.0 standby took over", "7.0.0 was taken over twice"),
-])  # fmt: skip
-def test_two_supervisors_that_act_at_once_are_found(lines: str, found: str) -> None:
-    began = datetime.now(UTC)
-    events = [
-        Event(at=began + timedelta(seconds=number), attempt=attempt, event=event, details={})
-        for number, (attempt, _, event) in enumerate(line.partition(" ") for line in lines.split(", "))
-    ]
-    told = acting_twice(events)
-    assert [told[0][: len(found)]] == [found] if found else told == []

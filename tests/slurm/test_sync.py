@@ -136,7 +136,7 @@ def keepers(run: LocalRun) -> list[psutil.Process]:
     """The processes that keep folders for this run."""
     found = []
     for process in psutil.process_iter(["cmdline", "cwd"]):
-        if "slurmft.sync.entry" in (process.info["cmdline"] or []):
+        if "slurmft.sync.folder" in (process.info["cmdline"] or []):
             with contextlib.suppress(psutil.Error):
                 agent = process.parent()
                 if agent is not None and any(str(run.folder.path) in word for word in agent.cmdline()):

@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 from worker_variable import set_settings
 
-from slurmft.checkpoint.writer_client import WriterClient
+from slurmft.checkpoint.write_requests import WriterClient
 from slurmft.ipc.pages import PAGE_VARIABLE, Page
 from slurmft.system import private_folder
 

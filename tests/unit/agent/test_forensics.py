@@ -26,8 +26,8 @@ from slurmft.ipc.channel import encoded
 from slurmft.ipc.messages import EvidenceReply, RankEvidence, TakeEvidence
 from slurmft.policy.judge import Progress, Where
 from slurmft.policy.stop import NOT_STARTED
-from slurmft.system import kernel_view
-from slurmft.system.kernel_view import view
+from slurmft.system import processes
+from slurmft.system.processes import view
 
 WAIT_S = 20.0
 PATIENT_S = 5.0
@@ -142,7 +142,7 @@ def test_the_signals_of_a_member_of_many_groups_are_read(tmp_path):
     status = tmp_path / "status"
     groups = " ".join(str(1_000_000 + number) for number in range(2000))
     status.write_text(f"State:\tS (sleeping)\nGroups:\t{groups}\nThreads:\t1\nSigCgt:\t0000400000000000\n")
-    assert kernel_view._text(str(status)).endswith("SigCgt:\t0000400000000000\n")
+    assert processes._text(str(status)).endswith("SigCgt:\t0000400000000000\n")
 
 
 def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):

@@ -20,15 +20,14 @@ import torch
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager, snapshots
-from slurmft.checkpoint.flat_state import capture
 from slurmft.checkpoint.image_file import index_file
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.notes import RankRecord, read_record
 from slurmft.checkpoint.snapshots import Arena, Place
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import Trainee, capture
 from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, CommitOrder
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS, Outcome
 from slurmft.worker.data import ByteCorpus, WindowLoader

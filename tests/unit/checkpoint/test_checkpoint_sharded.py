@@ -32,7 +32,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 import stored_state
-from slurmft.checkpoint.flat_state import capture
+from slurmft.checkpoint.state import capture
 from slurmft.checkpoint.image import Layout
 from slurmft.checkpoint.image_file import Row, read_index
 from slurmft.checkpoint.loading import prepare

@@ -17,7 +17,6 @@ import torch
 from stored_state import IDENTITY, load, stage, write
 
 from slurmft.checkpoint import CheckpointManager, just_in_time
-from slurmft.checkpoint.flat_state import FACTS, FlatState, capture, rank_key
 from slurmft.checkpoint.image_file import Damage, Damaged, read_index
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import prepare
@@ -33,7 +32,7 @@ from slurmft.checkpoint.notes import (
 )
 from slurmft.checkpoint.reading import Stored
 from slurmft.checkpoint.snapshots import Snapshots
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import FACTS, FlatState, Trainee, capture, rank_key
 from slurmft.checkpoint.step_copies import OfLead
 from slurmft.ipc.pages import IN_UPDATE
 from slurmft.trainer.savers import SAVERS

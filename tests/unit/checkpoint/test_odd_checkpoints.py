@@ -22,13 +22,11 @@ from waiting import until
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog, Pruner, remove_folder, remove_left_overs
-from slurmft.checkpoint.dcp_metadata import METADATA_FILE
 from slurmft.checkpoint.holding import alone, holding, is_held
-from slurmft.checkpoint.image_file import image_file, index_file
+from slurmft.checkpoint.image_file import METADATA_FILE, image_file, index_file
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.write_requests import Keep
+from slurmft.checkpoint.write_requests import Keep, SpawnedWriter
 from slurmft.checkpoint.writer import _opened, note_file, reason_of
-from slurmft.checkpoint.writer_client import SpawnedWriter
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, QUARANTINE, Identity, usable

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from slurmft.cli.exclude import exclude
+from slurmft.cli.nodes import exclude
 from slurmft.policy.suspicion import WEIGHTS, Observation
 from slurmft.policy.verdict import Kind
 from slurmft.storage.exclusions import ExclusionList

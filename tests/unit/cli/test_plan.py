@@ -10,7 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from slurmft.cli.plan import plan
+from slurmft.cli.report import plan
 from slurmft.config.run import load_section
 from slurmft.errors import ConfigError, UsageError
 from slurmft.planning.plan import PlanConfig

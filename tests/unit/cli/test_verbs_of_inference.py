@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import slurmft
-from slurmft.cli.inference import infer, serve
+from slurmft.cli.submit import infer, serve
 from slurmft.config.run import load
 from slurmft.errors import UsageError
 from slurmft.inference.endpoint import headers_file

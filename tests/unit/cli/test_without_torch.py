@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.cli.main import VERBS
-from slurmft.cli.quickstart import CONFIG
+from slurmft.cli.submit import CONFIG
 
 WITHOUT_TORCH = """
 import sys

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmft.compat.converters import OURS, parse
+from slurmft.compat.neighbours import OURS, parse
 from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import ConfigError, UsageError
 

@@ -14,8 +14,7 @@ from slurmft.config.run import RunConfig, validate
 from slurmft.config.sections import CheckpointConfig
 from slurmft.errors import ConfigError
 from slurmft.ipc.messages import StartWorkers
-from slurmft.policy.checkpoint_settings import CheckpointSettings
-from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
+from slurmft.policy.worker_settings import WORKER_VARIABLE, CheckpointSettings, WorkerSettings
 
 START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1)
 

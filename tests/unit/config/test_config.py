@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.plugin import _loader
 
-from slurmft.cli.schema import configuration_schema
+from slurmft.cli.submit import configuration_schema
 from slurmft.config.base import Section, section_of
 from slurmft.config.run import RunConfig, from_values, load, validate
 from slurmft.errors import ConfigError

@@ -45,6 +45,16 @@ def test_a_switch_that_is_always_on_is_accepted_with_one_line(keys, line, caplog
     assert line in record.getMessage() and "\n" not in record.getMessage()
 
 
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_gone(caplog):
+    given = {**RUN, "fault_tolerance": {"standby_supervisor": False}}
+    assert validate(given, source="it") == validate(RUN, source="it") and not caplog.records
+    given["fault_tolerance"] = {"standby_supervisor": True}
+    assert validate(given, source="it") == validate(RUN, source="it")
+    (record,) = caplog.records
+    assert "it: fault_tolerance.standby_supervisor is ignored" in record.getMessage()
+    assert "slurmft requeue --rescue" in record.getMessage() and given["fault_tolerance"]
+
+
 def test_a_value_is_not_changed_by_being_read():
     section = {"enable_ft_package": True, "safety_factor": 3.0}
     assert validate({**RUN, "fault_tolerance": section}, source="it").fault_tolerance.safety_factor == 3.0

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from slurmft.cli.schema import configuration_schema
+from slurmft.cli.submit import configuration_schema
 from slurmft.config import run as configuration
 from slurmft.config.base import section_of
 from slurmft.config.run import RunConfig

@@ -18,9 +18,8 @@ import pytest
 import slurmft
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmUnavailable, UsageError
-from slurmft.health import hooks
-from slurmft.health.checker import HealthChecker
-from slurmft.health.hooks import REFUSED, clean, is_left_over, slurm_conf_lines
+from slurmft.health import checker
+from slurmft.health.checker import REFUSED, HealthChecker, clean, is_left_over, slurm_conf_lines
 from slurmft.health.node import Process, Scene, process, running_jobs
 from slurmft.scheduler.parsing import JobRecord
 
@@ -233,7 +232,7 @@ def test_the_epilog_ends_the_jobs_processes_and_no_others(tmp_path):
         deadline = time.monotonic() + 5
         while (found := process(Path(f"/proc/{mine.pid}"))) is None or found.name != "sleep":
             assert time.monotonic() < deadline
-        ticks = hooks._ticks_now(scene)
+        ticks = checker._ticks_now(scene)
         assert found.started <= ticks + 100
         done = subprocess.run(
             [BIN / "slurmft-epilog"], check=False, capture_output=True, text=True, timeout=60,
@@ -251,7 +250,7 @@ def test_the_epilog_ends_the_jobs_processes_and_no_others(tmp_path):
 def test_a_process_of_the_same_number_is_another_one(node):
     add(node.root, 40, job="7")
     stranger = Process(pid=40, uid=UID, started=1, job="7", name="python")
-    assert hooks._end(node, stranger) is False
+    assert checker._end(node, stranger) is False
 
 
 @needs_root
@@ -305,7 +304,7 @@ class World:
         self.answers, self.now, self.begun = list(answers), 1000.0, []
 
     def follow(self) -> bool:
-        return hooks.follow(
+        return checker.follow(
             "5", look=lambda job: self.answers.pop(0) if len(self.answers) > 1 else self.answers[0],
             begin=lambda job, delay_s: self.begun.append((job, delay_s)), now=lambda: self.now, sleep=self.sleep,
         )  # fmt: skip
@@ -340,15 +339,15 @@ def test_which_jobs_begin_at_once(answers, begins):
     world = World(*answers)
     assert world.follow() is begins
     assert [(str(job), delay_s) for job, delay_s in world.begun] == ([("5", 2)] if begins else [])
-    assert world.now <= 1000 + hooks.FOLLOW_S + hooks.LONGEST_PAUSE_S
+    assert world.now <= 1000 + checker.FOLLOW_S + checker.LONGEST_PAUSE_S
 
 
 def test_a_slurm_that_does_not_answer_is_told(monkeypatch):
     def silent(job, **_):
         raise SlurmUnavailable("no answer")
 
-    monkeypatch.setattr(hooks, "follow", silent)
-    assert hooks.follow_quietly("5") == "job 5 begins after Slurm's own wait: no answer"
+    monkeypatch.setattr(checker, "follow", silent)
+    assert checker.follow_quietly("5") == "job 5 begins after Slurm's own wait: no answer"
 
 
 # ---- for programs, and for scripts ----

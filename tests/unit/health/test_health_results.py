@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.errors import StorageError, StorageUnavailable
-from slurmft.health.results import KEEP, checkup_of, read_results, result_of, write_result
+from slurmft.health.checker import KEEP, checkup_of, read_results, result_of, write_result
 from slurmft.policy.node_health import Checkup, ProbeResult, Problem, Status
 
 FAILED = ProbeResult(name="disk", status=Status.CRITICAL, detail="full", value=1.5, unit="%", evidence=("/run/x",),

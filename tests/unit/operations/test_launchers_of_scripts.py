@@ -10,7 +10,7 @@ import pytest
 
 from slurmft.operations import script
 from slurmft.operations.script import LAUNCHERS, last_word
-from slurmft.policy import launches
+from slurmft.policy import sbatch
 
 STAND_IN = """#!/bin/sh
 shift 5
@@ -36,7 +36,7 @@ def run(tmp_path: Path):
         guard = (f"slurmft_is_batch_script=yes; SLURMFT_PYTHON={stand_in}; SLURMFT_LAUNCHERS={LAUNCHERS}; "
                  f". {LAUNCHERS}/functions.sh; ")  # fmt: skip
         path = tmp_path / "job.sh"
-        path.write_text(launches.with_guard(f"#!/bin/{shell}\n{body}\n", guard))
+        path.write_text(sbatch.with_guard(f"#!/bin/{shell}\n{body}\n", guard))
         given = {
             "PATH": f"{tmp_path}/bin:{os.defpath}",
             "SLURM_JOB_ID": "7",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from slurmft.cli import checkpoint, control, exclude, plan, site, submit
+from slurmft.cli import checkpoint, control, nodes, report, submit
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations import rescue
 from slurmft.operations.run_configuration import refuse_foreign_configuration
@@ -249,16 +249,16 @@ def test_a_verb_that_acts_refuses_another_users_run_and_writes_nothing(run, verb
 
 CONFIGURED = {
     "submit": (submit.submit, ["--dry-run"]),
-    "drill": (site.drill, ["--dry-run"]),
-    "advise": (plan.advise, []),
-    "doctor": (site.doctor, []),
-    "exclude add": (exclude.add, ["n1", "--reason", "x", "--config"]),
+    "drill": (nodes.drill, ["--dry-run"]),
+    "advise": (report.advise, []),
+    "doctor": (nodes.doctor, []),
+    "exclude add": (nodes.add, ["n1", "--reason", "x", "--config"]),
 }
 
 
 @pytest.mark.parametrize("verb", CONFIGURED)
 def test_the_configuration_of_another_users_run_is_not_acted_on(run, verb, monkeypatch):
-    monkeypatch.setattr(site.slurm, "available", lambda: True)
+    monkeypatch.setattr(nodes.slurm, "available", lambda: True)
     run.config.write_text(f"command: x\nrun_folder: {run.path}\nexclusions: {{path: {run.path.parent}/nodes.json}}\n")
     for path in (run.path, *run.path.iterdir()):
         os.chown(path, OTHER, OTHER)

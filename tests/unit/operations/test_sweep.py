@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from slurmft.errors import StorageUnavailable, UsageError
-from slurmft.health.results import write_result
-from slurmft.operations.rescue import rescue_below
-from slurmft.operations.sweep import SweepReport, heartbeat_url, metrics_text
+from slurmft.health.checker import write_result
+from slurmft.operations.rescue import SweepReport, heartbeat_url, metrics_text, rescue_below
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
-from slurmft.scheduler import node_control
-from slurmft.scheduler.node_control import parse_facts, parse_under_test, probe_argv
+from slurmft.scheduler import nodes
+from slurmft.scheduler.nodes import parse_facts, parse_under_test, probe_argv
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system.isolation import bounded
@@ -354,8 +353,8 @@ def test_a_probe_that_waits_in_a_hidden_partition_is_seen(monkeypatch):
     def squeue(argv, **_):
         return "7|PENDING||n4\n" if "-a" in argv else ""
 
-    monkeypatch.setattr(node_control.slurm, "run", squeue)
-    assert node_control.nodes_under_test() == {"n4"}
+    monkeypatch.setattr(nodes.slurm, "run", squeue)
+    assert nodes.nodes_under_test() == {"n4"}
 
 
 def test_the_look_is_quoted_once():

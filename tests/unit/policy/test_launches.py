@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slurmft.errors import UsageError
-from slurmft.policy import launches
-from slurmft.policy.launches import Known, Line, split_line
+from slurmft.policy import sbatch
+from slurmft.policy.sbatch import Known, Line, split_line
 
 GUARD = "GUARD; "
 
@@ -14,14 +14,14 @@ GUARD = "GUARD; "
 @pytest.mark.parametrize(
     ("words", "flags", "options", "command"),
     [
-        (["-N2", "-n", "4", "job.sh", "-x"], launches.SBATCH_FLAGS, (("N", "2"), ("n", "4")), ("job.sh", "-x")),
-        (["--nodes=2", "--wait", "job.sh"], launches.SBATCH_FLAGS, (("nodes", "2"), ("wait", "")), ("job.sh",)),
-        (["-HW", "job.sh"], launches.SBATCH_FLAGS, (("H", ""), ("W", "")), ("job.sh",)),
-        (["--kill-on-bad-exit", "run.sh", "python"], launches.SRUN_FLAGS, (("kill-on-bad-exit", ""),),
+        (["-N2", "-n", "4", "job.sh", "-x"], sbatch.SBATCH_FLAGS, (("N", "2"), ("n", "4")), ("job.sh", "-x")),
+        (["--nodes=2", "--wait", "job.sh"], sbatch.SBATCH_FLAGS, (("nodes", "2"), ("wait", "")), ("job.sh",)),
+        (["-HW", "job.sh"], sbatch.SBATCH_FLAGS, (("H", ""), ("W", "")), ("job.sh",)),
+        (["--kill-on-bad-exit", "run.sh", "python"], sbatch.SRUN_FLAGS, (("kill-on-bad-exit", ""),),
          ("run.sh", "python")),
-        (["-luc8", "python"], launches.SRUN_FLAGS, (("l", ""), ("u", ""), ("c", "8")), ("python",)),
-        (["-n1", "--", "-odd"], launches.SRUN_FLAGS, (("n", "1"),), ("-odd",)),
-        ([], launches.SRUN_FLAGS, (), ()),
+        (["-luc8", "python"], sbatch.SRUN_FLAGS, (("l", ""), ("u", ""), ("c", "8")), ("python",)),
+        (["-n1", "--", "-odd"], sbatch.SRUN_FLAGS, (("n", "1"),), ("-odd",)),
+        ([], sbatch.SRUN_FLAGS, (), ()),
     ],
 )  # fmt: skip
 def test_options_end_where_getopt_ends_them(words, flags, options, command):
@@ -45,7 +45,7 @@ ALL = ["--requeue", "--open-mode=append", "--signal=USR2@120"]
     ],
 )  # fmt: skip
 def test_only_what_the_user_has_not_set_is_added(given, environment, added):
-    assert launches.added_options(given, environment) == added
+    assert sbatch.added_options(given, environment) == added
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_only_what_the_user_has_not_set_is_added(given, environment, added):
     ],
 )  # fmt: skip
 def test_the_signal_is_the_one_that_sbatch_would_take(given, environment, expected):
-    assert launches.signal_of(given, environment) == expected
+    assert sbatch.signal_of(given, environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_the_signal_is_the_one_that_sbatch_would_take(given, environment, expect
     ],
 )
 def test_the_guard_moves_no_line(text, guarded):
-    assert launches.with_guard(text, GUARD) == guarded
+    assert sbatch.with_guard(text, GUARD) == guarded
 
 
 @pytest.mark.parametrize("text", ["run\n", "", "#!/usr/bin/env python3\nprint()\n", "#!/bin/tcsh\nrun\n"])
 def test_a_script_whose_launches_cannot_be_met_is_refused(text):
     with pytest.raises(UsageError, match=r"first line|cannot be met"):
-        launches.with_guard(text, GUARD)
+        sbatch.with_guard(text, GUARD)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_script_whose_launches_cannot_be_met_is_refused(text):
 )
 def test_a_job_of_several_components_is_refused(words, text):
     with pytest.raises(UsageError, match="not one run"):
-        launches.refuse_several(words, text)
+        sbatch.refuse_several(words, text)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_a_job_of_several_components_is_refused(words, text):
     ],
 )
 def test_which_launch_trains(name, command, trains):
-    assert launches.judged(name, command.split(" "), said="").trains is trains
+    assert sbatch.judged(name, command.split(" "), said="").trains is trains
 
 
 def test_what_the_script_says_goes_first():
-    assert launches.judged("srun", ["hostname"], said="train").trains
-    assert not launches.judged("torchrun", ["train.py"], said="off").trains
+    assert sbatch.judged("srun", ["hostname"], said="train").trains
+    assert not sbatch.judged("torchrun", ["train.py"], said="off").trains
 
 
 SCRIPT = ["#!/bin/bash", "#SLURMFT train", "python train.py \\", "  --lr 1", "python other.py", "srun x  #SLURMFT off"]
@@ -135,7 +135,7 @@ SCRIPT = ["#!/bin/bash", "#SLURMFT train", "python train.py \\", "  --lr 1", "py
 
 @pytest.mark.parametrize(("line", "said"), [(3, "train"), (4, "train"), (5, ""), (6, "off"), (0, ""), (9, "")])
 def test_a_remark_holds_for_the_command_below_it(line, said):
-    assert launches.said_in(SCRIPT, line) == said
+    assert sbatch.said_in(SCRIPT, line) == said
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_remark_holds_for_the_command_below_it(line, said):
     ],
 )
 def test_a_step_that_agents_cannot_stand_for_says_why(words, why):
-    found = launches.why_not_srun(split_line(words, launches.SRUN_FLAGS))
+    found = sbatch.why_not_srun(split_line(words, sbatch.SRUN_FLAGS))
     assert why in found if why else found == ""
 
 
@@ -162,7 +162,7 @@ def task(rank: int, node: int, local: int, **more: str) -> dict[str, str]:
 
 
 def test_places_of_equal_blocks():
-    found = launches.places_of([task(each, *divmod(each, 2), SLURM_CPUS_PER_TASK="3") for each in (2, 0, 3, 1)])
+    found = sbatch.places_of([task(each, *divmod(each, 2), SLURM_CPUS_PER_TASK="3") for each in (2, 0, 3, 1)])
     assert not isinstance(found, str)
     assert (found.nodes, found.per_node, found.cpus_per_node, found.nodelist) == (2, 2, "6", "n[0-1]")
     assert [each["SLURM_PROCID"] for each in found.hosts["n1"]] == ["2", "3"]
@@ -176,7 +176,7 @@ def test_places_of_equal_blocks():
     ],
 )
 def test_other_places_are_refused(tasks):
-    assert "not spread over 2 nodes" in str(launches.places_of(tasks))
+    assert "not spread over 2 nodes" in str(sbatch.places_of(tasks))
 
 
 def test_a_worker_has_the_environment_of_its_task():
@@ -184,21 +184,21 @@ def test_a_worker_has_the_environment_of_its_task():
               "SLURMFT_NODES": "n0", "SLURMFT_TASKS": "/t", "RANK": "3", "SLURMFT_PAGE": "/p", "OTHER": "x",
               "SLURM_CONF": "/c"}  # fmt: skip
     base = {"PATH": "/bin", "OTHER": "x"}
-    changes = launches.changes_for(
+    changes = sbatch.changes_for(
         task(3, 1, 1, SLURM_STEP_ID="5", SLURM_NTASKS="4", PATH="/bin", MODE="given", PMIX_RANK="3"),
         base, ranks_are_tasks=True,
     )  # fmt: skip
-    worker = launches.worker_of_task(agents, changes, gpus=0, local=1)
+    worker = sbatch.worker_of_task(agents, changes, gpus=0, local=1)
     assert worker == task(3, 1, 1, SLURM_STEP_ID="7", SLURM_NTASKS="4", PATH="/bin", MODE="given", SLURM_CONF="/c",
                           SLURMFT_PAGE="/p")  # fmt: skip
 
 
 def test_ranks_of_a_launcher_keep_their_places_and_a_launcher_has_none():
     agents = {"RANK": "3", "SLURMFT_PAGE": "/p", "SLURM_PROCID": "9"}
-    as_rank = launches.changes_for({"SLURM_PROCID": "0"}, {}, ranks_are_tasks=False)
-    assert launches.worker_of_task(agents, as_rank, gpus=0, local=0) == {**agents, "SLURM_PROCID": "0"}
-    as_launcher = launches.changes_for({"SLURM_PROCID": "0"}, {}, ranks_are_tasks=True, attached=False)
-    assert launches.worker_of_task(agents, as_launcher, gpus=0, local=0) == {"SLURM_PROCID": "0"}
+    as_rank = sbatch.changes_for({"SLURM_PROCID": "0"}, {}, ranks_are_tasks=False)
+    assert sbatch.worker_of_task(agents, as_rank, gpus=0, local=0) == {**agents, "SLURM_PROCID": "0"}
+    as_launcher = sbatch.changes_for({"SLURM_PROCID": "0"}, {}, ranks_are_tasks=True, attached=False)
+    assert sbatch.worker_of_task(agents, as_launcher, gpus=0, local=0) == {"SLURM_PROCID": "0"}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_ranks_of_a_launcher_keep_their_places_and_a_launcher_has_none():
 def test_gpus_of_a_task(own, bound, local, visible):
     of_task = {"CUDA_VISIBLE_DEVICES": own, **({"SLURM_GPUS_PER_TASK": "1"} if bound else {})}
     agents = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    worker = launches.worker_of_task(agents, {}, gpus=launches.gpus_of(of_task), local=local)
+    worker = sbatch.worker_of_task(agents, {}, gpus=sbatch.gpus_of(of_task), local=local)
     assert worker["CUDA_VISIBLE_DEVICES"] == visible
 
 
@@ -231,7 +231,7 @@ def test_gpus_of_a_task(own, bound, local, visible):
 def test_the_files_of_sruns_output(pattern, name):
     environment = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2", "SLURM_PROCID": "3",
                    "SLURM_JOB_NAME": "job"}  # fmt: skip
-    assert launches.output_name(pattern, environment, user="me") == name
+    assert sbatch.output_name(pattern, environment, user="me") == name
 
 
 def known(number: int, words: str, code: int | None, start: str = "7.0") -> Known:
@@ -253,7 +253,7 @@ BEFORE = [known(1, "srun python a.py", 0), known(2, "srun python b.py --fresh", 
     ],
 )
 def test_a_launch_of_an_earlier_start(words, before, number):
-    found = launches.same_launch(words.split(), before, "7.1")
+    found = sbatch.same_launch(words.split(), before, "7.1")
     assert (found.number if found else None) == number
 
 

@@ -12,9 +12,8 @@ from slurmft.agent.workers import settings_of, worker_environment
 from slurmft.config.run import validate
 from slurmft.errors import ConfigError
 from slurmft.ipc.messages import StartWorkers
-from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.policy.reruns import Mode, RerunSettings
-from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
+from slurmft.policy.worker_settings import WORKER_VARIABLE, CheckpointSettings, WorkerSettings
 
 START = StartWorkers(
     attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1, batch_divisor=4,

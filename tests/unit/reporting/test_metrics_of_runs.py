@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as old_families
 
-from slurmft.cli.watch import Watcher
+from slurmft.cli.status import Watcher
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.policy.verdict import Cause
 from slurmft.reporting import metrics as reporting_metrics

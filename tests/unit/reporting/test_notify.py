@@ -18,7 +18,7 @@ import pytest
 
 from slurmft.config.sections import NotifyConfig
 from slurmft.errors import UsageError
-from slurmft.reporting.companion import Notifier, webhook_url
+from slurmft.reporting.metrics import Notifier, webhook_url
 from slurmft.storage.journal import EventName, Journal
 
 SECRET = "T0KEN-in-the-url"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slurmft.config.run import validate
 from slurmft.errors import SlurmError, UsageError
-from slurmft.policy.grace import KILL_WAIT_S, Finding, Severity
+from slurmft.policy.stop import KILL_WAIT_S, Finding, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.slurm import parse_configuration, parse_job_times, parse_limit_s, parse_partitions, parse_site
 from slurmft.supervisor import grace

@@ -16,8 +16,8 @@ import pytest
 from slurmft.config.run import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.job_identity import JobIdentity, OwnJob
-from slurmft.scheduler import jobs, own_jobs, slurm, submission, successor
 from slurmft.scheduler import nodes as scheduler_nodes
+from slurmft.scheduler import own_jobs, slurm, submission, successor
 from slurmft.scheduler.environment import Asked
 from slurmft.scheduler.parsing import JobRecord, NamedNodes
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
@@ -262,7 +262,7 @@ DISABLED = 'echo "Requested operation is presently disabled for job 7" >&2; exit
 
 @pytest.fixture(autouse=True)
 def _clock_that_shows_a_whole_second(monkeypatch):
-    monkeypatch.setattr(jobs, "whole_seconds", lambda delay_s, now_s, early_s: delay_s)
+    monkeypatch.setattr(own_jobs, "whole_seconds", lambda delay_s, now_s, early_s: delay_s)
 
 
 def in_queue(job_id: str, script: object, *, user: int = 1000, submitted: int = 100, state: str = "PENDING") -> str:
@@ -277,13 +277,13 @@ UPDATE = "scontrol update JobId=7 StartTime=now+2"
 
 def test_a_requeue_looks_whether_it_should_acts_and_sets_the_begin_time(stubs):
     stubs.write("scontrol", "")
-    jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
+    own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
     assert stubs.calls() == [LOOK, "scontrol requeue 7", UPDATE]
 
 
 def test_a_job_that_was_requeued_already_is_not_requeued_again(stubs):
     stubs.write("scontrol", 'echo "JobState=COMPLETING Restarts=3"')
-    jobs.requeue(OwnJob("7"), restart=2, delay_s=2, patience_s=1)
+    own_jobs.requeue(OwnJob("7"), restart=2, delay_s=2, patience_s=1)
     assert stubs.calls() == [LOOK, UPDATE]
 
 
@@ -295,35 +295,35 @@ def test_a_job_that_was_cancelled_while_slurm_did_not_answer_stays_cancelled(stu
         [ $(wc -l < {stubs.log}) -gt 2 ] && echo "JobState=COMPLETING Restarts=0 ExitCode=0:0"
         """,
     )
-    with pytest.raises(jobs.JobCancelled):
-        jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=5)
+    with pytest.raises(own_jobs.JobCancelled):
+        own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=5)
     assert stubs.calls().count("scontrol requeue 7") == 1
     assert UPDATE not in stubs.calls()
 
 
 def test_a_begin_time_after_a_long_silence_allows_for_slurmds_late_report(stubs, monkeypatch):
-    monkeypatch.setattr(jobs, "SILENT_S", -1.0)
+    monkeypatch.setattr(own_jobs, "SILENT_S", -1.0)
     stubs.write("scontrol", "")
-    jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
-    assert stubs.calls()[-1] == f"scontrol update JobId=7 StartTime=now+{2 + jobs.COMPLETION_RETRY_S}"
+    own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
+    assert stubs.calls()[-1] == f"scontrol update JobId=7 StartTime=now+{2 + own_jobs.COMPLETION_RETRY_S}"
 
 
 @pytest.mark.parametrize(
     ("listed", "delay_s"),
     [
         ("echo 7.batch; echo 7.extern", 2),
-        ("echo 7.batch; echo 7.0; echo 7.1", 2 + jobs.COMPLETION_RETRY_S),
+        ("echo 7.batch; echo 7.0; echo 7.1", 2 + own_jobs.COMPLETION_RETRY_S),
         ("[ -e LOOKED ] || echo 7.0; touch LOOKED", 2),
         ("echo 'Socket timed out' >&2; exit 1", 2),
     ],
     ids=["ended", "not heard of", "heard of late", "no answer"],
 )
 def test_a_step_whose_end_slurm_has_not_heard_of_delays_the_begin(stubs, monkeypatch, tmp_path, listed, delay_s):
-    monkeypatch.setattr(jobs, "STEPS_END_S", 0.4)
-    monkeypatch.setattr(jobs, "SLOWNESS", 0)
+    monkeypatch.setattr(own_jobs, "STEPS_END_S", 0.4)
+    monkeypatch.setattr(own_jobs, "SLOWNESS", 0)
     stubs.write("scontrol", "")
     stubs.write("squeue", listed.replace("LOOKED", str(tmp_path / "looked")))
-    placed = jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, orderly=True)
+    placed = own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, orderly=True)
     assert placed.delay_s == delay_s
 
 
@@ -334,7 +334,7 @@ def test_requeueing_that_is_switched_off_is_switched_on(stubs):
         if [ "$1" = requeue ] && ! grep -q Requeue=1 {stubs.log}; then {DISABLED}; fi
         """,
     )
-    jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
+    own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
     assert [call for call in stubs.calls() if call != LOOK] == [
         "scontrol requeue 7",
         "scontrol update JobId=7 Requeue=1",
@@ -353,14 +353,14 @@ def test_requeueing_that_is_switched_off_is_switched_on(stubs):
 )
 def test_requeueing_that_stays_off_says_so(stubs, body):
     stubs.write("scontrol", body)
-    with pytest.raises(jobs.RequeueDisabled):
-        jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
+    with pytest.raises(own_jobs.RequeueDisabled):
+        own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
     assert not any("StartTime" in call for call in stubs.calls())
 
 
 def test_a_job_that_is_pending_counts_as_requeued(stubs):
     stubs.write("scontrol", '[ "$1" = requeue ] && { echo "Job is pending execution" >&2; exit 1; }; exit 0')
-    jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
+    own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
     assert stubs.calls()[-1] == "scontrol update JobId=7 StartTime=now+2"
 
 
@@ -369,7 +369,7 @@ def test_a_refused_requeue_is_an_error(stubs):
         "scontrol", '[ "$1" = requeue ] && { echo "Job/step already completing or completed" >&2; exit 1; }; exit 0'
     )
     with pytest.raises(SlurmError, match="already completing"):
-        jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
+        own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
     assert stubs.calls() == [LOOK, "scontrol requeue 7"]
 
 
@@ -378,7 +378,7 @@ def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
     stubs.write("scontrol", 'kill -TERM 0; kill -CONT 0; kill -HUP 0; sleep 0.05; echo "done $1" >> "$0.done"')
     code = (
         "from slurmft.policy.job_identity import OwnJob\n"
-        "from slurmft.scheduler import slurm as command, jobs as queueing\n"
+        "from slurmft.scheduler import slurm as command, own_jobs as queueing\n"
         "with command.ignoring_signals():\n"
         "    queueing.requeue(OwnJob('7'), restart=0, delay_s=2, patience_s=5)\n"
         "print('survived')\n"
@@ -392,11 +392,11 @@ def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
 
 def test_a_requeue_elsewhere_is_one_update(stubs):
     stubs.write("scontrol", "")
-    done = jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, avoid={"n2", "n10"}, nodes=3)
+    done = own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, avoid={"n2", "n10"}, nodes=3)
     update = stubs.calls()[-1]
     assert update.startswith("scontrol update JobId=7 StartTime=now+2 ExcNodeList=")
     assert update.endswith(" NumNodes=3")
-    assert done == jobs.Requeued(on_time=True, avoiding=True, delay_s=2)
+    assert done == own_jobs.Requeued(on_time=True, avoiding=True, delay_s=2)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_a_requeue_elsewhere_is_one_update(stubs):
 )
 def test_slurm_cuts_its_clock_down_so_a_late_moment_of_a_second_asks_for_one_more(now_s, asked_s, monkeypatch):
     monkeypatch.undo()
-    assert jobs.whole_seconds(2, now_s) == asked_s
+    assert own_jobs.whole_seconds(2, now_s) == asked_s
     begins_s = int(now_s) + asked_s
     assert 1.5 <= begins_s - now_s <= 2.5
 
@@ -412,7 +412,7 @@ def test_slurm_cuts_its_clock_down_so_a_late_moment_of_a_second_asks_for_one_mor
 @pytest.mark.parametrize("now_s", [100.0, 100.3, 100.51, 100.99])
 def test_a_job_that_leaves_nothing_behind_may_begin_a_second_sooner(now_s, monkeypatch):
     monkeypatch.undo()
-    begins_s = int(now_s) + jobs.whole_seconds(2, now_s, jobs.EARLY_WITHOUT_EPILOG_S)
+    begins_s = int(now_s) + own_jobs.whole_seconds(2, now_s, own_jobs.EARLY_WITHOUT_EPILOG_S)
     assert 1.0 <= begins_s - now_s <= 2.0
 
 
@@ -424,17 +424,17 @@ def test_the_begin_time_is_closest_where_the_steps_have_ended_and_no_epilog_foll
     stubs, monkeypatch, orderly, has_epilog, delay_s, early_s
 ):
     asked = []
-    monkeypatch.setattr(jobs, "whole_seconds", lambda delay_s, now_s, early_s: asked.append(early_s) or delay_s)
+    monkeypatch.setattr(own_jobs, "whole_seconds", lambda delay_s, now_s, early_s: asked.append(early_s) or delay_s)
     stubs.write("scontrol", "")
     stubs.write("squeue", "")
-    jobs.requeue(OwnJob("7"), restart=0, delay_s=delay_s, patience_s=1, orderly=orderly, has_epilog=has_epilog)
+    own_jobs.requeue(OwnJob("7"), restart=0, delay_s=delay_s, patience_s=1, orderly=orderly, has_epilog=has_epilog)
     assert asked == [early_s]
 
 
 KEEPS_AHEAD = """
 import sys, time
 from slurmft.policy.job_identity import OwnJob
-from slurmft.scheduler import jobs as queueing
+from slurmft.scheduler import own_jobs as queueing
 queueing.AHEAD_EVERY_S = 0.05
 on_time, seconds = sys.argv[1] == "on time", float(sys.argv[2])
 queueing.keep_ahead(OwnJob("7"), queueing.Requeued(on_time=on_time, avoiding=True, delay_s=4))
@@ -469,14 +469,14 @@ def test_a_begin_time_is_not_set_anew_without_need(stubs, arguments):
 
 def test_no_excluded_nodes_clear_those_that_the_job_has(stubs):
     stubs.write("scontrol", "")
-    jobs.place(OwnJob("7"), 2, avoid=())
+    own_jobs.place(OwnJob("7"), 2, avoid=())
     assert stubs.calls() == [f"{UPDATE} ExcNodeList="]
 
 
 def test_refused_nodes_cost_neither_the_begin_time_nor_those_that_were_excluded_before(stubs):
     refuse = 'case "$*" in *ExcNodeList*) echo "Invalid node name specified for job 7" >&2; exit 1;; esac'
     stubs.write("scontrol", refuse)
-    done = jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, avoid={"gone"})
+    done = own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, avoid={"gone"})
     assert stubs.calls()[-1] == UPDATE
     assert (done.on_time, done.avoiding) == (True, False)
     assert "Invalid node name" in done.refusal
@@ -484,27 +484,27 @@ def test_refused_nodes_cost_neither_the_begin_time_nor_those_that_were_excluded_
 
 def test_a_requeue_whose_update_fails_is_still_a_requeue(stubs):
     stubs.write("scontrol", 'case "$1" in update) echo "Access/permission denied" >&2; exit 1;; esac')
-    done = jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, avoid={"n1"})
+    done = own_jobs.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, avoid={"n1"})
     assert (done.on_time, done.avoiding) == (False, False)
 
 
 def test_a_job_that_has_ended_is_held_placed_and_released(stubs):
     stubs.write("scontrol", "")
-    jobs.requeue_ended(OwnJob("7"), 2, avoid={"n1"})
+    own_jobs.requeue_ended(OwnJob("7"), 2, avoid={"n1"})
     acts = [call for call in stubs.calls() if call != LOOK]
     assert acts == ["scontrol requeuehold 7", f"{UPDATE} ExcNodeList=n1", "scontrol release 7"]
 
 
 def test_a_job_that_cannot_be_placed_is_released_all_the_same(stubs):
     stubs.write("scontrol", 'case "$1" in update) echo "Access/permission denied" >&2; exit 1;; esac')
-    assert not jobs.requeue_ended(OwnJob("7"), 2, avoid={"n1"}).avoiding
+    assert not own_jobs.requeue_ended(OwnJob("7"), 2, avoid={"n1"}).avoiding
     assert stubs.calls()[-1] == "scontrol release 7"
 
 
 def test_a_job_that_slurm_has_forgotten_cannot_be_brought_back(stubs):
     stubs.write("scontrol", 'echo "Invalid job id specified" >&2; exit 1')
     with pytest.raises(SlurmError, match="Invalid job id"):
-        jobs.requeue_ended(OwnJob("7"), 2, avoid=None)
+        own_jobs.requeue_ended(OwnJob("7"), 2, avoid=None)
 
 
 def test_shrinking_leaves_nothing_in_the_current_folder(stubs, tmp_path, monkeypatch):
@@ -512,7 +512,7 @@ def test_shrinking_leaves_nothing_in_the_current_folder(stubs, tmp_path, monkeyp
     here.mkdir()
     monkeypatch.chdir(here)
     stubs.write("scontrol", '[ "$1" != update ] || touch slurm_job_7_resize.sh')
-    jobs.shrink(OwnJob("7"), ["n1", "n3"])
+    own_jobs.shrink(OwnJob("7"), ["n1", "n3"])
     assert stubs.calls() == [LOOK, "scontrol update JobId=7 NodeList=n[1,3]"]
     assert list(here.iterdir()) == []
 
@@ -538,7 +538,7 @@ def test_the_nodes_that_a_job_asks_for(stubs):
 @pytest.mark.parametrize(("delay_s", "when"), [(0, "now"), (-5, "now"), (1, "now+1"), (600, "now+600")])
 def test_a_begin_time(stubs, delay_s, when):
     stubs.write("scontrol", "")
-    jobs.begin_in(OwnJob("12_4"), delay_s)
+    own_jobs.begin_in(OwnJob("12_4"), delay_s)
     assert stubs.calls() == [f"scontrol update JobId=12_4 StartTime={when}"]
 
 

@@ -498,7 +498,7 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(shared, path, monkeypatch
 
 def test_a_merge_that_lost_its_lock_writes_nothing(shared, path, monkeypatch):
     shared.observe([seen(id="1")])
-    monkeypatch.setattr("slurmft.storage.soft_lock.SoftLock.is_ours", lambda _: False)
+    monkeypatch.setattr("slurmft.storage.patience.SoftLock.is_ours", lambda _: False)
     with pytest.raises(StorageUnavailable, match="was taken from us"):
         shared.exclude(by_hand())
     assert not path.exists()

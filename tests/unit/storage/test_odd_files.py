@@ -16,21 +16,21 @@ from click.testing import CliRunner
 from of_each import of_each
 
 from slurmft.agent import hangs
-from slurmft.cli import watch
+from slurmft.cli import status
 from slurmft.cli.main import cli
 from slurmft.config.run import load
 from slurmft.errors import SlurmftError
-from slurmft.health.results import read_results, write_result
+from slurmft.health.checker import read_results, write_result
 from slurmft.ipc import stacks
+from slurmft.operations.rescue import heartbeat_url
 from slurmft.operations.status import overviews
-from slurmft.operations.sweep import heartbeat_url
 from slurmft.policy.node_health import Checkup
 from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.scheduler import slurm
-from slurmft.storage import checkpoint_names, fence, history, run_folder, timings, verdicts
+from slurmft.storage import checkpoint_names, fence, history, run_folder, verdicts
 from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
-from slurmft.supervisor import evidence
+from slurmft.supervisor import observations
 from slurmft.system import files
 from slurmft.worker import data
 
@@ -72,8 +72,8 @@ READERS: dict[str, tuple[str, Reader]] = {
     "evidence, added": ("e.jsonl", lambda path: verdicts.add_evidence(path, EVIDENCE)),
     "order": ("INJECT", lambda path: run_folder.take_order(path.parent)),
     "generation": ("generation", lambda path: checkpoint_names.read_generation(path.parent)),
-    "timings": ("timings.json", lambda path: timings.read(path.parent, "w")),
-    "timings, written": ("timings.json", lambda path: timings.write(path.parent, "w", "1.0.0", timings.Timings())),
+    "timings": ("timings.json", lambda path: history.read(path.parent, "w")),
+    "timings, written": ("timings.json", lambda path: history.write(path.parent, "w", "1.0.0", history.Timings())),
     "learned timeouts": ("ft_state.json", lambda path: history.read_ft_state(path.parent, "w")),
     "learned timeouts, written": ("ft_state.json", lambda path: history.write_ft_state(path.parent, "w", {})),
     "stragglers": ("stragglers.json", lambda path: history.read_stragglers(path.parent, "w")),
@@ -90,14 +90,17 @@ READERS: dict[str, tuple[str, Reader]] = {
     "script": ("train.py", lambda path: hangs.mentions(b"x", ["python", "train.py"], path.parent)),
     "stacks": ("s.stacks", stacks.read),
     "stacks, written": ("stacks-rank-3.txt", lambda path: hangs._append(path.parent, 3, "dump", "why")),
-    "log's end": ("rank-0.log", evidence.tail),
-    "evidence of the run": ("7.0.0.rank-0.evidence.jsonl", lambda path: evidence.EvidenceReader(path.parent).new()),
-    "testimony": ("verdicts/7.0.0.rank-0.json", lambda path: evidence.collect(RunFolder(path.parents[1]), ATTEMPT, [])),
-    "error file": (
-        "attempts/7.0.0/x.rank_3", lambda path: evidence.collect(RunFolder(path.parents[2]), ATTEMPT, []),
+    "log's end": ("rank-0.log", observations.tail),
+    "evidence of the run": ("7.0.0.rank-0.evidence.jsonl", lambda path: observations.EvidenceReader(path.parent).new()),
+    "testimony": (
+        "verdicts/7.0.0.rank-0.json",
+        lambda path: observations.collect(RunFolder(path.parents[1]), ATTEMPT, []),
     ),
-    "srun's words": ("attempts/7.0.0/srun.err", lambda path: evidence.step_words(path.parent)),
-    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: watch._final_digest(RunFolder(path.parents[2]))),
+    "error file": (
+        "attempts/7.0.0/x.rank_3", lambda path: observations.collect(RunFolder(path.parents[2]), ATTEMPT, []),
+    ),
+    "srun's words": ("attempts/7.0.0/srun.err", lambda path: observations.step_words(path.parent)),
+    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: status._final_digest(RunFolder(path.parents[2]))),
     "texts to train on": ("a.txt", lambda path: data._head(path, 1 << 20)),
     "output": ("controller.log", _appended),
     "run lock": (".lock", lambda path: _locked(RunFolder(path.parent))),

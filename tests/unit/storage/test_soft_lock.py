@@ -15,12 +15,12 @@ import odd_files
 import pytest
 
 from slurmft.errors import StorageError, StorageUnavailable
-from slurmft.storage.soft_lock import GARBAGE_S, SoftLock
+from slurmft.storage.patience import GARBAGE_S, SoftLock
 
 DIE_HOLDING = """
 import os, sys
 from pathlib import Path
-from slurmft.storage.soft_lock import GARBAGE_S, SoftLock
+from slurmft.storage.patience import GARBAGE_S, SoftLock
 assert SoftLock(Path(sys.argv[1])).try_acquire()
 os._exit(9)
 """
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_no_lock(path, monkeypatch):
     def refuse(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slurmft.storage.soft_lock.os.write", refuse)
+    monkeypatch.setattr("slurmft.storage.patience.os.write", refuse)
     with pytest.raises(StorageUnavailable, match="No space left"):
         SoftLock(path).try_acquire()
     assert names(path) == []

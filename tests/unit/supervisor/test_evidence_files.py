@@ -16,8 +16,8 @@ from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import WorkerVerdict, add_evidence, parse_evidence, read_evidence, write_verdict
-from slurmft.supervisor import evidence
-from slurmft.supervisor.evidence import MAX_LOGS, EvidenceReader, collect
+from slurmft.supervisor import observations
+from slurmft.supervisor.observations import MAX_LOGS, EvidenceReader, collect
 
 ATTEMPT = Attempt(job="7", restart=0)
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n{}\n'
@@ -88,7 +88,7 @@ def test_what_a_verdict_file_says(run, cause, trace, expected):
 DAMAGED = {
     "empty": b"", "binary": os.urandom(64), "no object": b"[1]", "torn": b'{"format": 1, "cause": "rerun el',
     "newer": b'{"format": 99, "cause": "rerun elsewhere"}', "deep": b"[" * 100_000, "no version": b'{"cause": "hang"}',
-    "huge": b" " * (evidence.MAX_VERDICT_BYTES + 1),
+    "huge": b" " * (observations.MAX_VERDICT_BYTES + 1),
 }  # fmt: skip
 
 
@@ -154,9 +154,9 @@ def test_a_folder_that_does_not_answer_is_gone_without(run, monkeypatch):
     def start(thread: FolderThread, run: RunFolder) -> Any:
         return SimpleNamespace(thread=thread, run=run, cluster=SimpleNamespace(attempt=ATTEMPT))
 
-    heard = evidence.testimony_of(start(Silent(), run), [end(0)], {})
+    heard = observations.testimony_of(start(Silent(), run), [end(0)], {})
     assert "did not answer" in heard.problems[0]
-    assert evidence.testimony_of(start(FolderThread(), RunFolder(Path("/nowhere"))), [end(0)], {}).reports == ()
+    assert observations.testimony_of(start(FolderThread(), RunFolder(Path("/nowhere"))), [end(0)], {}).reports == ()
 
 
 # error files
@@ -259,7 +259,7 @@ def test_each_line_of_evidence_is_read_once(run):
 
 
 def test_an_endless_line_is_passed_over(run, monkeypatch):
-    monkeypatch.setattr(evidence, "MAX_VERDICT_BYTES", 500)
+    monkeypatch.setattr(observations, "MAX_VERDICT_BYTES", 500)
     path = run.verdicts / f"{ATTEMPT}.rank-0.evidence.jsonl"
     path.write_bytes(b"x" * 1200 + b"\n")
     add_evidence(path, observed(1))

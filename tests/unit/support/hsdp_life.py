@@ -31,9 +31,8 @@ from torch.distributed.tensor import DTensor
 from waiting import until
 
 from slurmft.checkpoint import CheckpointManager, just_in_time, write_requests
-from slurmft.checkpoint.flat_state import capture
 from slurmft.checkpoint.notes import BoundaryNotes
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import Trainee, capture
 from slurmft.trainer.savers import SAVERS
 
 RANKS, SAVED_AT, FAILS_IN, UNTIL = 4, 4, 7, 9

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.policy.verdict import Cause
-from slurmft.supervisor.evidence import report_of_text
+from slurmft.supervisor.observations import report_of_text
 
 LABELS = {
     "corrupt": Cause.DATA_CORRUPTION,

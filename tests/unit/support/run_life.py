@@ -23,7 +23,6 @@ from slurmft.config.run import RunConfig, validate
 from slurmft.errors import Fenced, RunBusy, SlurmftError
 from slurmft.operations import control, rescue
 from slurmft.policy.verdict import Cause, Verdict
-from slurmft.scheduler import jobs as scheduler_jobs
 from slurmft.scheduler import own_jobs, slurm, submission, successor
 from slurmft.scheduler.environment import Asked, current_job
 from slurmft.storage import run_folder
@@ -177,7 +176,7 @@ class World:
             time=lambda: float(self.slurm.now), monotonic=lambda: self.elapsed_s, sleep=self.advance
         )
         self.elapsed_s = 0.0
-        for module in (run_folder, rescue, supervisor_owner, scheduler_jobs, successor, slurm):
+        for module in (run_folder, rescue, supervisor_owner, own_jobs, successor, slurm):
             patch.setattr(module, "time", clock)
         patch.setattr(slurm, "subprocess", SimpleNamespace(
             run=self.slurm.subprocess_run, DEVNULL=-3, TimeoutExpired=TimeoutError))  # fmt: skip
@@ -185,7 +184,7 @@ class World:
         patch.setattr(slurm.run_patiently, "__kwdefaults__", {**slurm.run_patiently.__kwdefaults__, **waits})
         patch.setattr(slurm, "ignoring_signals", contextlib.nullcontext)
         patch.setattr("slurmft.supervisor.act.ignoring_signals", contextlib.nullcontext)
-        patch.setattr(scheduler_jobs, "keep_ahead", lambda *_: None)
+        patch.setattr(own_jobs, "keep_ahead", lambda *_: None)
         patch.setattr(processes, "me", lambda: self.asking)
         patch.setattr(
             processes, "lives", lambda pid, birth: processes.Process(self.asking.host, pid, birth) in self.alive

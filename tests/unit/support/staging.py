@@ -15,8 +15,7 @@ import xxhash
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.image_file import Item, ShardIndex, image_file, index_file, read_index, write_index
-from slurmft.checkpoint.write_requests import CommitOrder, Keep, Report, WriteRequest
-from slurmft.checkpoint.writer_client import WriterClient
+from slurmft.checkpoint.write_requests import CommitOrder, Keep, Report, WriterClient, WriteRequest
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
 
 

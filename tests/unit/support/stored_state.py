@@ -10,13 +10,19 @@ from pathlib import Path
 import xxhash
 
 from slurmft.checkpoint.catalog import Entry, FileRecord, write_marker
-from slurmft.checkpoint.dcp_metadata import METADATA_FILE, metadata_bytes
-from slurmft.checkpoint.flat_state import FlatState, capture
 from slurmft.checkpoint.image import Layout
-from slurmft.checkpoint.image_file import ShardIndex, image_file, index_file, read_index, write_index
+from slurmft.checkpoint.image_file import (
+    METADATA_FILE,
+    ShardIndex,
+    image_file,
+    index_file,
+    metadata_bytes,
+    read_index,
+    write_index,
+)
 from slurmft.checkpoint.loading import Prepared, prepare
 from slurmft.checkpoint.reading import Source, Stored
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import FlatState, Trainee, capture
 from slurmft.storage.checkpoint_names import Identity
 
 IDENTITY = Identity(7, 0, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurmft.policy.symptoms import signature_of
 from slurmft.policy.verdict import Cause
-from slurmft.supervisor.evidence import report_of_text
+from slurmft.supervisor.observations import report_of_text
 from slurmft.worker.failures import categorize_failure
 
 LABELS = {

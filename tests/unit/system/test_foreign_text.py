@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from slurmft.cli import main as cli_main
-from slurmft.cli import watch
+from slurmft.cli import status
 from slurmft.cli.main import main
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.foreign_text import RESET, LogFormatter, Terminal, block, one_line
@@ -197,7 +197,7 @@ def test_watching_a_run_shows_words_in_one_line(place, monkeypatch, capsys):
     events = [{"format": 1, "at": "2026-11-20T10:00:00+00:00", "attempt": "7.0.0", "event": event, "reason": HOSTILE,
                "rank": 0, "node": HOSTILE, "error": HOSTILE} for event in ("worker failed", "decision")]  # fmt: skip
     (run.path / "journal.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    assert watch.follow(run, told=0, stop_on_interrupt=False) == 0
+    assert status.follow(run, told=0, stop_on_interrupt=False) == 0
     said = capsys.readouterr().out
     assert not OBEYED.search(said) and said.count(one_line(HOSTILE)) >= 4
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.system.kernel_view import memory_kills
+from slurmft.system.processes import memory_kills
 
 V1 = "6:freezer:/slurm_n1/job_1/step_0\n4:cpu,memory:/slurm_n1/job_1/step_0/task_0\n0::/\n"
 V2 = "0::/system.slice/slurmstepd.scope/job_1/step_0/user/task_0\n"

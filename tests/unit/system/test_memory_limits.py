@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.system.kernel_view import fits
+from slurmft.system.processes import fits
 
 GIB = 1 << 30
 LITTLE = 1 << 20

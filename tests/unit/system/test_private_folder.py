@@ -17,7 +17,7 @@ from slurmft.agent.workers import Workers
 from slurmft.checkpoint.replicas import local_folder
 from slurmft.checkpoint.snapshots import Arena
 from slurmft.errors import StorageUnavailable
-from slurmft.health.hooks import clean
+from slurmft.health.checker import clean
 from slurmft.health.node import Scene, orphaned_memory
 from slurmft.system import private_folder
 from slurmft.system.files import UnsafeFile

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.policy.interval import FailureHistory, mtbf_s, plan
+from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.worker.saves import SavePace
 
 S = 1_000_000_000

@@ -67,10 +67,10 @@ WAITS = {
         "checkpoint/snapshots.py", "        for device in devices:\n", "        for device in devices[:1]:\n",
         DEVICE, "test_a_model_on_two_devices_is_waited_for_and_copied_on_both"),
     "a save waits for the device": (
-        "checkpoint/flat_state.py", "    if settles:\n        settle(trainee.model.parameters())\n", "",
+        "checkpoint/state.py", "    if settles:\n        settle(trainee.model.parameters())\n", "",
         DEVICE, "test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it"),
     "a save asks for that wait": (
-        "checkpoint/flat_state.py", "rank=rank, settles=True)", "rank=rank)",
+        "checkpoint/state.py", "rank=rank, settles=True)", "rank=rank)",
         DEVICE, "test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it"),
     "a save waits for the device before it takes the lock": (
         "checkpoint/manager.py", "            prepared = self._snapshots.prepare(captured(),",

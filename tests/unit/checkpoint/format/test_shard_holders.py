@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.checkpoint.flat_state import FlatState
 from slurmft.checkpoint.image import SMALL_BYTES, SPREAD_SHARDS, Layout
 from slurmft.checkpoint.image_file import (
     Damaged,
@@ -24,6 +23,7 @@ from slurmft.checkpoint.image_file import (
     write_index,
 )
 from slurmft.checkpoint.reading import Target
+from slurmft.checkpoint.state import FlatState
 from slurmft.storage.checkpoint_names import Identity
 
 SHARDS, SIZE = 8, 12

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmft.checkpoint import snapshots
-from slurmft.checkpoint.flat_state import WHOLE, FlatState, part_of
 from slurmft.checkpoint.image import Layout
 from slurmft.checkpoint.snapshots import Snapshots
+from slurmft.checkpoint.state import WHOLE, FlatState, part_of
 from slurmft.errors import UsageError
-from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 
 RANK, WORLD = 5, 8

@@ -20,14 +20,13 @@ import pytest
 from staging import Memory, ended, quick_folder
 from waiting import until
 
-from slurmft.checkpoint import writer_client
+from slurmft.checkpoint import write_requests
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.holding import is_held, reading
 from slurmft.checkpoint.image_file import image_file, index_file, read_index
 from slurmft.checkpoint.snapshots import Arena
-from slurmft.checkpoint.write_requests import NICE, Keep, Report, WriteRequest
+from slurmft.checkpoint.write_requests import NICE, Keep, Report, WriterClient, WriteRequest
 from slurmft.checkpoint.writer import POLITE_BYTES, give_up, note_file
-from slurmft.checkpoint.writer_client import WriterClient
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
 
@@ -100,7 +99,7 @@ def test_a_client_that_is_closed_in_the_thread_of_its_own_reports_waits_for_noth
 
 def test_it_starts_quickly_and_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, slurmft.checkpoint.writer, slurmft.checkpoint.writer_client\n"
+        "import sys, slurmft.checkpoint.writer, slurmft.checkpoint.write_requests\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'click', 'yaml', 'filelock'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -240,7 +239,7 @@ def test_a_worker_may_end_and_take_its_memory_folder_away(memory, start):
 def test_the_writer_finishes_after_its_worker_was_killed(memory):
     code = (
         "import os, signal, sys, pickle\n"
-        "from slurmft.checkpoint.writer_client import WriterClient\n"
+        "from slurmft.checkpoint.write_requests import WriterClient\n"
         "client = WriterClient()\n"
         "client.submit(pickle.loads(bytes.fromhex(sys.argv[1])))\n"
         "print(client.pid, flush=True)\n"
@@ -422,8 +421,8 @@ def test_while_it_idles_nothing_runs(start):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 9))])
 def test_killed_at_any_moment_the_newest_committed_is_whole(memory, start, monkeypatch, seed):
-    monkeypatch.setattr(writer_client, "MAX_TRIES", 50)
-    monkeypatch.setattr(writer_client, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(write_requests, "MAX_TRIES", 50)
+    monkeypatch.setattr(write_requests, "_PAUSE_S", 0.0)
     chance = random.Random(seed)
     client = start()
     for step in range(1, 6):

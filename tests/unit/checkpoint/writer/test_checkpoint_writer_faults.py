@@ -19,9 +19,8 @@ from staging import Memory, ended, quick_folder
 from waiting import until
 
 import slurmft.checkpoint
-from slurmft.checkpoint import write_requests, writer, writer_client
-from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, Report
-from slurmft.checkpoint.writer_client import WriterClient
+from slurmft.checkpoint import write_requests, writer
+from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, Report, WriterClient
 from slurmft.storage.checkpoint_names import MANIFEST
 
 ALL_POINTS = (*WRITER_POINTS, *COMMIT_POINTS)
@@ -36,7 +35,7 @@ def memory() -> Iterator[Memory]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch) -> None:
     """A writer that died is started again without a pause."""
-    monkeypatch.setattr(writer_client, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(write_requests, "_PAUSE_S", 0.0)
 
 
 def left_overs(memory: Memory) -> list[str]:
@@ -156,7 +155,7 @@ def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
 
 
 def test_before_that_it_is_told_that_nothing_moves(memory, clients, monkeypatch):
-    monkeypatch.setattr(writer_client, "WARN_AFTER_S", 0.5)
+    monkeypatch.setattr(write_requests, "WARN_AFTER_S", 0.5)
     clients.append(client := WriterClient(stall_timeout_s=60.0))
     request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
     client.submit(request)
@@ -340,4 +339,4 @@ def test_a_filesystem_that_hangs_fails_saves_and_blocks_nothing(memory, disk, cl
 
 def test_pauses_grow_and_stay_below_the_time_that_counts_as_a_stall():
     assert list(writer.PAUSES_S) == sorted(writer.PAUSES_S)
-    assert writer.PAUSES_S[-1] < writer_client.STALL_TIMEOUT_S
+    assert writer.PAUSES_S[-1] < write_requests.STALL_TIMEOUT_S

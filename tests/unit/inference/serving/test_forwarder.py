@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
-from slurmft.inference.forwarder import Forwarder
+from slurmft.inference.gate import Forwarder
 
 
 async def router(name: str) -> asyncio.Server:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.inference.coordinator import Roster
 from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.inference.replica_health import AutoRestartManager
-from slurmft.inference.roster import Roster
 from slurmft.ipc.messages import Call, Members, ReplicaDied, ReplicaPhase, ReplicaPlace, RouterPhase
 
 

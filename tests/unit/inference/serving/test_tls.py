@@ -19,8 +19,7 @@ from serving_world import KEY, TOKEN, run
 
 from slurmft.config.inference import InferenceConfig, ServingConfig
 from slurmft.errors import UsageError
-from slurmft.inference.certificates import context_for, prepare_authority
-from slurmft.inference.endpoint import ca_file, prepare, token_of
+from slurmft.inference.endpoint import ca_file, context_for, prepare, prepare_authority, token_of
 from slurmft.inference.router import Router, RouterServer
 from slurmft.policy.values import Strangers
 

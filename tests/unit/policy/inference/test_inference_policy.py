@@ -6,30 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.engines import (
-    MOST_PATIENCE,
-    ORDINARY_BYTES,
-    counter_in,
-    engine_kind,
-    model_in,
-    patience_for,
-    smallest,
-    with_another_path,
-)
 from slurmft.policy.inference import (
     KILLS,
+    MOST_PATIENCE,
+    ORDINARY_BYTES,
     RAISE_AFTER,
     SOON_S,
     Death,
     Outcome,
     Restarts,
     Slots,
+    counter_in,
     devices_of,
+    engine_kind,
     evidence_of,
     is_poison,
     is_suspect,
+    model_in,
     outcome_of_status,
+    patience_for,
     retry_after_s,
+    smallest,
+    with_another_path,
 )
 
 

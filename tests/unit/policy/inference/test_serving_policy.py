@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.config.inference import EngineConfig, InferenceConfig
-from slurmft.policy.engines import is_open, normal
+from slurmft.policy.inference import is_open, normal
 from slurmft.policy.serving import (
     AVOIDED_S,
     MOST_SAVED,

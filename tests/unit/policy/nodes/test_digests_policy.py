@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.digests import Comparison, Digest, compare, convicted, is_left_out, left_out
+from slurmft.policy.reruns import Comparison, Digest, compare, convicted, is_left_out, left_out
 
 
 def of(*values: int, group: int = 1) -> dict[int, Digest]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from slurmft.policy.grace import Preempts
 from slurmft.policy.site import DrillFacts, passed, rows
+from slurmft.policy.stop import Preempts
 
 GOOD = DrillFacts(
     how="scancel --signal=TERM", partition="low", preempts=Preempts.BY_PARTITION, preempt_mode="REQUEUE", grace_s=20.0,

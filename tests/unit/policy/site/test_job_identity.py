@@ -9,7 +9,7 @@ import pytest
 
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.policy.job_identity import JobIdentity, OwnJob, identity_from, is_same_job, merged
-from slurmft.scheduler import jobs, own_jobs, successor
+from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler import slurm as scheduler_slurm
 from slurmft.scheduler.parsing import JOB_FORMAT, parse_identity, parse_jobs
 from slurmft.storage.run_folder import RunFolder
@@ -142,9 +142,9 @@ FOREIGN = SHOWN.replace("a b.sh one two", "other.sh")
 @pytest.mark.parametrize(
     "act",
     [
-        lambda job: jobs.requeue(job, restart=2, delay_s=2, patience_s=0),
-        lambda job: jobs.requeue_ended(job, 2, avoid=None),
-        lambda job: jobs.shrink(job, ["n1"]),
+        lambda job: own_jobs.requeue(job, restart=2, delay_s=2, patience_s=0),
+        lambda job: own_jobs.requeue_ended(job, 2, avoid=None),
+        lambda job: own_jobs.shrink(job, ["n1"]),
         own_jobs.release,
         own_jobs.cancel,
         lambda job: own_jobs.ending(job, 2),

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from slurmft.cli.main import cli
 from slurmft.config.run import load
 from slurmft.operations import advise as operation
-from slurmft.policy.advice import Measured, Setting, advise, in_words
-from slurmft.policy.grace import GraceNeed
-from slurmft.policy.interval import DAY_S, FailureHistory, plan
+from slurmft.policy.interval import DAY_S, FailureHistory, Measured, Setting, advise, in_words, plan
+from slurmft.policy.stop import GraceNeed
 from slurmft.scheduler.slurm import Site
-from slurmft.storage import timings
+from slurmft.storage import history
+from slurmft.storage.history import Timings
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.storage.timings import Timings
 from slurmft.supervisor.grace import workload_of
 
 BY_STEPS = Setting(interval="steps", steps=100, seconds=0.0)
@@ -117,7 +116,7 @@ def measured_run(config: Path, name: str) -> RunFolder:
     run = RunFolder(config.parent / "runs" / name)
     run.create()
     facts = Timings(longest_step_s=0.8, step_s=0.5, saves_s=(2.0, 1.0), costs_s=(0.1,))
-    timings.write(run.path, workload_of(load(config)), "7.0.0", facts)
+    history.write(run.path, workload_of(load(config)), "7.0.0", facts)
     journal = run.journal(Attempt(job="7", restart=0))
     journal.append("workers started", world_size=2)
     journal.append("verdict", cause="node lost", first_step=0, last_step=9)
@@ -148,13 +147,13 @@ def test_or_from_a_run_of_the_same_workload_beside_it(config):
 def test_a_damaged_folder_is_no_traceback(config):
     run = measured_run(config, "mine")
     run.journal().path.write_bytes(b"\xff\0{]\n" * 9)
-    (run.path / timings.TIMINGS_FILE).write_text('{"workload": 7')
+    (run.path / history.TIMINGS_FILE).write_text('{"workload": 7')
     assert "nothing yet" in ask(str(config)).output
 
 
 def test_a_damaged_file_is_told_once(config, monkeypatch, caplog):
     run = measured_run(config, "mine")
-    (run.path / timings.TIMINGS_FILE).write_text('{"workload": 7')
+    (run.path / history.TIMINGS_FILE).write_text('{"workload": 7')
     monkeypatch.setattr(operation.slurm, "available", lambda: True)
     monkeypatch.setattr(operation.slurm, "site", lambda **_: Site(preempt_type="", kill_wait_s=None, clock=None))
     monkeypatch.setattr(operation.slurm, "partitions", lambda **_: [])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.grace import (
+from slurmft.policy.stop import (
     NOTICE_S,
     REQUEUE_COST_S,
     SLURM_JITTER_S,

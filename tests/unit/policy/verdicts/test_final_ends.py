@@ -8,8 +8,7 @@ import pytest
 from of_each import of_each
 
 from slurmft.policy.decide import Budget, decide
-from slurmft.policy.final_ends import UNDONE_WITHIN_S, End, end_of, why_no_requeue, why_superfluous
-from slurmft.policy.verdict import Action, Cause, Verdict
+from slurmft.policy.verdict import UNDONE_WITHIN_S, Action, Cause, End, Verdict, end_of, why_no_requeue, why_superfluous
 from slurmft.scheduler.parsing import parse_requeueing
 
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"

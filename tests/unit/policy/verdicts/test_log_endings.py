@@ -14,7 +14,7 @@ from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.judge import Testimony as Heard
 from slurmft.policy.symptoms import cause_of_text, last_words
 from slurmft.policy.verdict import Cause
-from slurmft.supervisor.evidence import report_of_text
+from slurmft.supervisor.observations import report_of_text
 from slurmft.worker.session import log_with_rank
 
 ENDINGS = log_endings()

@@ -9,8 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.policy.decide import PATIENT, Budget, PastEnd, budget_for, decide
-from slurmft.policy.final_ends import ExitAction, explicit_action, lists_as_texts, parse_codes, unambiguous
-from slurmft.policy.verdict import BUDGETED, FREE, PLANNED, Action, Cause, Decision, Suspect, Verdict, by_cause
+from slurmft.policy.verdict import (
+    BUDGETED,
+    FREE,
+    PLANNED,
+    Action,
+    Cause,
+    Decision,
+    ExitAction,
+    Suspect,
+    Verdict,
+    by_cause,
+    explicit_action,
+    lists_as_texts,
+    parse_codes,
+    unambiguous,
+)
 
 FINISH, CONTINUE, STOP = Action.FINISH, Action.CONTINUE, Action.STOP
 BAD = (Suspect(node="n3", gpu="GPU-1", rank=6), Suspect(node="n1"), Suspect(node="n3", rank=7))

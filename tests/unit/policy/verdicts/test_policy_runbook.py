@@ -9,13 +9,12 @@ import pytest
 
 from slurmft.config.run import validate
 from slurmft.policy.decide import Budget, decide
-from slurmft.policy.final_ends import ExitAction, explicit_action, parse_codes
-from slurmft.policy.grace import JobTimes, cause_of_signal
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.sbatch import OWNED_OPTIONS, SBATCH_OPTIONS
-from slurmft.policy.verdict import Action, Cause, Verdict
+from slurmft.policy.stop import JobTimes, cause_of_signal
+from slurmft.policy.verdict import Action, Cause, ExitAction, Verdict, explicit_action, parse_codes
 from slurmft.storage.journal import Event
-from slurmft.supervisor.evidence import budget_of
+from slurmft.supervisor.observations import budget_of
 
 # decide
 

@@ -13,11 +13,10 @@ from verdict_corpus import LABELS, verdict_corpus
 from slurmft.policy.decide import Budget, decide
 from slurmft.policy.judge import Circumstances, StepWords, WorkerEnd, held_against, judge
 from slurmft.policy.judge import Testimony as Heard
-from slurmft.policy.signatures import SIGNATURES, FailureCategory, Remedy
-from slurmft.policy.symptoms import MAX_LINE, bug_of, cause_of_text, signature_of
+from slurmft.policy.symptoms import MAX_LINE, SIGNATURES, FailureCategory, Remedy, bug_of, cause_of_text, signature_of
 from slurmft.policy.verdict import Cause, Kind, Suspect
-from slurmft.scheduler.srun_lines import parse_srun_lines
-from slurmft.supervisor.evidence import report_of_text
+from slurmft.scheduler.parsing import parse_srun_lines
+from slurmft.supervisor.observations import report_of_text
 from slurmft.worker.failures import categorize_failure
 
 CORPUS = verdict_corpus()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.policy.judge import StepWords, TaskEnd
-from slurmft.scheduler.srun_lines import MAX_ENDS, MAX_NODES, parse_srun_lines
+from slurmft.scheduler.parsing import MAX_ENDS, MAX_NODES, parse_srun_lines
 
 STEP = """\
 slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-21T17:50:29 ***

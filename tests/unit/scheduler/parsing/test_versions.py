@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.policy.job_identity import is_same_job
-from slurmft.scheduler.node_control import parse_facts
-from slurmft.scheduler.nodes import parse_nodes
+from slurmft.scheduler.nodes import parse_facts, parse_nodes
 from slurmft.scheduler.parsing import (
     JobEnding,
     is_held_by_launch,

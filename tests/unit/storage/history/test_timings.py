@@ -12,8 +12,8 @@ import pytest
 
 from slurmft.config.run import validate
 from slurmft.ipc.messages import WorkerFacts
-from slurmft.storage import timings
-from slurmft.storage.timings import MAX_ATTEMPTS, MAX_SAVES, TIMINGS_FILE, Timings, earlier, p99_save_s, read, write
+from slurmft.storage import history
+from slurmft.storage.history import MAX_ATTEMPTS, MAX_SAVES, TIMINGS_FILE, Timings, earlier, p99_save_s, read, write
 from slurmft.supervisor.grace import need_of, workload_of
 from slurmft.supervisor.observations import SUSPENDED_S, Measurements
 
@@ -78,7 +78,7 @@ BAD = [
     b'{"format": 1, "workload": "w0rk", "attempts": [{"attempt": "7", "step_s": 1' + b"0" * 400 + b"}]}",
     b'{"format": 1, "workload": "w0rk", "attempts": [{"attempt": "7", "saves_s": "123"}]}',
     b'{"format": 1, "workload": "w0rk", "attempts": [{"attempt": "7", "saves_s": null}]}',
-    b" " * (timings.MAX_BYTES + 1),
+    b" " * (history.MAX_BYTES + 1),
     b"[" * 100_000,
 ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_the_runs_beside_it_count_when_they_are_the_same_workload(tmp_path):
 
 
 def test_only_the_newest_runs_beside_it_are_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(timings, "MAX_SIBLINGS", 2)
+    monkeypatch.setattr(history, "MAX_SIBLINGS", 2)
     for age in range(4):
         write(path := folder(tmp_path, f"run-{age}"), WORK, "1.0.0", Timings(longest_step_s=float(age)))
         os.utime(path, (1e9 - age, 1e9 - age))
@@ -140,7 +140,7 @@ def test_only_the_newest_runs_beside_it_are_looked_at(tmp_path, monkeypatch):
 
 def test_a_folder_full_of_runs_is_looked_at_for_a_moment_only(tmp_path, monkeypatch):
     write(folder(tmp_path, "same"), WORK, "1.0.0", SOME)
-    monkeypatch.setattr(timings, "LOOK_S", -1.0)
+    monkeypatch.setattr(history, "LOOK_S", -1.0)
     assert earlier(tmp_path / "new", WORK) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from waiting import until_async
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.roster import Roster
+from slurmft.inference.coordinator import Roster
 from slurmft.ipc.messages import Call, Members, ReplicaPhase, RouterPhase
 from slurmft.policy.serving import Bounds
 from slurmft.storage.journal import EventName

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.policy.final_ends import End
+from slurmft.policy.verdict import End
 from slurmft.scheduler.environment import SlurmJob
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.policy.final_ends import End
+from slurmft.policy.verdict import End
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
 from slurmft.supervisor.act import superfluous, was_preempted

@@ -11,9 +11,9 @@ import pytest
 
 from slurmft.ipc.messages import WorkerFacts
 from slurmft.ipc.pages import State
-from slurmft.storage import timings
+from slurmft.storage import history
+from slurmft.storage.history import Timings
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.storage.timings import Timings
 from slurmft.supervisor import observations
 from slurmft.supervisor.observations import Observations
 
@@ -103,10 +103,10 @@ def test_what_a_stop_without_a_save_costs(seen):
 
 def test_what_was_measured_is_kept_for_the_next_submission(seen, tmp_path):
     seen.write_timings()
-    assert timings.read(tmp_path / "run", WORK) == {}, "nothing was"
+    assert history.read(tmp_path / "run", WORK) == {}, "nothing was"
     saving(seen, facts(0) | {"longest_step_s": 0.5, "saves": 1, "save_s": 0.25})
     seen.write_timings()
-    assert timings.read(tmp_path / "run", WORK) == {"7.0.0": Timings(longest_step_s=0.5, saves_s=(0.25,))}
+    assert history.read(tmp_path / "run", WORK) == {"7.0.0": Timings(longest_step_s=0.5, saves_s=(0.25,))}
 
 
 def test_without_a_workload_nothing_is_kept(tmp_path):
@@ -115,16 +115,16 @@ def test_without_a_workload_nothing_is_kept(tmp_path):
     seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=1, workload="", history=[])
     saving(seen, facts(0) | {"longest_step_s": 0.5})
     seen.write_timings()
-    assert not (run.path / timings.TIMINGS_FILE).exists()
+    assert not (run.path / history.TIMINGS_FILE).exists()
 
 
 def test_timings_are_written_with_the_progress_now_and_then(seen, tmp_path, monkeypatch):
     saving(seen, facts(0) | {"longest_step_s": 0.5})
     seen.write_progress()
-    assert timings.read(tmp_path / "run", WORK) == {}
+    assert history.read(tmp_path / "run", WORK) == {}
     monkeypatch.setattr(observations, "TIMINGS_EVERY_S", -1.0)
     seen.write_progress()
-    assert timings.read(tmp_path / "run", WORK) == {"7.0.0": Timings(longest_step_s=0.5)}
+    assert history.read(tmp_path / "run", WORK) == {"7.0.0": Timings(longest_step_s=0.5)}
 
 
 def test_a_run_folder_that_cannot_be_written_is_the_callers_to_tell(seen, tmp_path):

@@ -14,7 +14,7 @@ import slurmft
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.verdict import Cause
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.evidence import collect
+from slurmft.supervisor.observations import collect
 
 
 @pytest.fixture

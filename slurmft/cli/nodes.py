@@ -1,10 +1,12 @@
-"""``slurmft exclude``: the exclusion list, for people."""
+"""The verbs about the nodes of a cluster: ``slurmft exclude``, ``sweep``, ``doctor`` and ``drill``."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,10 +18,16 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import own_configuration
-from slurmft.cli.main import Verbs, console, say, say_error, say_json
+from slurmft.cli.arguments import Amount, own_configuration, runs_root
+from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
 from slurmft.config.sections import ExclusionsConfig
-from slurmft.errors import StorageError, UsageError
+from slurmft.errors import SlurmftError, StorageError, UsageError
+from slurmft.health.checker import CONFIG_VARIABLE, load_config
+from slurmft.operations.rescue import SweepOrder, SweepReport, heartbeat_url, send_heartbeat, write_metrics
+from slurmft.operations.rescue import sweep as do_sweep
+from slurmft.operations.site import as_lines, carry_out, diagnose, prepared
+from slurmft.policy.node_health import Condition, Visits
+from slurmft.policy.site import passed
 from slurmft.policy.suspicion import (
     ManualEntry,
     Observation,
@@ -32,10 +40,15 @@ from slurmft.policy.suspicion import (
     weigh,
 )
 from slurmft.scheduler import nodes as slurm_nodes
+from slurmft.scheduler import slurm
+from slurmft.scheduler.own_jobs import preempt_argv, signal_argv
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.supervisor.avoided_nodes import list_path
 from slurmft.system.foreign_text import one_line
+from slurmft.system.isolation import bounded
 from slurmft.system.processes import who
+
+# --- ``slurmft exclude``: the exclusion list, for people ---
 
 FORMAT = 1
 DEFAULT_DAYS = 30
@@ -349,3 +362,219 @@ def _weighed_json(entry: Weighed, now: float) -> Mapping[str, Any]:
 
 def _print_json(**facts: Any) -> None:
     say_json({"format": FORMAT, **facts})
+
+
+# --- ``slurmft sweep`` ---
+
+SWEEP_FORMAT = 1
+_EXIT_CODES_OF_SWEEP = """\b
+Exit codes:
+  0   all well
+  1   something to look at: suspects, resumed nodes, rescued runs, commands for the admin, what could not be done
+  2   sick nodes, or a problem of the whole cluster; also bad usage
+  75  Slurm did not answer, another sweep is at work, or it took too long; nothing is held against any node
+"""
+
+
+@click.command(epilog=_EXIT_CODES_OF_SWEEP)
+@click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions.")
+@click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; overrides --config.")
+@click.option(
+    "--health",
+    type=click.Path(path_type=Path),
+    help="Where results lie and when they count. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml.",
+)
+@click.option("--drain", is_flag=True, help="Drain sick nodes and resume those that are well; only reasons of our own.")
+@click.option("--test", "at_most", default=0, show_default=True, type=click.IntRange(0, 1000),
+              help="Jobs that look at idle nodes, at most, of each sweep.")  # fmt: skip
+@click.option("--partition", default="", help="Partition of those jobs.")
+@click.option("--metrics", type=click.Path(path_type=Path), help="File for a textfile collector, replaced each time.")
+@click.option("--heartbeat-url-file", type=click.Path(path_type=Path),
+              help="File with a URL that is asked for when the sweep saw the cluster.")  # fmt: skip
+@click.option("--limit", default=300.0, show_default=True, type=Amount(1, 86_400), help="Seconds it may take.")
+@click.option("--dry-run", is_flag=True, help="Look, say what would be done, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+def sweep(
+    *, config: Path | None, file: Path | None, health: Path | None, drain: bool, at_most: int, partition: str,
+    metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, restart lost runs.
+
+    A node is taken out when N of its last M looks agree, no more than a few in an hour, and none for a failure that
+    many share. Without --drain, or without permission, the administrator's commands are printed.
+    """
+    url = heartbeat_url(heartbeat_url_file) if heartbeat_url_file is not None else ""
+
+    def work() -> int:
+        try:
+            list_, rules = opened_list(file, config)
+            settings = load_config(health, os.environ)
+            if at_most and settings.results_folder is None:
+                raise UsageError("--test: the jobs leave what they find in results_folder, which is not set",
+                                 hint="see --health")  # fmt: skip
+            order = SweepOrder(
+                exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
+                health_file=_health_file(health), runs=runs_root(), who=who(),
+                may_drain=drain, dry_run=dry_run, visits=Visits(at_most=at_most), partition=partition, limit_s=limit,
+            )  # fmt: skip
+            report = do_sweep(order)
+        except SlurmftError as error:
+            say_error(str(error))
+            return error.exit_code
+        except Exception as error:  # this is a child, whose frames end here
+            logging.getLogger(__name__).debug("traceback", exc_info=True)
+            say_error(f"internal error: {error!r}\n  hint: please report this; -v for the traceback")
+            return 70
+        if metrics is not None and not dry_run:
+            try:
+                write_metrics(metrics, report, may_exclude=may_exclude(config))
+            except OSError as error:
+                report.problems.append(f"{metrics} cannot be written: {error.strerror}")
+        if url and report.saw_cluster and not dry_run and (problem := send_heartbeat(url)):
+            report.problems.append(problem)
+        if as_json:
+            say_json(as_object(report))
+        for line in () if as_json else report_lines(report):
+            say(line)
+        return report.exit_code
+
+    return bounded(work, limit_s=limit, name="slurmft-sweep", environment=os.environ)
+
+
+def _health_file(given: Path | None) -> Path | None:
+    """The configuration file that jobs that check nodes are given; None: they find it by themselves."""
+    named = given or os.environ.get(CONFIG_VARIABLE)
+    return Path(named).absolute() if named else None
+
+
+def report_lines(report: SweepReport) -> Iterator[str]:
+    """The report for people; mails of cron begin with what matters."""
+    yield from (f"PROBLEM: {problem}" for problem in report.problems)
+    yield from report.done
+    if report.left_alone:
+        yield report.left_alone
+    if report.for_admin:
+        yield "for the administrator:"
+        yield from (f"  {command}" for command in report.for_admin)
+    if report.plan is not None:
+        counts = {each: len(report.plan.assessment.of(each)) for each in Condition}
+        told = ", ".join(f"{count} {each}" for each, count in counts.items() if count) or "no results"
+        yield f"{report.nodes} nodes in Slurm; {told}; {report.took_s:.1f} s"
+
+
+def as_object(report: SweepReport) -> dict[str, Any]:
+    """The report for scripts."""
+    found: dict[str, Any] = {
+        name: getattr(report, name)
+        for name in (
+            "nodes",
+            "done",
+            "for_admin",
+            "problems",
+            "drained",
+            "resumed",
+            "tested",
+            "rescued",
+            "left_alone",
+            "silent",
+        )
+    }
+    found |= {"format": SWEEP_FORMAT, "exit_code": report.exit_code, "seconds": round(report.took_s, 3)}
+    if report.plan is not None:
+        found["cluster_problems"] = [asdict(problem) for problem in report.plan.cluster_problems]
+        found["sick"] = [
+            {"node": each.node, "check": each.check, "detail": each.detail, "remedy": each.remedy}
+            for each in report.plan.assessment.of(Condition.SICK)
+        ]
+        found["suspects"] = [each.node for each in report.plan.assessment.of(Condition.SUSPECT)]
+    return found
+
+
+# --- ``slurmft doctor`` ---
+
+DOCTOR_FORMAT = 1
+_EXIT_CODES_OF_DOCTOR = """\b
+Exit codes:
+  0   all of it works; notes are facts to know
+  1   warnings: it works, worse than it could
+  2   problems: something that this run needs does not work; also bad usage
+  69  there is no Slurm on this machine
+  75  Slurm did not answer
+"""
+
+
+@click.command(epilog=_EXIT_CODES_OF_DOCTOR)
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+def doctor(*, config: Path | None, as_json: bool) -> int:
+    """Say what will and will not work on this cluster, and what to do about it.
+
+    For the run of CONFIG, or for any. Asks Slurm a few questions, tries locks and replacing in the run folder's
+    filesystem, looks at the room there, and at what an administrator has set up: hooks, health.yaml, results of nodes,
+    and who may change what root relies on. Changes nothing.
+    """
+    settings = own_configuration(config) if config is not None else None
+    found = diagnose(settings, os.environ, here=Path.cwd())
+    if as_json:
+        facts = [asdict(finding) for finding in found.findings]
+        say_json({"format": DOCTOR_FORMAT, "exit_code": found.exit_code, "findings": facts})
+    else:
+        for line in as_lines(found.findings):
+            say(line)
+    return found.exit_code
+
+
+# --- ``slurmft drill`` ---
+
+_WORDS = {True: ("pass", "green"), False: ("FAIL", "red"), None: ("-", "")}
+_EXIT_CODES_OF_DRILL = """\b
+Exit codes:
+  0   all of it worked
+  1   something failed; the table says what. Or Slurm refused
+  2   bad configuration or usage; nothing was submitted
+  75  the job did not train in time, or Slurm did not answer
+"""
+
+
+@click.command(epilog=_EXIT_CODES_OF_DRILL)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.qos=low.")
+@click.option("--preempt-with", default="", metavar="PARTITION",
+              help="Preempt it for real, with a job of a second in this partition on the same nodes.")  # fmt: skip
+@click.option("--limit", default=300.0, show_default=True, type=Amount(10, 7200), help="Seconds it may take.")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted and sent, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+def drill(
+    *, config: Path, overrides: tuple[str, ...], preempt_with: str, limit: float, dry_run: bool, as_json: bool
+) -> int:
+    """Try a preemption: a small job with your own options gets the real signal, and a table shows the results.
+
+    At most 2 nodes with 2 ranks, for a few minutes; its jobs and its folder beside your run folder are removed. Without
+    --preempt-with its steps get SIGTERM, as at the beginning of a grace. With it the other job asks for whole nodes:
+    jobs that share them may be preempted, too.
+    """
+    if not slurm.available():
+        raise UsageError("there is no Slurm on this machine", hint="slurmft doctor")
+    user = own_configuration(config, overrides)
+    made = prepared(user, os.environ, preempt_with=preempt_with, limit_s=limit)
+    if dry_run:
+        then = preempt_argv("NODES", preempt_with) if preempt_with else signal_argv("JOB")
+        say_block(f"# {made.folder / 'drill.yaml'}\n{made.settings.as_yaml()}")
+        say_block(f"{shlex.join(made.submission)}\n{shlex.join(then)}\nscancel JOB; rm -r {made.folder}")
+        return 0
+    table = carry_out(made, lambda text: say(text, err=True))
+    code = 0 if passed(table) else 1
+    if as_json:
+        say_json({"format": DOCTOR_FORMAT, "exit_code": code, "rows": [asdict(row) for row in table]})
+        return code
+    from rich.table import Table  # doctor does without
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=False)
+    for title in ("", "", "what happened"):
+        shown.add_column(title, overflow="fold")
+    for row in table:
+        word, colour = _WORDS[row.passed]
+        shown.add_row(row.what, Text(word, style=colour), Text(one_line(row.text)))
+    console().print(shown)
+    return code
