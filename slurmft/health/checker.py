@@ -18,10 +18,10 @@ from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig
 from slurmft.errors import ConfigError, StorageError, UsageError
 from slurmft.health import results as kept
-from slurmft.health.node import Scene
+from slurmft.health.node import Scene, bad, evidence_folder
 from slurmft.health.probes import Probe, known_names, probes_for
 from slurmft.policy import plain_values as plain
-from slurmft.policy.node_health import Checkup, ProbeResult, Status
+from slurmft.policy.node_health import Checkup, ProbeResult, Problem, Status
 from slurmft.system.files import write_json
 from slurmft.system.isolation import Answer, Errand, run_all
 
@@ -87,20 +87,23 @@ def look(scene: Scene, *, only: Collection[str] = ()) -> Checkup:
     found = [
         result
         for probe, answer in zip(chosen, run_all(errands), strict=True)
-        for result in results_of(probe, answer)
+        for result in results_of(probe, answer, late_is_bad=probe.is_judged_late(scene))
         if (not only or result.name in only) and result.name not in scene.config.disabled
     ]
     return Checkup(node=scene.node, at=scene.now, results=tuple(found), context=scene.context, level=scene.level)
 
 
-def results_of(probe: Probe, answer: Answer) -> list[ProbeResult]:
-    """The results of a probe; UNKNOWN where it crashed, was too late, or returned something else."""
+def results_of(probe: Probe, answer: Answer, *, late_is_bad: bool = False) -> list[ProbeResult]:
+    """The results of a probe; UNKNOWN where it crashed, was too late (or CRITICAL), or returned something else."""
     if not answer.error:
         try:
             return [replace(kept.result_of(value), took_s=answer.took_s) for value in answer.value]
         except (TypeError, ValueError) as error:
             answer = Answer(name=answer.name, error=f"its answer cannot be read: {error}", took_s=answer.took_s)
     reason = answer.error if answer.timed_out else f"the probe failed: {answer.error}"
+    if answer.timed_out and late_is_bad:
+        return [bad(probe.names[0], Status.CRITICAL, f"what it asks hangs: {reason}", problem=Problem.HARDWARE,
+                    remedy="look at dmesg; boot the node")]  # fmt: skip
     # one probe of several names fails once
     return [ProbeResult(name=probe.names[0], status=Status.UNKNOWN, detail=reason, took_s=answer.took_s)]
 
@@ -129,16 +132,6 @@ def keep(checkup: Checkup, config: HealthConfig, *, share: bool = True) -> tuple
     answers = run_all(errands)
     problems = [f"{each.name} not kept: {each.error or each.value}" for each in answers if each.error or each.value]
     return pointed if not answers[0].error and not answers[0].value else checkup, problems
-
-
-def evidence_folder(config: HealthConfig) -> Path:
-    """Node-local folder of the newest look's evidence."""
-    if config.evidence_folder is not None:
-        return config.evidence_folder
-    if os.geteuid() == 0:
-        return Path("/run/slurmft")
-    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
-    return Path(state) / "slurmft" / "health"
 
 
 def _write_evidence(path: Path, checkup: Checkup) -> str:

@@ -7,6 +7,7 @@ neither healthy nor sick.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -255,6 +256,45 @@ def drain_reason(problem: Problem, check: str, detail: str) -> str:
 def is_ours(reason: str) -> bool:
     """Whether slurmft wrote this drain reason; no other is ever touched."""
     return reason.startswith(REASON_PREFIX)
+
+
+# --- Counters that only grow: what counts is how much they have grown lately ---
+
+Totals = Mapping[str, int]
+Sample = tuple[float, Totals]
+"""Unix time, and the counters by name."""
+
+SHARES_OF_WINDOW = 48
+"""Samples closer together than such a part of the window become one: a counter may grow with every look."""
+
+
+def with_sample(samples: Sequence[Sample], now: float, totals: Totals, window_s: float) -> tuple[Sample, ...]:
+    """The samples, oldest first, with the totals of now: as few as ``growth`` needs.
+
+    Counters that are not known now keep what they had: a GPU may be back at the next look.
+    """
+    kept = [each for each in samples if each[0] <= now]
+    while len(kept) > 1 and kept[1][0] <= now - window_s:
+        del kept[0]
+    last = kept[-1][1] if kept else {}
+    merged = {**last, **totals}
+    if merged == last and kept:
+        return tuple(kept)
+    is_close = len(kept) > 1 and now - kept[-1][0] < window_s / SHARES_OF_WINDOW
+    if is_close and all(merged[name] >= total for name, total in last.items()):
+        return (*kept[:-1], (kept[-1][0], merged))
+    return (*kept, (now, merged))
+
+
+def growth(samples: Sequence[Sample], now: float, window_s: float) -> dict[str, int]:
+    """By how much each counter has grown within the window. One that fell began anew, with a reset or a boot."""
+    grown: dict[str, int] = {}
+    for (_, before), (at, after) in itertools.pairwise(samples):
+        for name, total in after.items():
+            earlier = before.get(name, 0)
+            counts = now - window_s < at <= now
+            grown[name] = grown.get(name, 0) + counts * (total - earlier if total >= earlier else total)
+    return grown
 
 
 def _recent(checkups: Sequence[Checkup], now: float, rules: HealthRules) -> list[Checkup]:

@@ -53,14 +53,17 @@ def test_what_the_file_says_is_answered_at_once(node, tmp_path):
     node.set(4, lost=1)
     node.set(5, reset=1)
     node.set(6, fail="nvmlDeviceGetUUID:999")
+    node.set(7, fail="nvmlDeviceGetName:999+nvmlDeviceGetHandleByIndex_v2:0")
     found = asked(tmp_path)
-    first, without, last = found.gpus[1], found.gpus[2], found.gpus[4]
+    first, without, last = found.gpus[1], found.gpus[2], found.gpus[-1]
     assert (first.temperature_c, first.throttle, first.uncorrected) == (91, 0x48, 7)
     assert (first.pending, first.remap_failed, first.pids) == (True, True, (17, os.getpid()))
     assert first.links[:4] == (False, True, False, True)
     assert (without.uncorrected, without.temperature_c) == (None, None)
-    assert found.errors == ("GPU 4: GPU is lost", "GPU 5: GPU requires restart")
-    assert (last.index, last.uuid) == (6, "")
+    assert found.errors == ("GPU 4: GPU is lost", "GPU 5: GPU requires restart", "GPU 6: Unknown Error")
+    assert (last.index, last.name) == (7, ""), (
+        "of a question that is not vital, an unknown error may only be the question's"
+    )
 
 
 def test_mig_instances_and_events_and_the_driver(node):
