@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -294,6 +295,8 @@ def brief(names: Sequence[int]) -> str:
 # torch runs in programs of their own (``worker.gpu_check``, ``worker.pair_check``), and only where it is needed.
 
 WORK_S, DIAGNOSE_S, PAIR_S = 150.0, 180.0, 60.0
+CPU_SIZE = 512
+_WORK = (sys.executable, "-P", "-m", "slurmft.worker.gpu_check")
 FIRST_PORT, PORTS = 20_000, 20_000
 REMEDY = "drain the node, run dcgmi diag -r 3, replace the GPU if it fails"
 
@@ -303,9 +306,17 @@ def gpu_compute(scene: Scene) -> list[ProbeResult]:
     if survey(scene).is_empty:
         return []
     limits = scene.config.gpu
-    argv = [sys.executable, "-P", "-m", "slurmft.worker.gpu_check", "--size", str(limits.matmul_size),
-            "--memory-share", str(limits.memory_share)]  # fmt: skip
+    argv = [*_WORK, "--size", str(limits.matmul_size), "--memory-share", str(limits.memory_share)]
     return judge_work(_asked(argv, WORK_S - 5, scene.environment), limits)
+
+
+def cpu_compute(scene: Scene) -> list[ProbeResult]:
+    """The same on the CPU of a node without GPUs, with less of it; nothing where there are GPUs, or no torch."""
+    if not survey(scene).is_empty or scene.config.gpu.expected or importlib.util.find_spec("torch") is None:
+        return []
+    found = judge_work(_asked([*_WORK, "--cpu", "--size", str(CPU_SIZE)], WORK_S - 5, scene.environment), GpuLimits())
+    return [replace(each, name=each.name.replace("gpu-", "cpu-"), detail=each.detail.replace("GPU", "CPU"))
+            for each in found]  # fmt: skip
 
 
 def judge_work(answer: Mapping[str, Any], limits: GpuLimits) -> list[ProbeResult]:

@@ -733,6 +733,7 @@ PROBES = (
     Probe(names=("xid",), look=gpu.xid),
     Probe(names=("gpu-matmul", "gpu-memory"), look=gpu.gpu_compute, limit_s=gpu.WORK_S, level=2,
           is_patient=False),
+    Probe(names=("cpu-matmul", "cpu-memory"), look=gpu.cpu_compute, limit_s=gpu.WORK_S, level=2, is_patient=False),
     Probe(names=("dcgm",), look=gpu.diagnose, limit_s=gpu.DIAGNOSE_S, level=2, is_patient=False),
     Probe(names=("all-reduce",), look=gpu.all_reduce, limit_s=gpu.PAIR_S, level=2, is_patient=False),
 )  # fmt: skip

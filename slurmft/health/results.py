@@ -1,6 +1,6 @@
 """Results of the probes on a shared folder: one file for each node, which only that node's probes write.
 
-    <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP]}
+    <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP, and the newest long one]}
     a checkup              {"node", "at", "context", "level", "ok": [names], "results": [those that are not OK]}
 
 Written atomically; of two writers at once on one node (a prolog beside the HealthCheckProgram) one may lose its look,
@@ -56,7 +56,9 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
         raise StorageUnavailable(f"cannot keep results in {folder}: {error.strerror or error}") from error
     except StorageError:
         before = []  # damaged or newer: this look is worth more than an unreadable file
-    kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
+    looks = sorted([*before, result], key=lambda each: each.at)
+    long = [look for look in looks[:-KEEP] if look.level > 1][-1:]  # rare, and said to be due without it
+    kept = looks[-KEEP:] if any(look.level > 1 for look in looks[-KEEP:]) else [*long, *looks[-KEEP:]]
     try:
         write_json(path, {"node": node, "checkups": [brief_json(each) for each in kept]}, mode=0o644, durable=False)
     except OSError as error:
@@ -190,7 +192,7 @@ def _stored(path: Path, node: str) -> list[Checkup]:
     if not isinstance(found, list):
         raise StorageError(f"{path} holds no checkups")
     try:
-        looks = [checkup_of(each) for each in found[-KEEP:]]
+        looks = [checkup_of(each) for each in found[-KEEP - 1 :]]
     except ValueError as error:
         raise StorageError(f"{path}: {error}") from error
     if strangers := {look.node for look in looks} - {node}:

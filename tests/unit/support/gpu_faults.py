@@ -162,6 +162,7 @@ class FaultyCluster:
         self.dice = random.Random(seed)
         self.nodes = [NodeUnderTest(f"n{number}", folder / f"n{number}") for number in range(1, 6)]
         self.looks: dict[str, list[Checkup]] = {}
+        self._well: dict[str, Checkup] = {}
         self.began = 1_800_000_000.0
 
     def look(self, node: NodeUnderTest, after_s: float, context: str) -> Checkup:
@@ -172,14 +173,19 @@ class FaultyCluster:
                       root=node.root, environment={"PATH": "/nowhere"})  # fmt: skip
         found = look(scene, only=[*NAMES, "xid"])
         self.looks.setdefault(node.name, []).append(found)
+        self._well.pop(node.name, None)
         return found
 
     def begin(self) -> None:
-        """All nodes are well, and have been looked at."""
-        self.looks.clear()
+        """All nodes are well, and have been looked at: those again that have been looked at since."""
         for node in self.nodes:
-            node.heal()
-            self.look(node, -600.0, "healthcheck")
+            self.looks.pop(node.name, None)
+            node.gpus.heal()
+            if node.name not in self._well:
+                node.heal()
+                found = self.look(node, -600.0, "healthcheck")
+                self._well[node.name] = found
+            self.looks[node.name] = [self._well[node.name]]
 
     def sweep(self, after_s: float) -> SweepPlan:
         nodes = {node.name: NodeFact(node=node.name, state="IDLE", usable=True, is_idle=True) for node in self.nodes}
