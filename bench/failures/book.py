@@ -26,12 +26,21 @@ def write(docs: Path) -> None:
         (docs / path).write_text(text, encoding="utf-8")
 
 
+GPUS = (
+    "## GPUs", "",
+    "No GPU has failed under slurmft yet. 47 kinds of faults were injected into a stand-in for NVIDIA's library, which "
+    "the real probes ask by nvidia-ml-py: devices that are lost, a driver that hangs, counters, links, Xids. Which of "
+    "them take a node out, how fast, and what was never run on a device: [GPUs](gpu.md#health).", "",
+)  # fmt: skip
+"""What is shown elsewhere."""
+
+
 def pages() -> dict[Path, str]:
     """Each file of the book, by its path below docs/."""
     seen = json.loads(SEEN.read_text(encoding="utf-8"))
     found = {FIGURES / f"{name}.svg": figure.timeline(chapter.title, seen[name])
              for name, chapter in _seen_chapters(seen)}  # fmt: skip
-    lines = [*_head(seen), *_chapters(seen)]
+    lines = [*_head(seen), *_chapters(seen), *GPUS]
     if "saves" in seen:
         title = "One run with a kill: where the time went after the first step"
         found[FIGURES / "saves.svg"] = figure.bars(title, _stacks(seen["saves"]), "s")

@@ -376,6 +376,23 @@ Exit codes:
 """
 
 
+class IdleNodes(click.ParamType[Visits]):
+    """A number of nodes, or a share of them such as 5%."""
+
+    name = "NODES|SHARE%"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Visits:
+        """Raises ``BadParameter`` for anything else, and for more than 1000 nodes or the half of them."""
+        if isinstance(value, Visits):
+            return value
+        wrong = f"{str(value)[:40]!r} is neither a number of nodes up to 1000 nor a share from 1% to 50%"
+        number, percent, rest = str(value).strip().partition("%")
+        count = int(number) if number.isascii() and number.isdecimal() and len(number) <= 4 and not rest else -1
+        if not 0 <= count <= (50 if percent else 1000) or (percent and not count):
+            self.fail(wrong, param, ctx)
+        return Visits(share=count / 100) if percent else Visits(at_most=count)
+
+
 @click.command(epilog=_EXIT_CODES_OF_SWEEP)
 @click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions.")
 @click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; overrides --config.")
@@ -385,9 +402,10 @@ Exit codes:
     help="Where results lie and when they count. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml.",
 )
 @click.option("--drain", is_flag=True, help="Drain sick nodes and resume those that are well; only reasons of our own.")
-@click.option("--test", "at_most", default=0, show_default=True, type=click.IntRange(0, 1000),
-              help="Jobs that look at idle nodes, at most, of each sweep.")  # fmt: skip
+@click.option("--check-idle", "--test", "visits", type=IdleNodes(), default="0", show_default=True,
+              help="Look at idle nodes with short jobs: so many nodes at a time, or a share such as 5%.")  # fmt: skip
 @click.option("--partition", default="", help="Partition of those jobs.")
+@click.option("--qos", default="", help="QOS of those jobs, such as one that others preempt.")
 @click.option("--metrics", type=click.Path(path_type=Path), help="File for a textfile collector, replaced each time.")
 @click.option("--heartbeat-url-file", type=click.Path(path_type=Path),
               help="File with a URL that is asked for when the sweep saw the cluster.")  # fmt: skip
@@ -395,8 +413,8 @@ Exit codes:
 @click.option("--dry-run", is_flag=True, help="Look, say what would be done, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
 def sweep(
-    *, config: Path | None, file: Path | None, health: Path | None, drain: bool, at_most: int, partition: str,
-    metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
+    *, config: Path | None, file: Path | None, health: Path | None, drain: bool, visits: Visits, partition: str,
+    qos: str, metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, restart lost runs.
 
@@ -409,13 +427,13 @@ def sweep(
         try:
             list_, rules = opened_list(file, config)
             settings = load_config(health, os.environ)
-            if at_most and settings.results_folder is None:
-                raise UsageError("--test: the jobs leave what they find in results_folder, which is not set",
+            if visits != Visits() and settings.results_folder is None:
+                raise UsageError("--check-idle: the jobs leave what they find in results_folder, which is not set",
                                  hint="see --health")  # fmt: skip
             order = SweepOrder(
                 exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
                 health_file=_health_file(health), runs=runs_root(), who=who(),
-                may_drain=drain, dry_run=dry_run, visits=Visits(at_most=at_most), partition=partition, limit_s=limit,
+                may_drain=drain, dry_run=dry_run, visits=visits, partition=partition, qos=qos, limit_s=limit,
             )  # fmt: skip
             report = do_sweep(order)
         except SlurmftError as error:

@@ -66,10 +66,10 @@ class MemoryLimits(Section):
     """Share of the last minute in which all processes waited for memory (PSI, full)."""
 
     corrected_warning: Positive = 1000
-    """Corrected ECC errors since boot."""
+    """Corrected ECC errors within ``window_hours``."""
 
     uncorrected_critical: Positive = 1
-    """Uncorrected ECC errors since boot."""
+    """Uncorrected ECC errors within ``window_hours``."""
 
 
 class DiskLimits(Section):
@@ -132,7 +132,7 @@ class NetworkLimits(Section):
     """Rate that each active one must have; 0: any."""
 
     link_downed_warning: Positive = 10
-    """Times that an InfiniBand link went down since the counters began."""
+    """Times that an InfiniBand link went down within ``window_hours``."""
 
     resolve: tuple[Text, ...] = ()
     """Names that must resolve; the node's own where none is given."""
@@ -154,7 +154,7 @@ class GpuLimits(Section):
     """Degrees Celsius."""
 
     uncorrected_warning: Positive = 1
-    """Uncorrected ECC errors since the driver was loaded."""
+    """Uncorrected ECC errors within ``window_hours``."""
 
     uncorrected_critical: Positive = 5
     """The same, for CRITICAL."""
@@ -168,8 +168,15 @@ class GpuLimits(Section):
     nvlinks: _Natural | None = None
     """NVLinks that must be active on each GPU; null: warn where some are and others are not."""
 
+    nvlink_errors_warning: Positive = 10
+    """Recoveries of one GPU's NVLinks from errors within ``window_hours``."""
+
     xid_hours: Amount = 24.0
     """How far back the kernel log is read for Xid messages."""
+
+    answer_s: Limit = 30.0
+    """Seconds after which a driver that does not answer is CRITICAL, in HealthCheckProgram (40 at most) and cron, which
+    can wait; anywhere else a late answer is UNKNOWN."""
 
     matmul_size: Annotated[Count, AfterValidator(plain.at_most(65_536))] = Field(default=4096, ge=64)
     """Rows of the matrices whose products are checked (level 2)."""
@@ -261,8 +268,12 @@ class HealthConfig(Section):
     on the node."""
 
     evidence_folder: Folder | None = None
-    """Node-local folder for the evidence of the newest look; null: /run/slurmft for root, else the state folder of the
-    user."""
+    """Node-local folder for the evidence of the newest look and the totals of counters; null: /run/slurmft for root,
+    else the state folder of the user."""
+
+    window_hours: Annotated[Seconds, AfterValidator(plain.at_most(1000))] = Field(default=24.0, gt=0)
+    """Counters that only grow (ECC errors, NVLink recoveries, links that went down) count by how much they have grown
+    within so many hours."""
 
     disabled: tuple[Text, ...] = ()
     """Probes that do not run."""

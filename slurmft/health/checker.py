@@ -26,7 +26,18 @@ import slurmft.errors
 from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig
 from slurmft.errors import ConfigError, SlurmError, StorageError, StorageUnavailable, UsageError
-from slurmft.health.node import Process, Scene, orphaned_memory, process, processes, running_jobs, step_of, text_of
+from slurmft.health.node import (
+    Process,
+    Scene,
+    bad,
+    evidence_folder,
+    orphaned_memory,
+    process,
+    processes,
+    running_jobs,
+    step_of,
+    text_of,
+)
 from slurmft.health.probes import Probe, known_names, probes_for
 from slurmft.policy import plain_values as plain
 from slurmft.policy.job_identity import OwnJob
@@ -39,7 +50,7 @@ from slurmft.system.isolation import Answer, Errand, run_all
 from slurmft.system.private_folder import remove_tree
 
 # --- Results of the probes on a shared folder: one file for each node, which only that node's probes write ---
-#     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP]}
+#     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last (KEEP), and the newest long one]}
 #     a checkup              {"node", "at", "context", "level", "ok": [names], "results": [those that are not OK]}
 #
 # Written atomically; of two writers at once on one node (a prolog beside the HealthCheckProgram) one may lose its look,
@@ -80,7 +91,9 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
         raise StorageUnavailable(f"cannot keep results in {folder}: {error.strerror or error}") from error
     except StorageError:
         before = []  # damaged or newer: this look is worth more than an unreadable file
-    kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
+    looks = sorted([*before, result], key=lambda each: each.at)
+    long = [look for look in looks[:-KEEP] if look.level > 1][-1:]  # rare, and said to be due without it
+    kept = looks[-KEEP:] if any(look.level > 1 for look in looks[-KEEP:]) else [*long, *looks[-KEEP:]]
     try:
         write_json(path, {"node": node, "checkups": [brief_json(each) for each in kept]}, mode=0o644, durable=False)
     except OSError as error:
@@ -214,7 +227,7 @@ def _stored(path: Path, node: str) -> list[Checkup]:
     if not isinstance(found, list):
         raise StorageError(f"{path} holds no checkups")
     try:
-        looks = [checkup_of(each) for each in found[-KEEP:]]
+        looks = [checkup_of(each) for each in found[-KEEP - 1 :]]
     except ValueError as error:
         raise StorageError(f"{path}: {error}") from error
     if strangers := {look.node for look in looks} - {node}:
@@ -299,20 +312,23 @@ def look(scene: Scene, *, only: Collection[str] = ()) -> Checkup:
     found = [
         result
         for probe, answer in zip(chosen, run_all(errands), strict=True)
-        for result in results_of(probe, answer)
+        for result in results_of(probe, answer, late_is_bad=probe.is_judged_late(scene))
         if (not only or result.name in only) and result.name not in scene.config.disabled
     ]
     return Checkup(node=scene.node, at=scene.now, results=tuple(found), context=scene.context, level=scene.level)
 
 
-def results_of(probe: Probe, answer: Answer) -> list[ProbeResult]:
-    """The results of a probe; UNKNOWN where it crashed, was too late, or returned something else."""
+def results_of(probe: Probe, answer: Answer, *, late_is_bad: bool = False) -> list[ProbeResult]:
+    """The results of a probe; UNKNOWN where it crashed, was too late (or CRITICAL), or returned something else."""
     if not answer.error:
         try:
             return [replace(result_of(value), took_s=answer.took_s) for value in answer.value]
         except (TypeError, ValueError) as error:
             answer = Answer(name=answer.name, error=f"its answer cannot be read: {error}", took_s=answer.took_s)
     reason = answer.error if answer.timed_out else f"the probe failed: {answer.error}"
+    if answer.timed_out and late_is_bad:
+        return [bad(probe.names[0], Status.CRITICAL, f"what it asks hangs: {reason}", problem=Problem.HARDWARE,
+                    remedy="look at dmesg; boot the node")]  # fmt: skip
     # one probe of several names fails once
     return [ProbeResult(name=probe.names[0], status=Status.UNKNOWN, detail=reason, took_s=answer.took_s)]
 
@@ -341,16 +357,6 @@ def keep(checkup: Checkup, config: HealthConfig, *, share: bool = True) -> tuple
     answers = run_all(errands)
     problems = [f"{each.name} not kept: {each.error or each.value}" for each in answers if each.error or each.value]
     return pointed if not answers[0].error and not answers[0].value else checkup, problems
-
-
-def evidence_folder(config: HealthConfig) -> Path:
-    """Node-local folder of the newest look's evidence."""
-    if config.evidence_folder is not None:
-        return config.evidence_folder
-    if os.geteuid() == 0:
-        return Path("/run/slurmft")
-    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
-    return Path(state) / "slurmft" / "health"
 
 
 def _write_evidence(path: Path, checkup: Checkup) -> str:

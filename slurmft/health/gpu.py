@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -17,7 +19,7 @@ from typing import Any
 
 from slurmft.config.health import GpuLimits
 from slurmft.health import node
-from slurmft.health.node import Scene, above, bad, fine, text_of, unknown
+from slurmft.health.node import Scene, above, bad, fine, grown, text_of, unknown
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
 from slurmft.scheduler.parsing import expand_hostlist
 
@@ -33,6 +35,15 @@ MAX_LINKS = 36
 NVIDIA = "0x10de"
 _GONE = frozenset({9, 12})
 """NVML's codes for a driver that is not loaded, and for its library missing."""
+
+_NOT_ASKED = frozenset({4, 10, 19, 20, 23})
+"""No permission, time-out, in use, no memory, no resources: nothing is known of the GPU then."""
+
+_VITAL = frozenset({"nvmlDeviceGetUUID", "nvmlDeviceGetTemperature"})
+"""Every GPU knows these: an unknown error (999) is the GPU's here, and elsewhere perhaps only the question's."""
+
+_RECOVERY_ERRORS = 1
+"""NVML_NVLINK_ERROR_DL_RECOVERY."""
 
 _SMI_FIELDS: Mapping[str, str] = {
     "index": "index", "uuid": "uuid", "name": "name", "pci.bus_id": "bus",
@@ -60,7 +71,7 @@ class Gpu:
     name: str = ""
     bus: str = ""
     uncorrected: int | None = None
-    """ECC errors since the driver was loaded."""
+    """ECC errors since the driver was loaded; to the judges, within the configured window."""
 
     corrected: int | None = None
     pending: bool | None = None
@@ -77,6 +88,9 @@ class Gpu:
     links: tuple[bool, ...] = ()
     """Whether each NVLink is active."""
 
+    link_errors: int = 0
+    """Times that its NVLinks recovered from an error; counted as ECC errors are."""
+
     pids: tuple[int, ...] = ()
     """Processes that compute on it."""
 
@@ -91,6 +105,9 @@ class Survey:
 
     errors: tuple[str, ...] = ()
     """GPUs, or the driver itself, that did not answer, in words."""
+
+    not_asked: tuple[str, ...] = ()
+    """The same, of those that could not be asked: whether they are well is not known."""
 
     on_bus: int = 0
     """NVIDIA's GPUs on the PCI bus."""
@@ -109,34 +126,38 @@ def survey(scene: Scene) -> Survey:
                  if text_of(folder / "vendor").strip() == NVIDIA
                  and text_of(folder / "class").startswith(("0x0300", "0x0302")))  # fmt: skip
     loaded = scene.path("proc/driver/nvidia/version").exists()
-    found = _by_nvml() or _by_smi(scene.environment)
-    if found is None:
-        return Survey(on_bus=on_bus, driver_loaded=loaded)
-    gpus, source, errors = found
-    return Survey(gpus=gpus, source=source, errors=errors, on_bus=on_bus, driver_loaded=loaded)
+    found = _by_nvml()
+    if found is None and (listed := _by_smi(scene.environment)) is not None:
+        found = Survey(gpus=listed[0], source=listed[1], errors=listed[2])
+    return replace(found or Survey(), on_bus=on_bus, driver_loaded=loaded)
 
 
 _Found = tuple[tuple[Gpu, ...], str, tuple[str, ...]]
 
 
-def _by_nvml() -> _Found | None:
+def _by_nvml() -> Survey | None:
     """None where the binding, the library or the driver is missing."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return None
-    gpus, errors = [], []
+    gpus: list[Gpu] = []
+    errors: list[str] = []
+    not_asked: list[str] = []
     try:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        return None if error.value in _GONE else ((), "nvml", (f"the driver does not answer: {error}",))
+        if error.value in _GONE:
+            return None
+        count, which = 0, not_asked if error.value in _NOT_ASKED else errors
+        which.append(f"the driver does not answer: {error}")
     for index in range(count):
         try:
             gpus.append(_gpu(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index)))
         except nvml.NVMLError as error:
-            errors.append(f"GPU {index}: {error}")
-    return tuple(gpus), "nvml", tuple(errors)
+            (not_asked if error.value in _NOT_ASKED else errors).append(f"GPU {index}: {error}")
+    return Survey(gpus=tuple(gpus), source="nvml", errors=tuple(errors), not_asked=tuple(not_asked))
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
@@ -148,6 +169,8 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         except nvml.NVMLError as error:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
                 raise
+            if error.value == nvml.NVML_ERROR_UNKNOWN and name in _VITAL:
+                raise
             return None
 
     def text(value: Any) -> str:
@@ -155,6 +178,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
     remapped = ask("nvmlDeviceGetRemappedRows")
     retired = ask("nvmlDeviceGetRetiredPagesPendingStatus")
+    links = _links(ask)
     return Gpu(
         index=index, uuid=text(ask("nvmlDeviceGetUUID")), name=text(ask("nvmlDeviceGetName")),
         bus=text(getattr(ask("nvmlDeviceGetPciInfo"), "busId", "")),
@@ -163,7 +187,9 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         remap_failed=None if remapped is None else bool(remapped[3]),
         temperature_c=ask("nvmlDeviceGetTemperature", 0), throttle=ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
         width=ask("nvmlDeviceGetCurrPcieLinkWidth"), max_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
-        max_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration"), links=_links(ask),
+        max_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration"), links=links,
+        link_errors=sum(ask("nvmlDeviceGetNvLinkErrorCounter", link, _RECOVERY_ERRORS) or 0
+                        for link, active in enumerate(links) if active),
         pids=tuple(each.pid for each in ask("nvmlDeviceGetComputeRunningProcesses") or ()),
     )  # fmt: skip
 
@@ -269,6 +295,8 @@ def brief(names: Sequence[int]) -> str:
 # torch runs in programs of their own (``worker.gpu_check``, ``worker.pair_check``), and only where it is needed.
 
 WORK_S, DIAGNOSE_S, PAIR_S = 150.0, 180.0, 60.0
+CPU_SIZE = 512
+_WORK = (sys.executable, "-P", "-m", "slurmft.worker.gpu_check")
 FIRST_PORT, PORTS = 20_000, 20_000
 REMEDY = "drain the node, run dcgmi diag -r 3, replace the GPU if it fails"
 
@@ -278,9 +306,17 @@ def gpu_compute(scene: Scene) -> list[ProbeResult]:
     if survey(scene).is_empty:
         return []
     limits = scene.config.gpu
-    argv = [sys.executable, "-P", "-m", "slurmft.worker.gpu_check", "--size", str(limits.matmul_size),
-            "--memory-share", str(limits.memory_share)]  # fmt: skip
+    argv = [*_WORK, "--size", str(limits.matmul_size), "--memory-share", str(limits.memory_share)]
     return judge_work(_asked(argv, WORK_S - 5, scene.environment), limits)
+
+
+def cpu_compute(scene: Scene) -> list[ProbeResult]:
+    """The same on the CPU of a node without GPUs, with less of it; nothing where there are GPUs, or no torch."""
+    if not survey(scene).is_empty or scene.config.gpu.expected or importlib.util.find_spec("torch") is None:
+        return []
+    found = judge_work(_asked([*_WORK, "--cpu", "--size", str(CPU_SIZE)], WORK_S - 5, scene.environment), GpuLimits())
+    return [replace(each, name=each.name.replace("gpu-", "cpu-"), detail=each.detail.replace("GPU", "CPU"))
+            for each in found]  # fmt: skip
 
 
 def judge_work(answer: Mapping[str, Any], limits: GpuLimits) -> list[ProbeResult]:
@@ -520,17 +556,20 @@ class Xid:
         return f"{f'{self.kind} {self.code}'.removesuffix(' 0')} on {self.device}"
 
 
-def xid(scene: Scene) -> ProbeResult:
-    """Xid messages since boot, as far back as the configuration says."""
+def xid(scene: Scene) -> ProbeResult | None:
+    """Xid messages since boot, as far back as the configuration says; None without messages and without GPUs.
+
+    The driver is not asked: where it hangs, the kernel log says why.
+    """
+    has_gpus = bool(scene.config.gpu.expected) or scene.path("proc/driver/nvidia/version").exists()
     try:
-        lines = _kernel_log(scene)
+        found = parse_xids(_kernel_log(scene))
     except OSError as error:
-        return unknown("xid", f"the kernel log cannot be read: {error.strerror}", remedy="run as root")
-    try:
-        up_s = float(scene.text("proc/uptime").split()[0])
-    except (IndexError, ValueError):
-        up_s = float("inf")
-    return judge_xids(parse_xids(lines), up_s, scene.config.gpu.xid_hours)
+        why = f"the kernel log cannot be read: {error.strerror}"
+        return unknown("xid", why, remedy="run as root") if has_gpus else None
+    if not found and not has_gpus:
+        return None
+    return judge_xids(found, scene.up_s() or math.inf, scene.config.gpu.xid_hours)
 
 
 def parse_xids(lines: Iterable[str]) -> list[Xid]:
@@ -617,22 +656,36 @@ SLOW_REASONS: Mapping[int, str] = {
 }  # fmt: skip
 """Bits of the clock reasons that mean trouble, and not idleness or a configured limit."""
 
-NAMES = ("gpu-count", "gpu-ecc", "gpu-clocks", "gpu-pcie", "gpu-nvlink", "gpu-processes", "xid")
+NAMES = ("gpu-count", "gpu-ecc", "gpu-clocks", "gpu-pcie", "gpu-nvlink", "gpu-processes")
 
 
 def gpus(scene: Scene) -> list[ProbeResult]:
-    """All results about GPUs; none where there are none and none are expected."""
+    """All that the driver says about GPUs; nothing where there are none and none are expected."""
     found, limits = survey(scene), scene.config.gpu
     if found.is_empty and not limits.expected:
         return []
     confined = is_confined(scene, limits.expected or found.on_bus)
     results = [judge_count(found, limits, confined=confined)]
     if found.gpus:
-        results += [judge(found.gpus, limits) for judge in JUDGES]
+        lately = with_growth(found.gpus, grown(scene, "gpu", totals_of(found.gpus)))
+        results += [judge(lately, limits) for judge in JUDGES]
         results.append(judge_processes(found.gpus, *_owners(scene, found.gpus)))
-    if found.gpus or found.driver_loaded or found.errors:
-        results.append(xid(scene))
     return results
+
+
+def totals_of(gpus: Sequence[Gpu]) -> dict[str, int]:
+    """The counters of these GPUs that only grow, by name."""
+    uncorrected = {f"{gpu.uuid} uncorrected": gpu.uncorrected for gpu in gpus if gpu.uncorrected is not None}
+    return uncorrected | {f"{gpu.uuid} links": gpu.link_errors for gpu in gpus}
+
+
+def with_growth(gpus: Sequence[Gpu], recent: Mapping[str, int]) -> list[Gpu]:
+    """The GPUs as they are judged: with what their counters have grown by, instead of totals."""
+    return [
+        replace(gpu, link_errors=recent.get(f"{gpu.uuid} links", 0),
+                uncorrected=None if gpu.uncorrected is None else recent.get(f"{gpu.uuid} uncorrected", 0))
+        for gpu in gpus
+    ]  # fmt: skip
 
 
 def is_confined(scene: Scene, expected: int) -> bool:
@@ -654,6 +707,11 @@ def judge_count(found: Survey, limits: GpuLimits, *, confined: bool) -> ProbeRes
     expected = limits.expected if limits.expected is not None else found.on_bus
     if not found.source and not found.driver_loaded and expected and found.on_bus < expected:
         return _missing(check, found.on_bus, expected, "on the PCI bus")
+    if not found.source and not found.driver_loaded and limits.expected:
+        return bad(check, Status.CRITICAL, f"the driver is not loaded: none of {expected} GPUs can be used",
+                   problem=Problem.HARDWARE, remedy="modprobe nvidia; dmesg")  # fmt: skip
+    if found.not_asked:
+        return unknown(check, "; ".join(found.not_asked[:4]), remedy="run as root")
     if not found.source:
         return unknown(check, "neither NVML nor nvidia-smi is there to ask", remedy="pip install nvidia-ml-py")
     if seen >= expected:
@@ -669,7 +727,7 @@ def _missing(check: str, seen: int, expected: int, where: str) -> ProbeResult:
 
 
 def judge_ecc(gpus: Sequence[Gpu], limits: GpuLimits) -> ProbeResult:
-    """Uncorrected errors, rows that wait for a reset, rows that could not be remapped."""
+    """Recent uncorrected errors, rows that wait for a reset, rows that could not be remapped."""
     check, statuses, words = "gpu-ecc", [Status.OK], []
     for gpu in gpus:
         if gpu.remap_failed:
@@ -720,8 +778,10 @@ def _narrow(gpu: Gpu) -> bool:
 
 
 def judge_nvlink(gpus: Sequence[Gpu], limits: GpuLimits) -> ProbeResult:
-    """Links that should be active and are not."""
+    """Links that should be active and are not, or that recover from errors often."""
     check, active = "gpu-nvlink", [sum(gpu.links) for gpu in gpus]
+    noisy = [gpu for gpu in gpus if gpu.link_errors >= limits.nvlink_errors_warning]
+    remedy = "nvidia-smi nvlink --status; look at fabricmanager and its log"
     if not any(gpu.links for gpu in gpus) and not limits.nvlinks:
         return fine(check, "no NVLink")
     if limits.nvlinks is not None:
@@ -730,11 +790,14 @@ def judge_nvlink(gpus: Sequence[Gpu], limits: GpuLimits) -> ProbeResult:
     else:
         lacking = [gpu.index for gpu, count in zip(gpus, active, strict=True) if 0 < count < len(gpu.links)]
         detail = f"{brief(lacking)}: some NVLinks are not active"
+    if not lacking and noisy:
+        words = "; ".join(f"GPU {gpu.index}: its NVLinks recovered from {gpu.link_errors} errors" for gpu in noisy)
+        return bad(check, Status.WARNING, words, problem=Problem.HARDWARE, remedy=remedy,
+                   value=max(gpu.link_errors for gpu in noisy), unit="errors")  # fmt: skip
     if not lacking:
         return fine(check, f"{min(active)} active on each GPU", value=min(active), unit="links")
     return bad(check, Status.WARNING if limits.nvlinks is None else Status.CRITICAL, detail, problem=Problem.HARDWARE,
-               remedy="nvidia-smi nvlink --status; look at fabricmanager and its log", value=min(active),
-               unit="links")  # fmt: skip
+               remedy=remedy, value=min(active), unit="links")  # fmt: skip
 
 
 def judge_processes(

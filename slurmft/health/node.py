@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmft.config.health import HealthConfig
-from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
+from slurmft.errors import StorageError
+from slurmft.policy.node_health import ProbeResult, Problem, Sample, Status, growth, with_sample, worst
+from slurmft.system.files import read_json, write_json
 from slurmft.system.private_folder import MAX_DEPTH, is_left_over
 
 # --- How numbers become results: pure, and the same for all probes ---
@@ -122,6 +124,13 @@ class Scene:
         match = re.match(r"\s*(-?\d{1,18})\b", self.text(name))
         return int(match[1]) if match else None
 
+    def up_s(self) -> float:
+        """Seconds since boot; 0 where the kernel does not say."""
+        try:
+            return float(self.text("proc/uptime").split()[0])
+        except (IndexError, ValueError):
+            return 0.0
+
     def folders(self, name: str, pattern: str = "*") -> list[Path]:
         """What matches in a folder below the root, sorted; nothing where it is missing."""
         with contextlib.suppress(OSError):
@@ -174,6 +183,48 @@ def mounts(scene: Scene) -> Iterator[Mount]:
 def _unescaped(text: str) -> str:
     """Blanks and backslashes in paths are escaped in octal there."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+# --- Counters that only grow: their totals at earlier looks ---
+
+HOUR_S = 3600.0
+
+
+def evidence_folder(config: HealthConfig) -> Path:
+    """Node-local folder of the newest look's evidence, and of the totals of counters."""
+    if config.evidence_folder is not None:
+        return config.evidence_folder
+    if os.geteuid() == 0:
+        return Path("/run/slurmft")
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(state) / "slurmft" / "health"
+
+
+def grown(scene: Scene, kind: str, totals: Mapping[str, int]) -> dict[str, int]:
+    """By how much these counters have grown within ``window_hours``, as far as the looks of this user know.
+
+    The first look on a node that has been up for longer cannot know when its counters have grown: nothing is recent.
+    Two looks at once may lose a sample of one, never the file.
+    """
+    window_s = scene.config.window_hours * HOUR_S
+    path = scene.path(str(evidence_folder(scene.config) / f"{scene.node}.{kind}.json").lstrip("/"))
+    samples = with_sample(before := _samples(path), scene.now, totals, window_s)
+    if not before and (up_s := scene.up_s()) < window_s:
+        samples = ((scene.now - up_s, {}), *samples)
+    if samples != before:
+        with contextlib.suppress(OSError):  # a full disk: this look counts from the samples that are there
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_json(path, {"samples": samples}, mode=0o644, durable=False)
+    return growth(samples, scene.now, window_s)
+
+
+def _samples(path: Path) -> tuple[Sample, ...]:
+    """What earlier looks have left; nothing where it is damaged or another user's."""
+    try:
+        found = (read_json(path, limit_bytes=MAX_BYTES, owners={0, os.geteuid()}) or {}).get("samples", ())
+        return tuple((float(at), {str(name): int(total) for name, total in totals.items()}) for at, totals in found)
+    except (StorageError, TypeError, ValueError, AttributeError, OverflowError):
+        return ()
 
 
 # --- Left-overs of ended jobs on a node: their owner, and how that is proven ---

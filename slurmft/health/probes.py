@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from slurmft.config.health import (
 )
 from slurmft.health import gpu
 from slurmft.health.node import (
+    LONGEST_S,
+    PATIENCE,
     Mount,
     Scene,
     above,
@@ -37,6 +39,7 @@ from slurmft.health.node import (
     below,
     fine,
     gravest,
+    grown,
     mounts,
     orphaned_memory,
     text_of,
@@ -412,7 +415,7 @@ def judge_memory(available: float, pressure: float | None, limits: MemoryLimits)
 
 
 def edac(scene: Scene) -> ProbeResult | None:
-    """ECC errors that the memory controllers have counted since boot; None where there are none to ask."""
+    """ECC errors that the memory controllers have counted lately; None where there are none to ask."""
     corrected = uncorrected = 0
     lines = []
     controllers = scene.folders("sys/devices/system/edac/mc", "mc[0-9]*")
@@ -424,17 +427,20 @@ def edac(scene: Scene) -> ProbeResult | None:
         ce, ue = found[0] or 0, found[1] or 0
         corrected, uncorrected = corrected + ce, uncorrected + ue
         if ce or ue:
-            lines.append(f"{folder.name}: {ce} corrected, {ue} uncorrected")
-    return judge_edac(corrected, uncorrected, lines, scene.config.memory) if controllers else None
+            lines.append(f"{folder.name}: {ce} corrected, {ue} uncorrected since boot")
+    if not controllers:
+        return None
+    recent = grown(scene, "edac", {"corrected": corrected, "uncorrected": uncorrected})
+    return judge_edac(recent.get("corrected", 0), recent.get("uncorrected", 0), lines, scene.config.memory)
 
 
 def judge_edac(corrected: int, uncorrected: int, lines: list[str], limits: MemoryLimits) -> ProbeResult:
     """An uncorrected one has changed data, or killed what used it."""
     if not corrected and not uncorrected:
-        return fine("edac", "no ECC errors", value=0, unit="errors")
+        return fine("edac", "no ECC errors lately", value=0, unit="errors")
     hard = above(uncorrected, None, limits.uncorrected_critical)
     status = worst([hard, above(corrected, limits.corrected_warning, None)])
-    detail = f"{uncorrected} uncorrected and {corrected} corrected ECC errors since boot"
+    detail = f"{uncorrected} uncorrected and {corrected} corrected ECC errors lately"
     remedy = "replace the DIMM that ras-mc-ctl --errors names" if hard else "watch it: ras-mc-ctl --errors"
     return bad("edac", status, detail, value=uncorrected or corrected, unit="errors", evidence=lines, remedy=remedy,
                problem=Problem.HARDWARE)  # fmt: skip
@@ -475,6 +481,7 @@ class Port:
 
     gbps: float | None
     downed: int
+    """Times that its link went down."""
 
 
 def links(scene: Scene) -> ProbeResult:
@@ -546,7 +553,8 @@ def infiniband(scene: Scene) -> ProbeResult | None:
             physical=_word(scene.text(f"{name}/phys_state")), gbps=float(rate[1]) if rate else None,
             downed=scene.integer(f"{name}/counters/link_downed") or 0,
         ))  # fmt: skip
-    return judge_ports(ports, scene.config.network)
+    recent = grown(scene, "infiniband", {port.name: port.downed for port in ports})
+    return judge_ports([replace(port, downed=recent.get(port.name, 0)) for port in ports], scene.config.network)
 
 
 def judge_ports(ports: Sequence[Port], limits: NetworkLimits) -> ProbeResult:
@@ -685,6 +693,9 @@ class Probe:
     is_patient: bool = True
     """Its limit grows with the patience of the context."""
 
+    late_s: Callable[[HealthConfig], float] = lambda _: math.inf
+    """Seconds without an answer that are a fault of the node, in contexts that can wait so long."""
+
     waits: Callable[[HealthConfig], float] = lambda _: 0.0
     """Seconds that it waits by itself, as the configuration says: it must live to report what did not answer."""
 
@@ -694,7 +705,13 @@ class Probe:
         own = self.waits(scene.config)
         if not self.is_patient:
             return base
+        if self.is_judged_late(scene):
+            return max(base, min(self.late_s(scene.config), LONGEST_S.get(scene.context, math.inf)))
         return scene.stretched(max(base - MOMENT_S, own)) + MOMENT_S if own else scene.stretched(base)
+
+    def is_judged_late(self, scene: Scene) -> bool:
+        """Whether an answer that does not come within the limit is CRITICAL here, and not UNKNOWN."""
+        return scene.context in PATIENCE and math.isfinite(self.late_s(scene.config))
 
 
 PROBES = (
@@ -712,9 +729,11 @@ PROBES = (
     Probe(names=("links",), look=links),
     Probe(names=("infiniband",), look=infiniband),
     Probe(names=("names",), look=names, waits=lambda config: config.network.resolve_s),
-    Probe(names=gpu.NAMES, look=gpu.gpus),
+    Probe(names=gpu.NAMES, look=gpu.gpus, late_s=lambda config: config.gpu.answer_s),
+    Probe(names=("xid",), look=gpu.xid),
     Probe(names=("gpu-matmul", "gpu-memory"), look=gpu.gpu_compute, limit_s=gpu.WORK_S, level=2,
           is_patient=False),
+    Probe(names=("cpu-matmul", "cpu-memory"), look=gpu.cpu_compute, limit_s=gpu.WORK_S, level=2, is_patient=False),
     Probe(names=("dcgm",), look=gpu.diagnose, limit_s=gpu.DIAGNOSE_S, level=2, is_patient=False),
     Probe(names=("all-reduce",), look=gpu.all_reduce, limit_s=gpu.PAIR_S, level=2, is_patient=False),
 )  # fmt: skip

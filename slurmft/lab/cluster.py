@@ -377,7 +377,7 @@ def remove_all(folder: Path) -> None:
 
 
 def _rebuilt(paths: LabPaths) -> Sequence[Path]:
-    return (paths.etc, paths.state, paths.spool, paths.run, paths.munge, paths.database, paths.mark)
+    return (paths.etc, paths.gpus, paths.state, paths.spool, paths.run, paths.munge, paths.database, paths.mark)
 
 
 def _delete(path: Path) -> None:
@@ -449,6 +449,12 @@ def _write_files(settings: LabSettings, paths: LabPaths) -> None:
     make_folder(paths.state, 0o700)
     paths.slurm_conf.write_text(lab_settings.slurm_conf_text(settings), encoding="utf-8")
     (paths.etc / "cgroup.conf").write_text("", encoding="utf-8")
+    if settings.gpus:
+        (paths.etc / "gres.conf").write_text(lab_settings.gres_conf_text(settings), encoding="utf-8")
+        make_folder(paths.gpus)
+    for number in range(settings.gpus):  # slurmd insists on devices
+        (paths.gpus / str(number)).unlink(missing_ok=True)
+        (paths.gpus / str(number)).symlink_to("/dev/null")
     for source in settings.files:
         shutil.copyfile(source, paths.etc / source.name)
     paths.hosts.write_text(lab_settings.hosts_text(settings), encoding="utf-8")

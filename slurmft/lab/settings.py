@@ -432,6 +432,9 @@ class LabSettings:
     grace_s: int = 20
     """GraceTime of the partitions ``low`` and ``cancel``, in seconds."""
 
+    gpus: int = 0
+    """GPUs that every node claims to have (``gres/gpu``): links to /dev/null."""
+
     release: str = ""
     """Slurm's release, such as ``24.11``, out of a newer Debian; empty: the one that this machine has installed."""
 
@@ -453,6 +456,7 @@ class LabSettings:
                 ("kill_wait_s", self.kill_wait_s, 1, 600),
                 ("slurmd_timeout_s", self.slurmd_timeout_s, 4, 3600),
                 ("grace_s", self.grace_s, 0, 3600),
+                ("gpus", self.gpus, 0, 64),
             )
             if not low <= value <= high
         ]
@@ -573,6 +577,11 @@ class LabPaths:
         return self.folder / "state"
 
     @property
+    def gpus(self) -> Path:
+        """What gres.conf names as the devices of every node."""
+        return self.folder / "gpus"
+
+    @property
     def spool(self) -> Path:
         """slurmd's spool folders, one per node."""
         return self.folder / "spool"
@@ -674,20 +683,27 @@ def _accounting(settings: LabSettings) -> list[str]:
 
 
 def _nodes(settings: LabSettings) -> list[str]:
+    gpus = f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
     # No memory is ever allocated (CR_CPU); a generous figure keeps --mem requests valid.
     nodes = [
-        f"NodeName={name} NodeAddr={settings.address(name)} CPUs={settings.cpus} RealMemory=64000 State=UNKNOWN"
+        f"NodeName={name} NodeAddr={settings.address(name)} CPUs={settings.cpus} RealMemory=64000{gpus} State=UNKNOWN"
         for name in settings.node_names
     ]
     every = f"Nodes={','.join(settings.node_names)} MaxTime=INFINITE State=UP"
     grace = settings.grace_s
     return [
+        *(["GresTypes=gpu"] if settings.gpus else []),
         *nodes,
         f"PartitionName=low Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} {every}",
         f"PartitionName=nograce PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 {every}",
         f"PartitionName=cancel PriorityTier=1 PreemptMode=CANCEL GraceTime={grace} {every}",
         f"PartitionName=high PriorityTier=10 PreemptMode=OFF {every}",
     ]
+
+
+def gres_conf_text(settings: LabSettings) -> str:
+    """gres.conf: each GPU of a node is a device, of a kind."""
+    return f"Name=gpu File={LabPaths(settings.folder).gpus}/[0-{settings.gpus - 1}]\n"
 
 
 def slurmdbd_conf_text(settings: LabSettings, password: str) -> str:

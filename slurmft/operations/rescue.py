@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
 
@@ -672,6 +672,9 @@ class SweepOrder:
     partition: str = ""
     """Partition of the short jobs that check idle nodes; the default one when empty."""
 
+    qos: str = ""
+    """Their QOS, such as one that others preempt."""
+
     test_minutes: int = 10
     limit_s: float = 300.0
     """After so long the whole sweep is ended from outside; a lock older than that is a dead sweep's."""
@@ -765,10 +768,9 @@ def _look(order: SweepOrder, report: SweepReport) -> SweepPlan:
     report.queries += 1
     facts = nodes.node_facts()
     visits = order.visits
-    if visits.at_most:
-        report.queries += 1
-        visits = Visits(at_most=visits.at_most, retest_s=visits.retest_s, stale_s=visits.stale_s,
-                          under_way=nodes.nodes_under_test())  # fmt: skip
+    if visits.room(len(facts)) and order.results is not None:
+        report.queries += 2
+        visits = replace(visits, under_way=nodes.nodes_under_test(), switch_of=nodes.switches())
     try:
         results = Results(checkups={}) if order.results is None else read_results(order.results)
     except StorageError as error:
@@ -837,20 +839,21 @@ def _change(order: SweepOrder, report: SweepReport, words: str, command: str, wo
 def _test(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
     if order.results is None:
         return
-    for node in plan.test:
-        argv = nodes.probe_argv(node, nodes.probe_command(order.health_file), order.partition, order.test_minutes)
+    for pair in plan.test:
+        probe, names = nodes.probe_command(order.health_file), " and ".join(pair)
+        argv = nodes.probe_argv(pair, probe, order.test_minutes, partition=order.partition, qos=order.qos)
         if order.dry_run:
-            report.done.append(f"{node} would be looked at by a job")
+            report.done.append(f"{names} would be looked at by a job")
             continue
         try:
             job = nodes.submit_probe(argv)
         except SlurmUnavailable:
             raise
         except SlurmError as error:
-            report.problems.append(f"no job to look at {node}: {error.what}")
+            report.problems.append(f"no job to look at {names}: {error.what}")
             return  # an error of one is an error of all
         report.tested += 1
-        report.done.append(f"{node} is looked at by job {job}")
+        report.done.append(f"{names} {'are' if len(pair) > 1 else 'is'} looked at by job {job}")
 
 
 def _rescue_runs(order: SweepOrder, report: SweepReport) -> None:

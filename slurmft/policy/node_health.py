@@ -7,6 +7,7 @@ neither healthy nor sick.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -257,6 +258,45 @@ def is_ours(reason: str) -> bool:
     return reason.startswith(REASON_PREFIX)
 
 
+# --- Counters that only grow: what counts is how much they have grown lately ---
+
+Totals = Mapping[str, int]
+Sample = tuple[float, Totals]
+"""Unix time, and the counters by name."""
+
+SHARES_OF_WINDOW = 48
+"""Samples closer together than such a part of the window become one: a counter may grow with every look."""
+
+
+def with_sample(samples: Sequence[Sample], now: float, totals: Totals, window_s: float) -> tuple[Sample, ...]:
+    """The samples, oldest first, with the totals of now: as few as ``growth`` needs.
+
+    Counters that are not known now keep what they had: a GPU may be back at the next look.
+    """
+    kept = [each for each in samples if each[0] <= now]
+    while len(kept) > 1 and kept[1][0] <= now - window_s:
+        del kept[0]
+    last = kept[-1][1] if kept else {}
+    merged = {**last, **totals}
+    if merged == last and kept:
+        return tuple(kept)
+    is_close = len(kept) > 1 and now - kept[-1][0] < window_s / SHARES_OF_WINDOW
+    if is_close and all(merged[name] >= total for name, total in last.items()):
+        return (*kept[:-1], (kept[-1][0], merged))
+    return (*kept, (now, merged))
+
+
+def growth(samples: Sequence[Sample], now: float, window_s: float) -> dict[str, int]:
+    """By how much each counter has grown within the window. One that fell began anew, with a reset or a boot."""
+    grown: dict[str, int] = {}
+    for (_, before), (at, after) in itertools.pairwise(samples):
+        for name, total in after.items():
+            earlier = before.get(name, 0)
+            counts = now - window_s < at <= now
+            grown[name] = grown.get(name, 0) + counts * (total - earlier if total >= earlier else total)
+    return grown
+
+
 def _recent(checkups: Sequence[Checkup], now: float, rules: HealthRules) -> list[Checkup]:
     """The looks that count, newest first: neither old nor from the future, and apart from each other."""
     oldest, latest = now - rules.max_age_s, now + CLOCK_SLACK_S
@@ -387,16 +427,30 @@ class Visits:
     """Which nodes are checked by a job of the sweep's own."""
 
     at_most: int = 0
-    """Jobs of one sweep; 0: none."""
+    """Nodes that are checked at a time; 0: as ``share`` says."""
+
+    share: float = 0.0
+    """The same as a part of all nodes, one at least; 0: none."""
 
     retest_s: float = 600.0
-    """Age of the newest look from which on a node under suspicion is tested again."""
+    """Age of the newest long look (level 2) from which on a node under suspicion is tested again."""
 
-    stale_s: float = 3600.0
-    """The same for all others."""
+    stale_s: float = 86_400.0
+    """The same for all others; one that is new, or was away since, is tested at once."""
+
+    away_s: float = 1800.0
+    """A pause between two looks of HealthCheckProgram from which on the node was away: down, or under repair."""
+
+    switch_of: Mapping[str, str] = field(default_factory=dict)
+    """Node -> its switch; two nodes of one are tested as a pair. Those that are not named have one in common."""
 
     under_way: frozenset[str] = frozenset()
     """Nodes for which such a job waits or runs."""
+
+    def room(self, nodes: int) -> int:
+        """How many more of so many nodes may be checked now."""
+        limit = self.at_most or (max(1, int(self.share * nodes)) if self.share else 0)
+        return max(0, limit - len(self.under_way))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -415,7 +469,9 @@ class SweepPlan:
     held_back: tuple[tuple[NodeVerdict, str], ...]
     drain: tuple[NodeVerdict, ...]
     resume: tuple[NodeFact, ...]
-    test: tuple[str, ...]
+    test: tuple[tuple[str, ...], ...]
+    """Jobs that look at idle nodes: of each the node, or the pair of nodes."""
+
     cluster_problems: tuple[ClusterProblem, ...]
     strangers: int
     """Nodes with results that Slurm does not name."""
@@ -456,8 +512,13 @@ def sweep_plan(
         excluded=found.act,
         held_back=(*found.held_back, *((verdict, "max_nodes_per_hour: drained later") for verdict in later)),
         drain=drain,
-        resume=tuple(nodes[verdict.node] for verdict in well if nodes[verdict.node].is_drained_by_us),
-        test=_to_test(nodes, assessment, standings, now, visits),
+        resume=tuple(
+            nodes[verdict.node]
+            for verdict in well
+            if nodes[verdict.node].is_drained_by_us
+            and _has_passed(mine[verdict.node], verdict, nodes[verdict.node].reason)
+        ),
+        test=_to_test(nodes, mine, assessment, standings, now=now, visits=visits),
         cluster_problems=found.cluster_problems,
         strangers=len(checkups) - len(mine),
     )
@@ -511,12 +572,32 @@ def _is_answerable(each: Standing) -> bool:
     return each.state is not State.FREE and any(reason.rpartition(" ")[0] in kinds for reason in held)
 
 
+def _has_passed(looks: Sequence[Checkup], verdict: NodeVerdict, reason: str) -> bool:
+    """Whether one of the clean looks has passed the check that the node was drained for.
+
+    A check of long looks says nothing in a short one, and a drained node is not looked at by jobs.
+    """
+    check = re.match(r"slurmft: \[\w+\] ([^:]+):", reason)
+    newest = sorted(looks, key=lambda look: look.at, reverse=True)[: verdict.clean]
+    return check is None or any(
+        result.name == check[1] and result.status in (Status.OK, Status.WARNING)
+        for look in newest for result in look.results
+    )  # fmt: skip
+
+
 def _to_test(
-    nodes: Mapping[str, NodeFact], assessment: Assessment, standings: Mapping[str, Standing], now: float,
-    visits: Visits,
-) -> tuple[str, ...]:  # fmt: skip
-    """Idle nodes whose newest look is too old: those under suspicion first, then the longest unseen."""
+    nodes: Mapping[str, NodeFact], checkups: Mapping[str, Sequence[Checkup]], assessment: Assessment,
+    standings: Mapping[str, Standing], *, now: float, visits: Visits,
+) -> tuple[tuple[str, ...], ...]:  # fmt: skip
+    """Idle nodes that are due for a long look: under suspicion first, then new or back, then the longest unseen.
+
+    Each has a partner of its switch where there is one, never one under suspicion: the pair would prove nothing.
+    """
+    room = visits.room(len(nodes))
+    if not room:
+        return ()
     due: list[tuple[bool, float, str]] = []
+    partners: dict[str, list[str]] = {}
     for node, fact in nodes.items():
         if not fact.is_idle or node in visits.under_way:
             continue
@@ -524,7 +605,42 @@ def _to_test(
         suspect = (verdict is not None and verdict.condition in (Condition.SUSPECT, Condition.SICK)) or (
             held is not None and _is_answerable(held)
         )
-        at = verdict.at if verdict is not None else float("-inf")
+        at = _long_look_at(checkups.get(node, ()), visits)
         if at <= now - (visits.retest_s if suspect else visits.stale_s):
             due.append((not suspect, at, node))
-    return tuple(node for _, _, node in sorted(due)[: visits.at_most])
+        if not suspect:
+            partners.setdefault(visits.switch_of.get(node, ""), []).append(node)
+    return _groups([node for _, _, node in sorted(due)], partners, visits, room)
+
+
+def _long_look_at(looks: Sequence[Checkup], visits: Visits) -> float:
+    """Unix time of the newest long look; minus infinity where there is none, or the node was away since."""
+    newest = max((look.at for look in looks if look.level > 1), default=-math.inf)
+    regular = sorted(look.at for look in looks if look.context == "healthcheck" and look.at >= newest)
+    was_away = any(after - before > visits.away_s for before, after in itertools.pairwise(regular))
+    return -math.inf if was_away else newest
+
+
+def _groups(
+    due: Sequence[str], partners: Mapping[str, list[str]], visits: Visits, room: int
+) -> tuple[tuple[str, ...], ...]:
+    """Those that are due, with partners that are due as well, else with others; ``room`` nodes at most."""
+    taken, found = set[str](), list[tuple[str, ...]]()
+    rank = {node: number for number, node in enumerate(due)}
+    waiting = {  # the last one is the next
+        switch: sorted(names, key=lambda node: (-rank.get(node, len(rank)), node)) for switch, names in partners.items()
+    }
+    for node in due:
+        if room < 1:
+            break
+        if node in taken:
+            continue
+        taken.add(node)
+        others = waiting.get(visits.switch_of.get(node, ""), [])
+        while others and others[-1] in taken:
+            others.pop()
+        pair = (node, others.pop()) if others and room > 1 else (node,)
+        taken.update(pair)
+        room -= len(pair)
+        found.append(pair)
+    return tuple(found)

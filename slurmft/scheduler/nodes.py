@@ -335,12 +335,47 @@ def parse_under_test(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def probe_argv(node: str, probe: Sequence[str], partition: str, minutes: int) -> list[str]:
-    """The command that submits a short look at one node: alone on it, never twice, at the lowest priority."""
-    options = [f"--nodelist={node}", "--nodes=1", "--exclusive", f"--time={minutes}", f"--job-name={PROBE_NAME}",
-               "--no-requeue", "--nice=10000", "--output=/dev/null", f"--deadline=now+{2 * minutes + 10}minutes",
-               f"--wrap={shlex.join(probe)}"]  # fmt: skip
-    return ["sbatch", "--parsable", *([f"--partition={partition}"] if partition else []), *options]
+def switches() -> dict[str, str]:
+    """Node -> the switch, or the block, that it is plugged into; empty where Slurm is not told. One question.
+
+    Raises:
+        SlurmUnavailable: Slurm did not answer.
+    """
+    try:
+        return parse_switches(slurm.run(["scontrol", "show", "topology"], timeout_s=QUESTION_S))
+    except SlurmUnavailable:
+        raise
+    except SlurmError:
+        return {}
+
+
+def parse_switches(text: str) -> dict[str, str]:
+    """The lowest switch of each node in the output of ``scontrol show topology``, of a tree or of blocks."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        name = facts.get("SwitchName") or facts.get("BlockName")
+        if not name or facts.get("Level", "0") != "0":
+            continue
+        try:
+            found.update(dict.fromkeys(expand(facts.get("Nodes", "")), name))
+        except ValueError:
+            continue
+    return found
+
+
+def probe_argv(
+    nodes: Sequence[str], probe: Sequence[str], minutes: int, *, partition: str = "", qos: str = ""
+) -> list[str]:
+    """The command that submits a short look at one node, or at a pair, which reduces together: alone on them, never
+    twice, at the lowest priority."""
+    if len(nodes) > 1:
+        probe = ["srun", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *probe]
+    options = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", "--exclusive", f"--time={minutes}",
+               f"--job-name={PROBE_NAME}", "--no-requeue", "--nice=10000", "--output=/dev/null",
+               f"--deadline=now+{2 * minutes + 10}minutes", f"--wrap={shlex.join(probe)}"]  # fmt: skip
+    where = [f"--{name}={value}" for name, value in (("partition", partition), ("qos", qos)) if value]
+    return ["sbatch", "--parsable", *where, *options]
 
 
 def submit_probe(argv: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from docs_pages import PAGES, REPOSITORY, Block, blocks, commands, prose
 
 from slurmft.cli.main import cli
 from slurmft.config import run as configuration
+from slurmft.config.health import HealthConfig
 from slurmft.errors import ConfigError
 from slurmft.policy.suspicion import Observation
 from slurmft.policy.verdict import Kind
@@ -45,6 +46,10 @@ def test_configurations_load(tmp_path: Path):
     wrong = []
     for block in blocks("yaml"):
         try:
+            if "user_probes" in block.text:  # of health.yaml
+                (tmp_path / "health.yaml").write_text(block.text)
+                assert configuration.load_section(tmp_path / "health.yaml", HealthConfig).user_probes
+                continue
             assert as_configuration(block.text, tmp_path).name
         except (ConfigError, AssertionError) as error:
             wrong.append(f"{block}: {error}")

@@ -13,6 +13,7 @@ from slurmft.lab.settings import (
     LabPaths,
     LabSettings,
     default_folder,
+    gres_conf_text,
     hosts_text,
     mark_source,
     member_of,
@@ -62,6 +63,7 @@ def test_nodes_have_their_names_and_more_lines_come_last():
 )
 def test_partition(partition, words):
     lines = slurm_conf_text(LabSettings(folder=FOLDER, grace_s=9)).splitlines()
+    assert not any("gpu" in line.lower() for line in lines)
     (line,) = [line for line in lines if line.startswith(f"PartitionName={partition} ")]
     assert words <= set(line.split())
 
@@ -184,3 +186,11 @@ def test_a_controller_that_crashed_young_starts_without_the_file_it_never_wrote(
     monkeypatch.setattr(members, "answers", lambda controller, paths: True)
     members.start_slurmctld(Member("ctl", 1), paths)
     assert ("-i" in started[0]) == is_forgiving
+
+
+def test_gpus_of_the_nodes_are_files():
+    settings = LabSettings(folder=FOLDER, nodes=2, gpus=4)
+    lines = slurm_conf_text(settings).splitlines()
+    assert "GresTypes=gpu" in lines
+    assert sum(" Gres=gpu:4 " in line for line in lines if line.startswith("NodeName=")) == 2
+    assert gres_conf_text(settings) == f"Name=gpu File={FOLDER}/gpus/[0-3]\n"

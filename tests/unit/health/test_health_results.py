@@ -142,3 +142,15 @@ def test_a_number_that_is_none_is_left_out(number):
     value = result_of({"name": "x", "status": "OK", "value": number}).value
     assert value is None or (math.isfinite(value) and value == number)
     json.dumps(value, allow_nan=False)
+
+
+def test_the_newest_long_look_outlives_the_short_ones(tmp_path):
+    write_result(tmp_path, "n1", replace(LOOK, at=1.0, level=2))
+    write_result(tmp_path, "n1", replace(LOOK, at=2.0, level=2))
+    for at in range(3, KEEP + 20):
+        write_result(tmp_path, "n1", replace(LOOK, at=float(at)))
+    found = read_results(tmp_path).checkups["n1"]
+    assert [look.at for look in found if look.level > 1] == [2.0]
+    assert len(found) == KEEP + 1
+    write_result(tmp_path, "n1", replace(LOOK, at=99.0, level=2))
+    assert [look.at for look in read_results(tmp_path).checkups["n1"] if look.level > 1] == [99.0]

@@ -20,7 +20,7 @@ from slurmft.health.checker import write_result
 from slurmft.operations.rescue import SweepReport, heartbeat_url, metrics_text, rescue_below
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
 from slurmft.scheduler import nodes
-from slurmft.scheduler.nodes import parse_facts, parse_under_test, probe_argv
+from slurmft.scheduler.nodes import parse_facts, parse_switches, parse_under_test, probe_argv
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system.isolation import bounded
@@ -206,9 +206,13 @@ def test_idle_nodes_are_looked_at_by_short_jobs(site):
         for look in value["checkups"]:
             look["at"] -= 5000
         path.write_text(json.dumps(value))
-    result = site.sweep("--test", "5", "--partition", "all")
+    result = site.sweep("--check-idle", "50%", "--partition", "all")
     (call,) = site.calls("sbatch")
     assert "--nodelist=n1 " in call, result.stdout
+    site.sweep("--check-idle", "1")
+    assert len(site.calls("sbatch")) == 1, "one waits already"
+    site.calls_file.unlink()
+    site.sweep("--test", "5")
     assert "--partition=all" in call
     assert f"--config {site.health}" in call
     assert len(site.calls("sinfo")) + len(site.calls("squeue")) == 2
@@ -358,8 +362,26 @@ def test_a_probe_that_waits_in_a_hidden_partition_is_seen(monkeypatch):
 
 
 def test_the_look_is_quoted_once():
-    argv = probe_argv("n1", ["python", "-m", "x", "/a b/it's"], "", 5)
+    argv = probe_argv(["n1"], ["python", "-m", "x", "/a b/it's"], 5)
     assert argv[-1] == "--wrap=python -m x '/a b/it'\"'\"'s'"
+    argv = probe_argv(["n1", "n2"], ["python", "/a b"], 5, partition="all", qos="low")
+    assert argv[-1] == "--wrap=srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 python '/a b'"
+    assert {"--nodelist=n1,n2", "--nodes=2", "--partition=all", "--qos=low", "--nice=10000"} <= set(argv)
+
+
+def test_switches_of_nodes():
+    tree = "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[1-2]\nSwitchName=s2 Level=1 Nodes=n[1-4] Switches=s[0-1]\n"
+    assert parse_switches(tree + "BlockName=b1 BlockIndex=0 Nodes=g[08-09] BlockSize=2\nNodes=x SwitchName=\n") == {
+        "n1": "s0", "n2": "s0", "g08": "b1", "g09": "b1"
+    }  # fmt: skip
+    assert parse_switches("No topology information available\nSwitchName=s Nodes=n[9-1]\n") == {}
+
+
+@pytest.mark.parametrize("given", ["51%", "0%", "1001", "-1", "x", "5%%", "%", "1e3"])
+def test_more_than_half_of_the_nodes_are_not_checked_at_a_time(site, given):
+    result = site.sweep("--check-idle", given)
+    assert result.returncode == 2
+    assert "neither a number of nodes up to 1000 nor a share from 1% to 50%" in result.stderr
 
 
 def forge_lost_run(folder: Path, owner: int) -> None:

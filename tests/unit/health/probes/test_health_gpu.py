@@ -75,7 +75,7 @@ def test_a_gpu_that_is_expected_is_missed(tmp_path, no_nvml):
 def test_a_driver_that_nobody_can_ask_is_unknown(tmp_path, no_nvml):
     (tmp_path / "root/proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "root/proc/driver/nvidia/version").touch()
-    found = gpu.gpus(scene(tmp_path))
+    found = [*gpu.gpus(scene(tmp_path)), xid(scene(tmp_path))]
     assert {result.name: result.status for result in found} == {"gpu-count": UNKNOWN, "xid": UNKNOWN}
 
 
@@ -84,7 +84,7 @@ def test_nvidia_smi_on_a_node_with_a_lost_gpu(tmp_path, no_nvml):
     found = {result.name: result for result in gpu.gpus(scene(tmp_path))}
     assert {name: result.status for name, result in found.items()} == {
         "gpu-count": CRITICAL, "gpu-ecc": CRITICAL, "gpu-clocks": WARNING, "gpu-pcie": WARNING, "gpu-nvlink": OK,
-        "gpu-processes": OK, "xid": UNKNOWN,
+        "gpu-processes": OK,
     }  # fmt: skip
     assert "GPU is lost" in found["gpu-count"].detail
 
@@ -122,7 +122,11 @@ def nvml(**answers):
     base |= {"nvmlInit": None, "nvmlDeviceGetCount": 2, "nvmlDeviceGetHandleByIndex": lambda index: f"handle {index}"}
     functions = {name: answer(value) for name, value in (base | answers).items()}
     return SimpleNamespace(
-        NVMLError=FakeNvmlError, NVML_ERROR_GPU_IS_LOST=15, NVML_ERROR_RESET_REQUIRED=16, **functions
+        NVMLError=FakeNvmlError,
+        NVML_ERROR_GPU_IS_LOST=15,
+        NVML_ERROR_RESET_REQUIRED=16,
+        NVML_ERROR_UNKNOWN=999,
+        **functions,
     )
 
 

@@ -4,6 +4,7 @@ failure that nobody reported."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
 
+import slurmft
 from slurmft.config import run as configuration
 from slurmft.config.health import HealthConfig, UserProbe
 from slurmft.errors import ConfigError
@@ -146,3 +148,17 @@ def test_a_look_with_probes_of_every_kind(tmp_path, script):
     assert found["hangs"].status is UNKNOWN
     assert not {"uptime", "long"} & set(found)
     assert [result.name for result in look(scene(config=config), only=["fails"]).results] == ["fails"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(0, OK), (1, CRITICAL), (101, CRITICAL), (142, UNKNOWN), (143, UNKNOWN)],
+)  # fmt: skip
+def test_nhc_as_the_page_for_administrators_calls_it(tmp_path, code, status):
+    page = (Path(slurmft.__file__).parents[1] / "docs/how-to/nhc.md").read_text()
+    text = page.split("```yaml\n")[1].split("```")[0]
+    probe = HealthConfig.model_validate(yaml.safe_load(text)).user_probes["nhc"]
+    nhc = tmp_path / "nhc"
+    nhc.write_text(f'#!/bin/sh\necho "ERROR: nhc: $*"\nexit {code}\n')
+    nhc.chmod(0o755)
+    found = user_probe(Scene(node="n1", now=0.0, environment={"PATH": f"{tmp_path}:/usr/bin:/bin"}), "nhc", probe)
+    assert (found.status, found.detail) == (status, "ERROR: nhc: MARK_OFFLINE=0 DETACHED_MODE=0")

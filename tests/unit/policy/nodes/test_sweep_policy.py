@@ -29,10 +29,18 @@ def fact(node: str, state: str = "IDLE", reason: str = "") -> NodeFact:
     return NodeFact(node=node, state=state, usable=usable, is_idle=state == "IDLE", reason=reason)
 
 
-def looks(node: str, *statuses: Status, check: str = "disk", newest: float = NOW - 10) -> list[Checkup]:
+def looks(
+    node: str, *statuses: Status, check: str = "disk", newest: float = NOW - 10, level: int = 1, apart_s: float = 60.0
+) -> list[Checkup]:
     """Oldest first, a minute apart."""
     return [
-        Checkup(node=node, at=newest - 60 * age, results=(ProbeResult(name=check, status=status, detail="no space"),))
+        Checkup(
+            node=node,
+            at=newest - apart_s * age,
+            level=level,
+            context="cron" if level > 1 else "healthcheck",
+            results=(ProbeResult(name=check, status=status, detail="no space"),),
+        )
         for age, status in reversed(list(enumerate(reversed(statuses))))
     ]
 
@@ -165,16 +173,56 @@ def test_checks_do_not_speak_against_wrong_results_or_people():
 
 def test_idle_nodes_are_tested_suspects_first_then_the_longest_unseen():
     facts = [fact("n1"), fact("n2"), fact("n3", "ALLOCATED"), fact("n4"), fact("n5"), fact("n6", "DRAINED", OURS)]
+    alone = {node: node for node in ("n1", "n2", "n3", "n4", "n5")}
     checkups = [
-        looks("n1", OK, OK, newest=NOW - 5000),
-        looks("n2", OK, BAD, newest=NOW - 700),
-        looks("n3", OK, BAD, newest=NOW - 700),
-        looks("n5", OK, OK, newest=NOW - 100),
+        looks("n1", OK, OK, newest=NOW - 90_000, level=2),
+        looks("n2", OK, BAD, newest=NOW - 700, level=2),
+        looks("n3", OK, BAD, newest=NOW - 700, level=2),
+        looks("n5", OK, OK, newest=NOW - 100, level=2),
     ]
-    assert planned(facts, checkups, visits=Visits(at_most=9)).test == ("n2", "n4", "n1")
-    assert planned(facts, checkups, visits=Visits(at_most=1)).test == ("n2",)
-    assert planned(facts, checkups, visits=Visits(at_most=9, under_way=frozenset({"n2", "n4"}))).test == ("n1",)
-    assert planned(facts, checkups).test == ()
+
+    def tested(**given: object) -> tuple[tuple[str, ...], ...]:
+        return planned(facts, checkups, visits=Visits(**{"switch_of": alone, **given})).test
+
+    assert tested(at_most=9) == (("n2",), ("n4",), ("n1",))
+    assert tested(at_most=1) == (("n2",),)
+    assert tested(at_most=9, under_way=frozenset({"n2", "n4"})) == (("n1",),)
+    assert tested(at_most=3, under_way=frozenset({"n2", "n4"})) == (("n1",),)
+    assert tested(at_most=2, under_way=frozenset({"n2", "n4"})) == (), "so many are under way"
+    assert tested(share=0.01) == (("n2",),), "one at least"
+    assert tested(share=0.5) == (("n2",), ("n4",), ("n1",))
+    assert tested() == ()
+
+
+def test_pairs_are_of_one_switch_and_no_two_of_them_are_under_suspicion():
+    facts = [fact(f"n{number}") for number in range(1, 8)]
+    well_seen = [looks(f"n{number}", OK, OK, level=2) for number in (3, 4)]
+    checkups = [
+        looks("n1", OK, BAD, newest=NOW - 700, level=2),
+        looks("n2", OK, BAD, newest=NOW - 700, level=2),
+        *well_seen,
+    ]
+    switch_of = dict.fromkeys(("n1", "n2", "n3", "n4"), "s1") | dict.fromkeys(("n5", "n6"), "s2") | {"n7": "s3"}
+    found = planned(facts, checkups, visits=Visits(at_most=9, switch_of=switch_of)).test
+    assert found == (("n1", "n4"), ("n2", "n3"), ("n5", "n6"), ("n7",))
+    assert planned(facts, checkups, visits=Visits(at_most=3, switch_of=switch_of)).test == (("n1", "n4"), ("n2",))
+
+
+def test_short_looks_do_not_stand_for_a_long_one_and_a_node_that_was_away_is_tested_at_once():
+    long = looks("n1", OK, newest=NOW - 20_000, level=2)
+    short = looks("n1", *[OK] * 12, apart_s=300.0)
+    away = [*long, *looks("n1", OK, OK, newest=NOW - 10_000), *looks("n1", OK, OK)]
+    visits = Visits(at_most=1)
+    assert planned([fact("n1")], [short], visits=visits).test == (("n1",),), "a new node"
+    assert planned([fact("n1")], [[*long, *looks("n1", *[OK] * 60, apart_s=300.0)]], visits=visits).test == ()
+    assert planned([fact("n1")], [away], visits=visits).test == (("n1",),)
+    assert planned([fact("n1")], [[*away, *looks("n1", OK, newest=NOW - 5, level=2)]], visits=visits).test == ()
+
+
+def test_a_node_is_resumed_only_when_the_check_that_drained_it_has_passed():
+    drained = [fact("n1", "DRAINED", "slurmft: [hardware_problem] gpu-matmul: 3 rows are wrong")]
+    assert planned(drained, [looks("n1", OK, OK)]).resume == (), "short looks do not compute"
+    assert names(planned(drained, [looks("n1", OK, OK, check="gpu-matmul", level=2)]).resume) == ["n1"]
 
 
 def test_results_of_nodes_that_slurm_does_not_name_are_left_out():

@@ -1,0 +1,239 @@
+"""Injected faults of GPUs, each seen and off its node or not, and a million healthy looks, which must drain nothing.
+
+    python bench/gpu_faults --output bench/results/gpu_faults.md     # ten minutes; no GPU, no Slurm, a C compiler
+
+The faults go through the real probes, nvidia-ml-py and the stand-in for NVIDIA's library (tests/unit/support); so do
+some of the healthy looks, and the others through the judges and the policy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from multiprocessing import Pool
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/unit/support"))
+
+import gpu_faults
+from gpu_faults import FAULTS, Fault, FaultyCluster, outcome_of
+
+import slurmft
+from slurmft.config.health import GpuLimits, HealthConfig
+from slurmft.health import gpu
+from slurmft.health.gpu import Gpu, Xid
+from slurmft.policy.node_health import Checkup, Condition, ProbeResult, Sample, Status, assess, growth, with_sample
+
+DAY_S, LOOK_S, WINDOW_S = 86_400.0, 300.0, 86_400.0
+GPUS = 8
+PROGRAMS_XIDS = (13, 31, 43, 45)
+
+
+class Injected:
+    """What became of the faults of one kind."""
+
+    def __init__(self) -> None:
+        self.count = self.right = self.seen_by_hook = 0
+        self.slowest_hook_s = 0.0
+        self.wrong: list[str] = []
+
+
+def inject(count: int, seed: int, folder: Path) -> dict[str, Injected]:
+    """One fault after the other, each on a cluster that is well; every kind equally often."""
+    cluster, found = FaultyCluster(folder, seed=seed), {fault.name: Injected() for fault in FAULTS}
+    for number in range(count):
+        fault = FAULTS[number % len(FAULTS)]
+        sick = cluster.dice.choice(cluster.nodes)
+        index = cluster.dice.randrange(GPUS)
+        cluster.begin()
+        for node in cluster.nodes:  # the others are not idle either
+            node.gpus.set(cluster.dice.randrange(GPUS), temp=cluster.dice.randint(30, 84), reasons="0x4")
+        fault.inject(sick, index, cluster.dice)
+        _judge(cluster, fault, sick.name, found[fault.name])
+    return found
+
+
+def _judge(cluster: FaultyCluster, fault: Fault, name: str, into: Injected) -> None:
+    sick = next(node for node in cluster.nodes if node.name == name)
+    began = time.monotonic()
+    hook = cluster.look(sick, 1.0, "prolog")
+    into.slowest_hook_s = max(into.slowest_hook_s, time.monotonic() - began)
+    into.seen_by_hook += outcome_of(hook, fault) is fault.status
+    looks = [cluster.look(sick, 300.0 * each, "healthcheck") for each in (1, 2)]
+    drained = [verdict.node for verdict in cluster.sweep(601.0).drain]
+    into.count += 1
+    if {outcome_of(look, fault) for look in looks} == {fault.status} and drained == [name] * fault.takes_out:
+        into.right += 1
+    else:
+        into.wrong.append(f"{name}: {[outcome_of(look, fault).name for look in looks]}, drained {drained}")
+
+
+class HealthyNode:
+    """One node that is well, over weeks: temperatures wander, clocks idle, counters grow slowly, programs crash."""
+
+    def __init__(self, seed: int, *, totals: bool) -> None:
+        self.dice, self.totals = random.Random(seed), totals
+        self.temperatures = [40.0] * GPUS
+        self.uncorrected, self.recoveries = [0] * GPUS, [0] * GPUS
+        self.samples: tuple[Sample, ...] = ()
+        self.xids: list[Xid] = []
+        self.booted = 0.0
+        self.limits = GpuLimits(expected=GPUS, pcie_width=16, pcie_generation=5, nvlinks=18)
+
+    def look(self, now: float) -> Checkup:
+        dice = self.dice
+        if dice.random() < 1 / 6000:  # a boot every three weeks: counters and log begin anew
+            self.uncorrected, self.recoveries, self.xids, self.booted = [0] * GPUS, [0] * GPUS, [], now
+        gpus = [self._gpu(index) for index in range(GPUS)]
+        if dice.random() < 0.01:  # a program crashes, several times
+            code, device = dice.choice(PROGRAMS_XIDS), f"0000:{dice.randrange(GPUS):02x}:00"
+            self.xids += [Xid(device=device, code=code, at_s=now - self.booted, text="pid=1, name=python")] * 3
+        if dice.random() < 0.01:
+            late = ProbeResult(name="gpu-count", status=Status.UNKNOWN, detail="no answer within 15.0 s")
+            return Checkup(node="n", at=now, results=(late,))
+        if self.totals:
+            judged = gpus
+        else:
+            totals = gpu.totals_of(gpus)
+            if not self.samples:
+                self.samples = ((self.booted, {}),)
+            self.samples = with_sample(self.samples, now, totals, WINDOW_S)
+            judged = gpu.with_growth(gpus, growth(self.samples, now, WINDOW_S))
+        self.xids = [each for each in self.xids if now - self.booted - each.at_s <= DAY_S]
+        results = [judge(judged, self.limits) for judge in gpu.JUDGES]
+        results.append(gpu.judge_xids(self.xids, now - self.booted, self.limits.xid_hours))
+        results.append(gpu.judge_count(gpu.Survey(gpus=tuple(gpus), source="nvml"), self.limits, confined=False))
+        return Checkup(node="n", at=now, results=tuple(results))
+
+    def _gpu(self, index: int) -> Gpu:
+        dice = self.dice
+        busy = dice.random() < 0.7
+        goal = 68.0 if busy else 36.0
+        heat = self.temperatures[index] = 0.8 * self.temperatures[index] + 0.2 * goal + dice.gauss(0, 2.5)
+        if dice.random() < 1 / 8640:  # one contained error a month on each device
+            self.uncorrected[index] += 1
+        if dice.random() < 1 / 288:
+            self.recoveries[index] += 1
+        throttle = dice.choice((0x4, 0x0)) if busy else 0x1
+        if dice.random() < 0.0005:
+            throttle |= 0x20
+        return Gpu(index=index, uuid=f"GPU-{index}", uncorrected=self.uncorrected[index], corrected=index,
+                   pending=dice.random() < 0.001, remap_failed=False, temperature_c=round(heat), throttle=throttle,
+                   width=16, max_width=16, max_generation=5, links=(True,) * 18,
+                   link_errors=self.recoveries[index])  # fmt: skip
+
+
+def healthy(seed: int, looks: int, *, totals: bool = False) -> Counter[str]:
+    """The life of one node: how many looks were what, and how many of them would have had it drained."""
+    node, rules, counts = HealthyNode(seed, totals=totals), HealthConfig().verdict.rules(), Counter[str]()
+    newest: list[Checkup] = []
+    for number in range(looks):
+        now = LOOK_S * (number + 1)
+        newest = [*newest[-11:], node.look(now)]
+        counts[newest[-1].status.name] += 1
+        verdict = assess({"n": newest}, now, rules).verdicts["n"]
+        counts["sick"] += verdict.condition is Condition.SICK
+        counts["suspect"] += verdict.condition is Condition.SUSPECT
+    return counts
+
+
+def real_healthy(looks: int, seed: int, folder: Path) -> Counter[str]:
+    """The same noise through the library and the probes' processes."""
+    cluster, counts = FaultyCluster(folder, seed=seed), Counter[str]()
+    cluster.begin()
+    noise = HealthyNode(seed, totals=False)
+    for number in range(looks):
+        node = cluster.nodes[number % len(cluster.nodes)]
+        for index in range(GPUS):
+            one = noise._gpu(index)
+            node.gpus.gpus[index] |= {"temp": one.temperature_c, "reasons": hex(one.throttle or 0),
+                                      "uncorrected": one.uncorrected, "linkerrors": one.link_errors}  # fmt: skip
+        node.gpus.write()
+        if cluster.dice.random() < 0.01:
+            node.log(f"NVRM: Xid (PCI:0000:1b:00): {cluster.dice.choice(PROGRAMS_XIDS)}, pid=12, name=python")
+        after_s = LOOK_S * (number // len(cluster.nodes) + 1)
+        counts[cluster.look(node, after_s, "healthcheck").status.name] += 1
+        cluster.looks[node.name] = cluster.looks[node.name][-12:]
+        counts["sick"] += len(cluster.sweep(after_s).drain)
+    return counts
+
+
+def _one(task: tuple[int, int, bool]) -> Counter[str]:
+    return healthy(task[0], task[1], totals=task[2])
+
+
+def report(options: argparse.Namespace) -> str:
+    os.environ["NVML_STAND_IN"] = ""
+    with tempfile.TemporaryDirectory() as folder:
+        gpu_faults.stand_in(Path(folder, "nvml"))
+        began = time.monotonic()
+        found = inject(options.faults, options.seed, Path(folder, "faults"))
+        faults_s = time.monotonic() - began
+        real = real_healthy(options.real_looks, options.seed, Path(folder, "healthy"))
+    lives, began = options.looks // options.life, time.monotonic()
+    with Pool(2) as pool:
+        simulated = sum(pool.imap_unordered(_one, [(seed, options.life, False) for seed in range(lives)]), Counter())
+        totals = sum(pool.imap_unordered(_one, [(seed, options.life, True) for seed in range(lives // 10)]), Counter())
+    looks_s = time.monotonic() - began
+    count, right = sum(each.count for each in found.values()), sum(each.right for each in found.values())
+    slowest = max(each.slowest_hook_s for each in found.values())
+    wrong = [f"- {name}: {words}" for name, each in found.items() for words in each.wrong]
+    rows = [
+        f"| {fault.name} | {fault.check} | {fault.status.name} | {each.count} | {each.right} | {each.seen_by_hook} "
+        f"| {each.slowest_hook_s:.1f} s |"
+        for fault in FAULTS
+        for each in (found[fault.name],)
+    ]
+    return "\n".join([
+        "# Faults of GPUs", "",
+        f"`python bench/gpu_faults --faults {options.faults} --looks {options.looks} --seed {options.seed}`, "
+        f"slurmft {slurmft.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. No GPU: the real "
+        "probes and nvidia-ml-py on a stand-in for NVIDIA's library, five nodes with eight devices each.", "",
+        "| | measured | asked | |", "|---|---|---|---|",
+        f"| faults that led to what they must | {right} of {count} | all | {_hit(right == count)} |",
+        f"| slowest look of a prolog at a fault | {slowest:.1f} s | 10 s | {_hit(slowest < 10)} |",
+        f"| healthy looks that would drain a node, by judges and policy | {simulated['sick']} of "
+        f"{lives * options.life:,} | 0 | {_hit(not simulated['sick'])} |",
+        f"| the same through library and probes | {real['sick']} of {options.real_looks:,} | 0 "
+        f"| {_hit(not real['sick'])} |", "",
+        f"The faults took {faults_s:.0f} s, the simulated looks {looks_s:.0f} s. Each simulated life is of "
+        f"{options.life:,} looks, five minutes apart, with 8 devices: one uncorrected error a month and one NVLink "
+        "recovery a day on each, boots, crashes of programs, wandering temperatures, late answers. Of the looks "
+        f"{simulated['OK']:,} were OK, {simulated['WARNING']:,} warnings, {simulated['CRITICAL']:,} critical, "
+        f"{simulated['UNKNOWN']:,} unknown. Judged by totals instead of growth, {totals['sick']:,} of "
+        f"{lives // 10 * options.life:,} would drain.", "",
+        *(["What went wrong:", "", *wrong, ""] if wrong else []),
+        "A fault is right where two looks of HealthCheckProgram see it as they must and the sweep that follows drains "
+        "its node, or none. Of a driver that hangs a prolog knows nothing: jobs do not wait for it.", "",
+        "| kind | check | must be | injected | right | seen by one prolog | its slowest look |",
+        "|---|---|---|---|---|---|---|", *rows, "",
+    ])  # fmt: skip
+
+
+def _hit(is_hit: bool) -> str:
+    return "hit" if is_hit else "missed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--looks", type=int, default=1_000_000, help="simulated")
+    parser.add_argument("--life", type=int, default=10_000, help="looks of one node")
+    parser.add_argument("--real-looks", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    text = report(options)
+    if options.output:
+        options.output.write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
