@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -311,8 +310,8 @@ def gpu_compute(scene: Scene) -> list[ProbeResult]:
 
 
 def cpu_compute(scene: Scene) -> list[ProbeResult]:
-    """The same on the CPU of a node without GPUs, with less of it; nothing where there are GPUs, or no torch."""
-    if not survey(scene).is_empty or scene.config.gpu.expected or importlib.util.find_spec("torch") is None:
+    """The same on the CPU of a node without GPUs, with less of it; nothing where there are GPUs."""
+    if not survey(scene).is_empty or scene.config.gpu.expected:
         return []
     found = judge_work(_asked([*_WORK, "--cpu", "--size", str(CPU_SIZE)], WORK_S - 5, scene.environment), GpuLimits())
     return [replace(each, name=each.name.replace("gpu-", "cpu-"), detail=each.detail.replace("GPU", "CPU"))

@@ -345,3 +345,24 @@ def test_the_long_probes_programs_on_this_machine():
 
 def test_brief():
     assert (gpu.brief([3]), gpu.brief([0, 7])) == ("GPU 3", "GPUs 0, 7")
+
+
+@pytest.mark.parametrize(
+    ("answer", "statuses"),
+    [
+        ({"devices": [{"index": 0, "wrong": "", "memory": "", "tflops": 0.1, "tested_gib": 0.1}]}, [OK, OK]),
+        ({"devices": [{"index": 0, "wrong": "3 rows", "memory": "", "tflops": 0.1}]}, [CRITICAL, OK]),
+        ({"error": "no torch"}, [UNKNOWN, UNKNOWN]),
+    ],
+    ids=["well", "wrong", "could not"],
+)
+def test_a_node_without_gpus_computes_on_its_cpu(tmp_path, no_nvml, monkeypatch, answer, statuses):
+    asked = []
+    monkeypatch.setattr(gpu, "_asked", lambda argv, *_: asked.append(argv) or answer)
+    found = gpu.cpu_compute(scene(tmp_path))
+    assert [(result.name, result.status) for result in found] == list(
+        zip(("cpu-matmul", "cpu-memory"), statuses, strict=True)
+    )
+    assert "--cpu" in asked[0]
+    assert not any("GPU" in result.detail for result in found if result.status is CRITICAL)
+    assert gpu.cpu_compute(scene(tmp_path, expected=8)) == [], "there should be GPUs"
