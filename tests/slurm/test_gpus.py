@@ -14,11 +14,11 @@ import gpu_stand_in
 import pytest
 import yaml
 from gpu_faults import FAULTS, SETTINGS, Fault
-from slurmft.health.checker import read_results
 from waiting import slowness
 
 import slurmft
 from slurm.conftest import Run, eventually
+from slurmft.health.checker import read_results
 from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
