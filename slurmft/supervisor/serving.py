@@ -110,7 +110,8 @@ class RollingUpdate:
         """The agent on ``host`` is gone, and with it the replicas of this node; another one would begin with the old
         engine.
         """
-        self._fail((node, 0), f"the agent on {host} is gone", all_of_node=True)
+        if node in self._agents:  # a gang's node in reserve has no replica
+            self._fail((node, 0), f"the agent on {host} is gone", all_of_node=True)
 
     async def watch(self) -> None:
         """Do what is asked for, until cancelled."""

@@ -140,6 +140,25 @@ def test_an_update_goes_back_when_a_node_of_the_gang_falls_silent(tmp_path: Path
     eventually(lambda: run.processes(ENGINE) == [], 20, "a process of an engine is left")
 
 
+def test_an_update_goes_on_when_a_node_in_reserve_is_lost(endpoint: Gang, tmp_path: Path) -> None:
+    go, config = tmp_path / "go", yaml.safe_load(endpoint.config.read_text())
+    waits = f'while [ ! -e {go} ]; do sleep 0.1; done; exec "$@"'
+    config["inference"]["engine"]["command"] = ["/bin/sh", "-c", waits, "new-engine", *COMMAND]
+    (tmp_path / "new.yaml").write_text(yaml.safe_dump(config))
+    used = {endpoint.agent_of(0).pid, endpoint.agent_of(1).pid}
+    beside = endpoint.agent_of(0).parent()
+    assert beside is not None
+    reserve = [each for each in beside.children() if "agent" in each.cmdline() and each.pid not in used]
+    assert len(reserve) == 1, reserve
+    with subprocess.Popen([*SLURMFT, "serve", "--update", str(tmp_path / "new.yaml")]) as update:
+        eventually(lambda: len(endpoint.processes("new-engine")) == 2, 60, endpoint.story)
+        reserve[0].kill()
+        eventually(lambda: endpoint.events("agent lost"), 60, endpoint.story)
+        go.touch()
+        assert update.wait(60) == 0, endpoint.story()
+    assert endpoint.events("update done") and not endpoint.events("update went back"), endpoint.story()
+
+
 @pytest.mark.parametrize("victim", ["member", "agent of the head"])
 def test_a_batch_has_every_answer_once_when_a_part_of_the_engine_dies(tmp_path: Path, victim: str) -> None:
     batch = Gang(tmp_path / "batch", concurrency=4)
