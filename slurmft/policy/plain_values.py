@@ -56,7 +56,8 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
     """The end of a sentence: the nearest known key, or nothing when none is near."""
     import difflib  # only mistakes pay for it
 
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    begins = [name for name in known if len(key) >= 3 and name.startswith(key)]  # env for environment
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7) or (begins if len(begins) == 1 else [])
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -65,6 +65,7 @@ def test_settings_cannot_be_changed_afterwards():
     ("keys", "message"),
     [
         pytest.param({"node": 2}, "unknown key node; did you mean nodes?", id="top level"),
+        pytest.param({"env": {}}, "unknown key env; did you mean environment?", id="its beginning"),
         pytest.param({"checkpoint": {"dirctory": "x"}}, "unknown key checkpoint.dirctory; did you mean directory?"),
         pytest.param(
             {"preemption": {"signal_lead": 9}}, "unknown key preemption.signal_lead; did you mean signal_lead_s?"
