@@ -166,7 +166,7 @@ def test_all_problems_are_reported_at_once():
     text = problems(nodes=0, node=1, checkpoint={"x": 1}, nccl={"backend": "mpi"})
     assert text.startswith("here.yaml: 4 problems\n")
     assert all(part in text for part in ("nodes: ", "unknown key node", "unknown key checkpoint.x", "nccl.backend: "))
-    assert "configs/reference.yaml" in text
+    assert "slurmft examples reference.yaml" in text
 
 
 @pytest.mark.parametrize(
