@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Generator
@@ -20,7 +21,7 @@ from slurmft.lab.cluster import Lab
 if not os.environ["PATH"].startswith(here := f"{Path(sys.executable).parent}{os.pathsep}"):
     os.environ["PATH"] = here + os.environ["PATH"]
 # What tests submit is not to be found among the runs of who runs them.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="slurmft-state-")
+STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="slurmft-state-")
 
 # A machine that is busy makes slow examples; in CI, hypothesis's own profile for it says so as well.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -102,3 +103,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(f"the Slurm lab is needed here: {reason}", pytrace=False)
     pytest.skip(f"no Slurm lab: {reason}")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATE, ignore_errors=True)
