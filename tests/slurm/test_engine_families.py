@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,14 +16,16 @@ ENGINES = NODES * REPLICAS
 
 
 @pytest.fixture
-def run(lab: Lab, request: pytest.FixtureRequest) -> EndpointRun:
+def run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[EndpointRun]:
     new: NewEndpoint = maker(lab, request)
     found = new(serving={"handover": False}, max_restarts=9)
     config = yaml.safe_load(found.config.read_text())
     command = config["inference"]["engine"]["command"]
     command[1] = command[1].replace("engine.py", "family_engine.py")
     found.config.write_text(yaml.safe_dump(config))
-    return found
+    yield found
+    for one in left(found):  # later tests of this lab count the user's processes
+        found.lab.run_on_as_admin(one.node, ["kill", "-9", one.pid], check=False)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def assert_nothing_is_left(run: Run) -> None:
             names[node] = found.stdout
         return not any(names.values())
 
-    eventually(none_left, 20, f"no process left: {names}")
+    eventually(none_left, 20, lambda: f"no process left: {names}")
 
 
 def assert_one_stop(run: Run, job: str, digest: str, *, saved: set[int]) -> int:
