@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +23,18 @@ from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import RunFailed, SlurmftError, UsageError
+from slurmft.errors import RunFailed, SlurmftError, StorageError, UsageError
 from slurmft.operations.run_handle import MAX_RESULT_BYTES, RunHandle, settings_of_callable, submitted
 from slurmft.operations.status import Overview, overviews
+from slurmft.scheduler import slurm
 from slurmft.storage.run_folder import RunFolder, result_of
 from slurmft.system.files import read_bytes
 
 SHORTEST_S, LONGEST_S = 2.0, 30.0
 """Between two questions to Slurm about all jobs of a process; longer from look to look, as submitit's."""
+
+LONGEST_NAME = 60
+"""Of a run folder, in characters, before its number: a name of 255 bytes is the most that file systems take."""
 
 STATES = {"finished": "COMPLETED", "running": "RUNNING", "waiting": "PENDING", "damaged": "FAILED"}
 
@@ -56,6 +62,7 @@ REFUSED = {
     "setup": "load modules before you submit: the environment comes along",
     "teardown": "do it behind result()",
     "python": "the tasks run in the Python that submits",
+    "run_folder": "each submission has one of its own, in the executor's folder",
 }
 
 log = logging.getLogger(__name__)
@@ -65,32 +72,50 @@ class _Watch:
     """What is known of the runs of this process's jobs, from one question to Slurm for all of them."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # again by the same thread: a job's deletion may fall into a question
         self._waiting: dict[Path, Overview | None] = {}
         self._ended: dict[Path, Overview] = {}
         self._began_s = self._asked_s = -LONGEST_S
 
-    def look(self, folder: Path, *, force: bool = False) -> tuple[Overview, bool]:
-        """The run as last seen, and whether it has ended for good."""
-        if folder not in self._ended:
-            if folder not in self._waiting:
+    def register(self, folder: Path) -> None:
+        """Ask for it with the others from the next question on."""
+        with self._lock:
+            if folder not in self._ended and folder not in self._waiting:
                 self._waiting[folder], self._began_s, self._asked_s = None, time.monotonic(), -LONGEST_S
-            pause_s = min(LONGEST_S, max(SHORTEST_S, (time.monotonic() - self._began_s) / 2))
-            if force or time.monotonic() - self._asked_s > pause_s:
-                self._refresh(list(self._waiting))
-            elif RunFolder(folder).done() is not None or self._waiting[folder] is None:
-                self._refresh([folder])
-        seen = self._ended.get(folder) or self._waiting[folder]
-        assert seen is not None
-        return seen, folder in self._ended
 
-    def _refresh(self, folders: Sequence[Path]) -> None:
-        if len(folders) == len(self._waiting):
-            self._asked_s = time.monotonic()
+    def look(self, folder: Path, *, force: bool = False) -> tuple[Overview, bool]:
+        """The run as last seen, and whether it has ended for good.
+
+        Raises:
+            StorageError: its folder is missing, damaged or foreign; the other runs are told as before.
+        """
+        with self._lock:
+            self.register(folder)
+            if folder not in self._ended:
+                pause_s = min(LONGEST_S, max(SHORTEST_S, (time.monotonic() - self._began_s) / 2))
+                if force or time.monotonic() - self._asked_s > pause_s:
+                    self._asked_s = time.monotonic()
+                    self._refresh(list(self._waiting), folder)
+                elif RunFolder(folder).done() is not None or self._waiting[folder] is None:
+                    self._refresh([folder], folder)
+            seen = self._ended.get(folder) or self._waiting[folder]
+            assert seen is not None
+            return seen, folder in self._ended
+
+    def _refresh(self, folders: Sequence[Path], wanted: Path) -> None:
+        problem: StorageError | None = None
         for folder, view in zip(folders, overviews([RunFolder(each) for each in folders]), strict=True):
+            try:
+                ended = RunHandle(folder).exit_code(view) is not None
+            except StorageError as error:
+                problem = error if folder == wanted else problem
+                continue
             self._waiting[folder] = view
-            if RunHandle(folder).exit_code(view) is not None:
+            if ended:
                 self._ended[folder] = view
                 del self._waiting[folder]
+        if problem is not None:
+            raise problem
 
 
 class _Paths(JobPaths):
@@ -140,7 +165,7 @@ class Job(core.Job[Any]):
         self._paths = _Paths(Path(folder), job_id, self.task_id)
 
     def _register_in_watcher(self) -> None:
-        """Runs are watched by their folders."""
+        self.watch.register(self.paths.folder)
 
     @property
     def run(self) -> RunHandle:
@@ -187,10 +212,18 @@ class Job(core.Job[Any]):
             if not error.traceback:
                 raise UncompletedJobError(str(error)) from error
             return "error", error.traceback
+        except StorageError as error:  # it has ended well, and left no result
+            raise UncompletedJobError(str(error)) from error
 
     def __del__(self) -> None:
-        if getattr(self, "_cancel_at_deletion", False) and not self.watch.look(self.paths.folder)[1]:
-            self.cancel(check=False)
+        if getattr(self, "_cancel_at_deletion", False):
+            with contextlib.suppress(SlurmftError):  # of a folder that is gone
+                if not self.watch.look(self.paths.folder)[1]:
+                    self.cancel(check=False)
+
+
+class _Delayed(core.DelayedJob[Any], Job):
+    """A job of a batch that is not submitted yet: the first use of it submits the batch, where that is allowed."""
 
 
 class Executor(core.Executor):
@@ -212,7 +245,7 @@ class Executor(core.Executor):
         super().__init__(JobPaths.get_first_id_independent_folder(Path(folder)))
         if cluster not in (None, "auto", "slurm", "local"):
             raise UsageError(f"no cluster {cluster!r}", hint="slurm, local, or None for either")
-        self._cluster = cluster or "auto"
+        self.cluster = cluster if cluster in ("slurm", "local") else "slurm" if slurm.available() else "local"
         self._keys: dict[str, Any] = {}
         self._numbers: dict[str, int] = {}
         self.update_parameters(**options)
@@ -223,7 +256,10 @@ class Executor(core.Executor):
         Raises:
             SlurmftError: it was refused; nothing was submitted.
         """
-        return cast("Job", super().submit(fn, *args, **kwargs))
+        job = super().submit(fn, *args, **kwargs)
+        if type(job) is core.DelayedJob:
+            job.__class__ = _Delayed  # with the methods of our jobs, not of a Slurm job
+        return cast("Job", job)
 
     def map_array(self, fn: Callable[..., Any], *iterable: Iterable[Any]) -> list[Job]:  # type: ignore[override] # a narrower list
         """Submit a call for each element, as ``map`` would call it.
@@ -250,7 +286,7 @@ class Executor(core.Executor):
         try:
             for at, delayed in enumerate(delayed_submissions):
                 jobs.append(self._submit_one(delayed, at, len(delayed_submissions)))
-        except SlurmftError:  # an array is submitted whole, or not at all
+        except BaseException:  # an array is submitted whole, or not at all
             for job in jobs:
                 job.cancel(check=False)
             if jobs:
@@ -263,16 +299,18 @@ class Executor(core.Executor):
         name = str(
             keys["slurm"].get("job_name") or getattr(delayed.function, "__name__", type(delayed.function).__name__)
         )
-        at_once = int(self.parameters.get("slurm_array_parallelism", count))
+        at_once = self.parameters.get("slurm_array_parallelism", count)
         if at_once < count:  # of one user's jobs with one name, one runs at a time
-            keys["slurm"] |= {"job_name": f"{name}-{at % at_once}", "dependency": "singleton"}
+            others = keys["slurm"].get("dependency")
+            keys["slurm"] |= {
+                "job_name": f"{name}-{at % at_once}",
+                "dependency": f"{others},singleton" if others else "singleton",
+            }
         folder = self._new_folder(name)
         keys["run_folder"] = str(folder)
         try:
-            made = submitted(
-                delayed.function, delayed.args, delayed.kwargs, cluster=self._cluster, each=True, keys=keys
-            )
-        except SlurmftError:
+            made = submitted(delayed.function, delayed.args, delayed.kwargs, cluster=self.cluster, each=True, keys=keys)
+        except BaseException:  # also an argument that cannot be pickled
             with contextlib.suppress(OSError):
                 folder.rmdir()
             raise
@@ -282,7 +320,7 @@ class Executor(core.Executor):
 
     def _new_folder(self, name: str) -> Path:
         """A folder that no other submission has, whichever process makes it."""
-        stem = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "job"
+        stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:LONGEST_NAME] or "job"
         while True:
             self._numbers[stem] = self._numbers.get(stem, 0) + 1
             folder = self.folder / f"{stem}-{self._numbers[stem]}"
@@ -296,8 +334,9 @@ class Executor(core.Executor):
 def _keys_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that submitit's parameters ask for."""
     keys: dict[str, Any] = {}
-    tasks = parameters.get("tasks_per_node", parameters.get("slurm_ntasks_per_node", 1))
     named = dict(_named_for_slurm(parameters))
+    tasks = _whole("tasks_per_node", parameters.get("nproc_per_node", named.get("ntasks_per_node", 1)))
+    _whole("slurm_array_parallelism", parameters.get("slurm_array_parallelism", 1))
     for name in named.keys() & REFUSED.keys():
         raise UsageError(f"{name} is not possible here", hint=REFUSED[name])
     for name in named.keys() & WITHOUT_EFFECT.keys():
@@ -323,23 +362,37 @@ def _in_configuration(name: str, value: Any, tasks: int) -> dict[str, Any]:
         case "signal_delay_s":
             return {"preemption": {"signal_lead_s": value}}
         case "additional_parameters":
+            if not isinstance(value, Mapping):
+                raise UsageError(f"slurm_additional_parameters is {value!r}", hint="a mapping of options of sbatch")
             return {"slurm": {key.replace("-", "_"): each for key, each in value.items()}}
         case "cpus_per_task":
-            return {"slurm": {"cpus_per_task": value * tasks}}
+            return {"slurm": {"cpus_per_task": _whole(name, value) * tasks}}
         case "gpus_per_task":
-            return {"slurm": {"gpus_per_node": value * tasks}}
+            return {"slurm": {"gpus_per_node": _whole(name, value, least=0) * tasks}}
         case "num_gpus":
             return {"slurm": {"gpus_per_node": value}}
         case _:
             return {"slurm": {name: value}}
 
 
+def _whole(name: str, value: Any, *, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} is {value!r}", hint=f"a whole number from {least} on")
+    return value
+
+
 def _named_for_slurm(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each parameter by the name that submitit's Slurm executor has for it; those of other executors are left out."""
-    for name, value in parameters.items():
-        if name in SHARED:
-            yield SHARED[name], value
-        elif name == "mem_gb":
+    """Each parameter by the name that submitit's Slurm executor has for it; those of other executors are left out.
+
+    What is named for Slurm comes last: it beats what all executors share, as in submitit.
+    """
+    for name, value in sorted(parameters.items(), key=lambda item: item[0].startswith("slurm_")):
+        shared = name.removeprefix("slurm_")
+        if shared in SHARED:
+            yield SHARED[shared], value
+        elif shared == "mem_gb":
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise UsageError(f"mem_gb is {value!r}", hint="a number of GiB")
             yield "mem", f"{round(value * 1024)}M"
         elif name in WITHOUT_EFFECT or name in REFUSED:
             yield name, value

@@ -114,8 +114,12 @@ class RunHandle:
         try:
             stored = read_bytes(path, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-        return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
+            hint = "a callable that ends its process, as sys.exit does, stores none"
+            raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+        try:
+            return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise StorageError(f"{path} is damaged: {error}") from error
 
     def stop(self) -> str:
         """Ask the run to save and end; a waiting job is cancelled. Returns what was done, in words.
