@@ -254,7 +254,8 @@ def test_rm_empties_no_mounted_folder(tmp_path, environment):
         with pytest.raises(UsageError, match="my data is mounted in it"):
             slurmft("rm", "run", "--yes")
     finally:
-        subprocess.run(["umount", mounted], check=True)
+        for each in tmp_path.rglob("my data"):  # also where the run was given another name
+            subprocess.run(["umount", each], check=True)
     assert (tmp_path / "data" / "kept").exists() and run.exists()
 
 
