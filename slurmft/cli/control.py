@@ -82,13 +82,12 @@ class _Removable(OwnRun):
     """The caller's own run, or the name of one whose removal was interrupted."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
-        try:
-            return super().convert(value, param, ctx)
-        except UsageError:
-            for path in (Path(str(value)).absolute(), runs_root().absolute() / str(value)):
-                if path.name and not os.path.lexists(path) and left_overs(path):
+        paths = (Path(str(value)).absolute(), runs_root().absolute() / str(value))
+        if not any(map(os.path.lexists, paths)):  # before a run of that name elsewhere is taken for the one meant
+            for path in paths:
+                if left_overs(path):
                     return RunFolder(path)
-            raise
+        return super().convert(value, param, ctx)
 
 
 @click.command()

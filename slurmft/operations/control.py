@@ -119,9 +119,9 @@ def remove(run: RunFolder) -> None:
             _refuse_mounts(gone)
             remove_tree(gone, owner=os.geteuid(), depth=MAX_DEPTH)
         except OSError as error:
-            where = error.filename or gone
+            where, again = error.filename or gone, f"slurmft rm {shlex.quote(str(run.path))}"
             raise StorageError(f"cannot remove all of {gone}: {where}: {error.strerror or error}",
-                               hint=f"slurmft rm {shlex.quote(str(run.path))} tries again") from error  # fmt: skip
+                               hint=f"chmod what is read-only; {again} goes on") from error  # fmt: skip
     run_index.forget(run.path, os.environ)
 
 

@@ -692,7 +692,7 @@ class RunFolder:
                     raise RunBusy(f"another process holds {path} for more than {LOCK_TIMEOUT_S:.0f} s")
                 time.sleep(LOCK_PAUSE_S)
             if not (os.path.lexists(path) and os.path.samestat(os.fstat(descriptor), os.lstat(path))):
-                raise RunBusy(f"{self.path} was removed, as its submission was refused", hint="try again")
+                raise RunBusy(f"{self.path} was removed meanwhile", hint="try again")
             yield
 
     def owner(self) -> Owner | None:

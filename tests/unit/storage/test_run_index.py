@@ -260,6 +260,7 @@ def test_rm_empties_no_mounted_folder(tmp_path, environment):
 
 
 def test_rm_goes_on_where_it_was_killed(tmp_path, environment, monkeypatch):
+    elsewhere = run_at(tmp_path / "elsewhere" / "run")
     run = run_at(tmp_path / "runs" / "run")
     killed = multiprocessing.get_context("fork").Process(target=_remove_until_killed, args=(run,))
     killed.start()
@@ -267,11 +268,10 @@ def test_rm_goes_on_where_it_was_killed(tmp_path, environment, monkeypatch):
     assert killed.exitcode == -9
     (left,) = tmp_path.glob("runs/*")
     assert left.name.startswith(".run.removed-") and (left / "journal.jsonl").exists()
+    monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path / "runs"))
     assert "removed" not in slurmft("status")  # it is no run any more
     assert slurmft("rm", "run", "--yes") == f"removed {run.path}\n"
-    assert not list(tmp_path.glob("runs/*"))
-    with pytest.raises(UsageError, match="no run 'run'"):
-        slurmft("rm", "run", "--yes")
+    assert not list(tmp_path.glob("runs/*")) and elsewhere.exists()
 
 
 def _remove_until_killed(run: RunFolder) -> None:
