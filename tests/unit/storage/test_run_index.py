@@ -296,6 +296,10 @@ def test_rm_refuses_a_run_of_another_login_node(tmp_path, environment):
     with pytest.raises(SlurmftError, match="is being trained"):
         slurmft("rm", "run", "--yes")
     assert run.exists()
+    (tmp_path / "c.yaml").write_text(f"command: ['true']\nrun_folder: {run.path}\n")
+    with pytest.raises(SlurmftError, match="is being trained") as caught:
+        slurmft("submit", "c.yaml", "--cluster", "local", "--dry-run")
+    assert "login2" in caught.value.hint
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount takes root")
