@@ -13,7 +13,7 @@ import click
 from slurmft.cli.main import say
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
-from slurmft.storage.run_folder import RunFolder, find_run, list_runs
+from slurmft.storage.run_folder import RunFolder, find_run, list_runs, walk_runs
 from slurmft.storage.run_index import noted_runs
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def own_configuration(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return settings
 
 
-class _OwnRun(RunType):
+class OwnRun(RunType):
     """A run that is to be acted on, and not only read."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
@@ -109,7 +109,7 @@ def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """RUN of a verb that acts; the caller's own."""
-    return click.argument("run", type=_OwnRun())(function)
+    return click.argument("run", type=OwnRun())(function)
 
 
 def newest_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,27 +119,46 @@ def newest_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def only_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """RUN of a verb that acts; the only one of the caller's that is not finished where none is named."""
-    return click.argument("run", type=_OwnRun(), default=only_run)(function)
+    return click.argument("run", type=OwnRun(), default=only_run)(function)
 
 
-def _newest() -> RunFolder:
+def _newest() -> RunFolder | None:
+    if _is_completing():
+        return None
     if runs := noted_runs(os.environ):
         return _chosen(runs[0])
     raise UsageError("which run? None of yours is known", hint="slurmft status lists the runs")
 
 
-def only_run() -> RunFolder:
-    """The only run of the caller that is not finished.
+def only_run() -> RunFolder | None:
+    """The only run of the caller that is not finished, of those that were submitted and those below the root of all
+    runs; None where the shell completes a word.
+
+    One that cannot be looked at, such as on a filesystem that is away, counts as well: it may be the one that is meant.
 
     Raises:
         UsageError: there is none, or there are several; names them.
+        StorageError: whether one is finished cannot be read.
     """
-    runs = [run for run in noted_runs(os.environ) if run.done() is None]
+    if _is_completing():
+        return None
+    me, root = os.geteuid(), runs_root()
+    try:
+        below = [RunFolder(path.absolute()) for path, owner in walk_runs(root, {0, me}) if owner == me]
+    except OSError as error:
+        raise UsageError(f"which run? Cannot list {root}: {error.strerror}", hint="give its name or path") from error
+    found = {os.path.realpath(run.path): run for run in (*below, *noted_runs(os.environ))}
+    runs = [run for run in found.values() if run.done() is None]
     if len(runs) == 1:
         return _chosen(runs[0])
     names = ", ".join(str(run.path) for run in runs[:10]) or "slurmft status lists the runs"
-    what = f"{len(runs)} of yours are not finished" if runs else "all of yours are finished"
+    what = f"{len(runs)} of yours are not finished" if runs else "none that is not finished is known"
     raise UsageError(f"which run? {what}", hint=names)
+
+
+def _is_completing() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.resilient_parsing
 
 
 def _chosen(run: RunFolder) -> RunFolder:

@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 from slurmft.cli.arguments import (
     RANK,
     Amount,
+    OwnRun,
     only_run,
     only_run_argument,
     optional_run_argument,
@@ -26,7 +28,7 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.policy.values import MAX_AFTER_S, Fault, Order
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import RunFolder, give_order, is_pending, withdraw_order
+from slurmft.storage.run_folder import RunFolder, give_order, is_pending, left_overs, withdraw_order
 from slurmft.system.files import open_regular
 from slurmft.system.processes import who
 
@@ -76,13 +78,26 @@ def save(*, run: RunFolder) -> int:
 # --- ``slurmft rm`` ---
 
 
+class _Removable(OwnRun):
+    """The caller's own run, or the name of one whose removal was interrupted."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
+        paths = (Path(str(value)).absolute(), runs_root().absolute() / str(value))
+        if not any(map(os.path.lexists, paths)):  # before a run of that name elsewhere is taken for the one meant
+            for path in paths:
+                if left_overs(path):
+                    return RunFolder(path)
+        return super().convert(value, param, ctx)
+
+
 @click.command()
-@own_run_argument
+@click.argument("run", type=_Removable())
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
 def rm(*, run: RunFolder, yes: bool) -> int:
     """Remove a run that is not running: its folder, with journal, logs and the checkpoints in it.
 
-    Checkpoints in a folder elsewhere (checkpoint.directory) stay.
+    Checkpoints in a folder elsewhere (checkpoint.directory), and what links lead to, stay. Called again, it goes on
+    with a removal that was interrupted.
     """
     if not yes:
         if not sys.stdin.isatty():
@@ -111,7 +126,9 @@ def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
     from slurmft.operations import rescue
 
     if not only_rescue:
-        run = refuse_foreign(only_run() if run is None else run)
+        if (run := run or only_run()) is None:  # the shell completes a word
+            return 0
+        run = refuse_foreign(run)
         for line in rescue.rescue([run], who()) or [control.requeue(run, who())]:
             say(line)
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ def init(
     if not command:
         if not asks:
             raise UsageError("which script?", hint="slurmft init --gpus 8 train.py --steps 1000")
-        command = tuple(click.prompt("script, with its arguments").split())
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(next((w for w in command if w.endswith(".py")), command[0])).stem)
+        command = _words(click.prompt("script, with its arguments"))
+    stem = Path(next((word for word in command if word.endswith(".py")), command[0])).stem
+    name = re.sub(r"[^\w.-]+", "-", stem).lstrip("-.") or "run"
     if command[0].endswith(".py"):
         command = ("python", *command)
     given: dict[str, tuple[Any, str, Any]] = {
@@ -70,9 +72,20 @@ def init(
     path = output or Path(f"{name}.yaml")
     if os.path.lexists(path):
         raise UsageError(f"there is {path} already", hint="name another file with --output, or move it away")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", hint="name another file with --output, or make it")
     replace_atomically(path, text, mode=0o666 & ~_umask(), durable=False)
-    say(f"wrote {path}; next: slurmft doctor {path}, then slurmft submit {path}")
+    word = shlex.quote(str(path))
+    say(f"wrote {path}; next: slurmft doctor {word}, then slurmft submit {word}")
     return 0
+
+
+def _words(line: str) -> tuple[str, ...]:
+    """As a shell splits them."""
+    try:
+        return tuple(shlex.split(line))
+    except ValueError as error:
+        raise UsageError(f"{line!r} is no command: {error}", hint="close the quotes") from error
 
 
 def _umask() -> int:

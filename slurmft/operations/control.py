@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from slurmft.errors import RunBusy, SlurmUnavailable, StorageError, UsageError
 from slurmft.policy.job_identity import OwnJob
@@ -14,11 +15,15 @@ from slurmft.storage import run_folder, run_index
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
 from slurmft.supervisor.owner import process_here, started_here
+from slurmft.system import processes
 from slurmft.system.files import UnsafeFile
 from slurmft.system.private_folder import open_folder, remove_tree
 
 NEWEST = 20
 """The newest jobs of a run that Slurm is asked about; earlier ones have ended long ago."""
+
+MAX_DEPTH = 200
+"""Folders in folders of a run that are removed; each is a descriptor or two, of which a process has 1024."""
 
 
 def records_of(run: RunFolder) -> dict[OwnJob, JobRecord]:
@@ -33,14 +38,16 @@ def records_of(run: RunFolder) -> dict[OwnJob, JobRecord]:
 
 
 def is_unseen(run: RunFolder, records: Mapping[OwnJob, JobRecord]) -> bool:
-    """Whether the run's supervisor gives signs of life although Slurm does not know its job.
+    """Whether the run's supervisor gives signs of life although neither Slurm nor this machine knows it.
 
     Raises:
         StorageError: the run folder cannot be read or written.
     """
     owner = run.owner()
-    if owner is None or owner.cluster == "local" or any(job.job_id == owner.job for job in records):
+    if owner is None or any(job.job_id == owner.job for job in records):
         return False
+    if owner.cluster == "local" and owner.host == processes.me().host:
+        return False  # a process of another machine shows itself as a supervisor does that Slurm does not know
     return run.done() is None and run_folder.is_fresh(run, owner)
 
 
@@ -53,9 +60,7 @@ def is_alive(run: RunFolder) -> bool:
     owner = run.owner()
     if process_here(run, owner) is not None:
         return True
-    if owner is not None and owner.cluster == "local":
-        return False
-    records = records_of(run)
+    records = {} if owner is not None and owner.cluster == "local" else records_of(run)
     return any(record.alive for record in records.values()) or is_unseen(run, records)
 
 
@@ -88,40 +93,77 @@ def stop(run: RunFolder, who: str) -> str:
 def remove(run: RunFolder) -> None:
     """Remove the run's folder with all that is in it; links in it are removed, and not followed.
 
-    It gets another name first: what is left of it when this process is killed is no run any more.
+    It gets another name first: what is left of it when this process is killed is no run any more, and goes with the
+    next removal of that name.
 
     Raises:
         RunBusy: a job or a process of it lives, or one waits.
-        UsageError: the path is a link, or the folder is not the caller's alone.
+        UsageError: the path is a link, the folder is not the caller's alone, or more than a run is in it.
         StorageError: something could not be removed.
     """
     if run.path.is_symlink():
         raise UsageError(f"{run.path} is a link", hint=f"the run is {run.path.resolve()}")
-    with run.lock():  # a submission holds it as well
-        if process_here(run, run.owner()) is not None or started_here(run) is not None:
-            raise RunBusy(f"run {run.path.name} is running here", hint=f"slurmft stop {run.path}")
-        records = records_of(run) if run.jobs() else {}
-        for record in records.values():
-            if record.alive or record.waiting:
-                raise RunBusy(f"run {run.path.name} has job {record.job_id} in state {record.state}",
-                              hint=f"slurmft stop {run.path}")  # fmt: skip
-        if is_unseen(run, records):
-            raise RunBusy(f"run {run.path.name} is being trained, although Slurm does not know its job")
-        gone = run.path.with_name(f".{run.path.name[:200]}.removed-{secrets.token_hex(4)}")
+    if run.path.exists():
+        with run.lock():  # a submission holds it as well
+            _refuse_alive(run)
+            _refuse_more_than_a_run(run)
+            try:
+                with open_folder(run.path, owner=os.geteuid()):
+                    run.path.rename(run_folder.removed_name(run.path))
+            except UnsafeFile as error:
+                raise UsageError(f"{run.path} {error.strerror}", hint="chmod go-w it first, if it is yours") from error
+            except OSError as error:
+                raise StorageError(f"cannot remove {run.path}: {error.strerror or error}") from error
+    for gone in run_folder.left_overs(run.path):
         try:
-            with open_folder(run.path, owner=os.geteuid()):
-                run.path.rename(gone)
-        except UnsafeFile as error:
-            raise UsageError(f"{run.path} {error.strerror}", hint="only its owner removes a run") from error
+            _refuse_mounts(gone)
+            remove_tree(gone, owner=os.geteuid(), depth=MAX_DEPTH)
         except OSError as error:
-            raise StorageError(f"cannot remove {run.path}: {error.strerror or error}") from error
-    try:
-        remove_tree(gone, owner=os.geteuid())
-    except OSError as error:
-        where = error.filename or gone
-        raise StorageError(f"cannot remove all of {gone}: {where}: {error.strerror or error}",
-                           hint=f"rm -r {gone}") from error  # fmt: skip
+            where, again = error.filename or gone, f"slurmft rm {shlex.quote(str(run.path))}"
+            raise StorageError(f"cannot remove all of {gone}: {where}: {error.strerror or error}",
+                               hint=f"chmod what is read-only; {again} goes on") from error  # fmt: skip
     run_index.forget(run.path, os.environ)
+
+
+def _refuse_alive(run: RunFolder) -> None:
+    if process_here(run, run.owner()) is not None or started_here(run) is not None:
+        raise RunBusy(f"run {run.path.name} is running here", hint=f"slurmft stop {run.path}")
+    records = records_of(run) if run.jobs() else {}
+    for record in records.values():
+        if record.alive or record.waiting:
+            raise RunBusy(f"run {run.path.name} has job {record.job_id} in state {record.state}",
+                          hint=f"slurmft stop {run.path}")  # fmt: skip
+    if is_unseen(run, records):
+        raise RunBusy(f"run {run.path.name} is being trained, although neither Slurm nor this machine knows it")
+
+
+def _refuse_more_than_a_run(run: RunFolder) -> None:
+    """Return when the folder is a run's, and holds nothing else that would go with it.
+
+    Raises:
+        UsageError: it is any folder with a file called config.yaml; or another run, a mounted filesystem, the home
+            folder or the current one is in it.
+    """
+    real = Path(os.path.realpath(run.path))
+    if not run.journal().read():
+        raise UsageError(f"nothing was ever submitted from {run.path}: it may be no run's folder",
+                         hint="rm -r removes any folder")  # fmt: skip
+    for what, folder in (("the current folder", "/proc/self/cwd"), ("your home folder", "~")):
+        if Path(os.path.realpath(os.path.expanduser(folder))).is_relative_to(real):  # noqa: PTH111 - may be unknown
+            raise UsageError(f"{what} is in {run.path}", hint="a run is removed from outside of its folder")
+    for other in run_folder.list_runs(real):
+        if other.has_records() and Path(os.path.realpath(other.path)).is_relative_to(real):
+            raise UsageError(f"another run is in {run.path}: {other.path}", hint="remove or move that one first")
+    _refuse_mounts(real)
+
+
+def _refuse_mounts(folder: Path) -> None:
+    """Return when no other filesystem, and no other folder, is mounted below: its content is not the run's."""
+    from slurmft.health.node import Scene, mounts  # by a removal alone
+
+    for mount in mounts(Scene(node="", now=0.0)):
+        if mount.point != folder and mount.point.is_relative_to(folder):
+            raise UsageError(f"{mount.point} is mounted in it", hint="unmount it first")
 
 
 def what_a_stop_does(run: RunFolder) -> str:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.machinery
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import UsageError
 from slurmft.policy.site import Finding, Level
-from slurmft.system.files import read_text
+from slurmft.system.files import read_bytes
+from slurmft.system.processes import end_group, output_of
 
 PYTHONS = ("python", "python3")
 ASK_S = 30.0
-_FIND = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
+_FIND = """\
+import sys
+sys.path = [each for each in sys.path if each]  # the script would import nothing of the current folder either
+import importlib.util
+sys.path.insert(0, sys.argv[1])
+print("missing:", *[name for name in sys.argv[2:] if importlib.util.find_spec(name) is None])
+"""
 
 
 def with_the_shells_python(settings: RunConfig, environment: Mapping[str, str]) -> RunConfig:
@@ -52,7 +62,7 @@ def findings_of(settings: RunConfig, environment: Mapping[str, str]) -> Iterator
     """The command's program, script and packages; nothing where a container has them, or where there is no command."""
     if not settings.command or settings.contained() is not None:
         return
-    if settings.launcher == "torchrun" and _missing(sys.executable, ["torch"]):
+    if settings.launcher == "torchrun" and _missing(sys.executable, ["torch"], where=settings.trainer_directory):
         yield Finding(
             check="command", level=Level.PROBLEM,
             text=f"launcher: torchrun is started by {sys.executable}, which does not have torch",
@@ -68,7 +78,7 @@ def findings_of(settings: RunConfig, environment: Mapping[str, str]) -> Iterator
             remedy="correct its name, or activate the environment that has it",
         )  # fmt: skip
         return
-    is_python = program.endswith(".py") or Path(program).name.startswith("python")
+    is_python = program.endswith(".py") or re.fullmatch(r"python[\d.]*t?", Path(program).name) is not None
     script = program if program.endswith(".py") else _script_in(rest) if is_python else None
     if script is None:
         yield Finding(check="command", level=Level.OK, text=f"{found or sys.executable}")
@@ -80,7 +90,9 @@ def findings_of(settings: RunConfig, environment: Mapping[str, str]) -> Iterator
         )  # fmt: skip
         return
     interpreter = sys.executable if found is None or _is_own(found) else found
-    if missing := _missing(interpreter, _imported(path)):
+    own = settings.environment
+    given = {**environment, **own} if interpreter != sys.executable or "PYTHONPATH" in own else None
+    if missing := _missing(interpreter, _imported(path), where=path.parent, environment=given):
         yield Finding(
             check="command", level=Level.PROBLEM,
             text=f"{script} imports {' and '.join(missing)}, which {interpreter} does not have",
@@ -113,23 +125,41 @@ def _script_in(words: Sequence[str]) -> str | None:
 
 
 def _imported(script: Path) -> list[str]:
-    """Which of the packages that a worker cannot do without the script imports at its beginning of lines."""
+    """Which of the packages that a worker cannot do without the script imports whatever happens: not in a ``try``."""
     try:
-        text = read_text(script, errors="replace")
-    except OSError:
+        with warnings.catch_warnings(action="ignore"):
+            body = ast.parse(read_bytes(script)).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return [name for name in ("torch", "slurmft") if re.search(rf"^(?:import|from) {name}\b", text, re.MULTILINE)]
+    found = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level}
+    return [name for name in ("torch", "slurmft") if name in {each.partition(".")[0] for each in found}]
 
 
-def _missing(interpreter: str, names: Sequence[str]) -> list[str]:
-    """Those that the interpreter does not find; none where it could not be asked."""
-    if interpreter == sys.executable:
-        return [name for name in names if importlib.util.find_spec(name) is None]
+def _missing(
+    interpreter: str, names: Sequence[str], *, where: Path, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """Those that the interpreter finds neither among its packages nor in the folder ``where``; none where it could not
+    be asked. Without an ``environment`` this process looks itself.
+    """
+    if environment is None:
+        beside = importlib.machinery.PathFinder
+        return [
+            name for name in names
+            if importlib.util.find_spec(name) is None and beside.find_spec(name, [str(where)]) is None
+        ]  # fmt: skip
     if not names:
         return []
     try:
-        done = subprocess.run([interpreter, "-c", _FIND, *names], capture_output=True, text=True, timeout=ASK_S,
-                              check=False, stdin=subprocess.DEVNULL)  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(
+            [interpreter, "-c", _FIND, str(where), *names], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True, env=environment,
+        )  # fmt: skip
+    except OSError:
         return []
-    return [name for name in names if name in done.stdout.split()] if done.returncode == 0 else []
+    try:
+        (said,), code = output_of(process, ASK_S, 1 << 16)
+    finally:
+        end_group(process, 1.0)  # one that hangs, with what it has started
+    _, asked, answer = said.decode(errors="replace").rpartition("missing:")
+    return [name for name in names if name in answer.split()] if asked and code == 0 else []

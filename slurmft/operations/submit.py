@@ -201,19 +201,19 @@ def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
     if (pid := started_here(run)) is not None:
         raise RunBusy(f"run {run.path.name} is starting or ending here (process {pid})",
                       hint=f"slurmft status {run.path}")  # fmt: skip
-    if where == "slurm" or slurm.available():
-        records = control.records_of(run)
-        for record in records.values():
-            if record.alive or record.waiting:
-                raise RunBusy(
-                    f"run {run.path.name} has job {record.job_id} in state {record.state}",
-                    hint=f"slurmft stop {run.path} ends it after a save",
-                )
-        if control.is_unseen(run, records):
+    records = control.records_of(run) if where == "slurm" or slurm.available() else {}
+    for record in records.values():
+        if record.alive or record.waiting:
             raise RunBusy(
-                f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
-                hint="is this the cluster it runs on? If its nodes are gone, try again in a minute",
+                f"run {run.path.name} has job {record.job_id} in state {record.state}",
+                hint=f"slurmft stop {run.path} ends it after a save",
             )
+    if control.is_unseen(run, records):
+        raise RunBusy(
+            f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
+            hint=f"is this the cluster, or the machine, it runs on ({owner and owner.host})? If its nodes are gone, "
+            "try again in a minute",
+        )
 
 
 @contextlib.contextmanager

@@ -692,7 +692,7 @@ class RunFolder:
                     raise RunBusy(f"another process holds {path} for more than {LOCK_TIMEOUT_S:.0f} s")
                 time.sleep(LOCK_PAUSE_S)
             if not (os.path.lexists(path) and os.path.samestat(os.fstat(descriptor), os.lstat(path))):
-                raise RunBusy(f"{self.path} was removed, as its submission was refused", hint="try again")
+                raise RunBusy(f"{self.path} was removed meanwhile", hint="try again")
             yield
 
     def owner(self) -> Owner | None:
@@ -897,6 +897,23 @@ def find_run(name: str, root: Path, noted: Callable[[], Sequence[RunFolder]] = t
     raise StorageError(f"there is no run {name!r} here or in {root}", hint=f"runs in {root}: {known}")
 
 
+_REMOVED = re.compile(r"\..{1,50}\.removed-[0-9a-f]{8}", re.DOTALL)
+
+
+def removed_name(run: Path) -> Path:
+    """What a run's folder is called while it is removed: no run any more, and found again by ``left_overs``."""
+    return run.with_name(f".{run.name[:50]}.removed-{secrets.token_hex(4)}")
+
+
+def left_overs(run: Path) -> list[Path]:
+    """What removals of the run at this path have left where they were interrupted."""
+    begin = f".{run.name[:50]}.removed-"
+    try:
+        return [path for path in run.parent.iterdir() if path.name.startswith(begin) and _REMOVED.fullmatch(path.name)]
+    except OSError:
+        return []
+
+
 def may_exist(path: Path) -> bool:
     """Whether ``path`` exists, or may exist where it cannot be looked at."""
     try:
@@ -932,7 +949,8 @@ def walk_runs(root: Path, owners: Collection[int] | None = None) -> Iterator[tup
         for _ in range(len(waiting)):
             folder = waiting.popleft()
             try:
-                entries = sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path.name))
+                found = (path for path in folder.iterdir() if not _REMOVED.fullmatch(path.name))
+                entries = sorted(found, key=lambda path: (path.is_symlink(), path.name))
             except OSError:
                 if depth == 0:
                     raise
@@ -1130,9 +1148,9 @@ def seconds_since(run: RunFolder, path: Path) -> float | None:
 def _now(folder: Path) -> float:
     """The file server's time: that of a file that is written now. It also makes a network filesystem look anew."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as stream:
-            stream.write(b"?")
-            stream.flush()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-", buffering=0) as stream:
+            with contextlib.suppress(OSError):  # on a full disk: its creation is the newest that there is
+                stream.write(b"?")
             return os.fstat(stream.fileno()).st_mtime
     except OSError as error:
         raise translated(f"cannot write {folder}", error) from error

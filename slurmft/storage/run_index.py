@@ -6,6 +6,7 @@ What cannot be noted is not found by its name elsewhere; no submission fails for
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -50,22 +51,26 @@ def forget(run: Path, environment: Mapping[str, str]) -> None:
     """Forget a run that was removed."""
     folder = _folder(environment)
     if folder is not None and _is_private(folder):
-        (folder / _name_of(run)).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a link that leads nowhere is passed over
+            (folder / _name_of(run)).unlink(missing_ok=True)
 
 
 def noted_runs(environment: Mapping[str, str]) -> list[RunFolder]:
-    """The runs that were submitted and are still there, the newest first."""
+    """The runs that were submitted and are still there, or may be, where that cannot be seen; the newest first."""
     folder = _folder(environment)
     if folder is None or not _is_private(folder):
         return []
     found = []
-    for link in _links(folder)[:MAX_RUNS]:
-        try:
+    try:
+        links = _links(folder)[:MAX_RUNS]
+    except OSError as error:
+        log.warning("%s: %s; runs are found by their paths", folder, error.strerror or error)
+        return []
+    for link in links:
+        with contextlib.suppress(OSError):  # removed meanwhile
             run = RunFolder(Path(os.readlink(link)))  # noqa: PTH115 - as it was noted, and not relative to the link
-            if run.path.is_absolute() and run.exists():
+            if run.path.is_absolute() and run.may_exist():
                 found.append(run)
-        except OSError:
-            continue  # removed meanwhile, or on a filesystem that is away
     return found
 
 
@@ -92,6 +97,8 @@ def _links(folder: Path) -> list[Path]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_symlink():
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile, by another submission
+                if not entry.is_symlink():
+                    continue
                 found.append((entry.stat(follow_symlinks=False).st_mtime_ns, Path(entry.path)))
     return [path for _, path in sorted(found, reverse=True)]

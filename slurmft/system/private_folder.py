@@ -187,14 +187,17 @@ def is_left_over(path: Path, *, owner: int) -> bool:
     return True
 
 
-def remove_tree(path: Path, *, owner: int) -> None:
+def remove_tree(path: Path, *, owner: int, depth: int = MAX_DEPTH) -> None:
     """Remove the folder of ``owner`` with all that is in it. No link is followed, and nothing but folders is opened.
+
+    Args:
+        depth: folders in folders; of deeper ones nothing more is removed.
 
     Raises:
         OSError: something in it could not be removed.
     """
     with open_folder(path, owner=owner) as folder:
-        _empty(folder, MAX_DEPTH)
+        _empty(folder, depth)
     path.rmdir()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,13 @@ def test_flags_make_a_configuration_that_loads(here):
 
 def test_a_terminal_is_asked_for_what_no_option_says(here, monkeypatch):
     monkeypatch.setattr(module.sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
-    given = iter(["train.py --a b", "4", "low", "30", str(here / "elsewhere")])
+    given = iter(["train.py --a 'b c'", "4", "low", "30", str(here / "elsewhere")])
     monkeypatch.setattr(module.click, "prompt", lambda *_args, **_rest: next(given))
     module.init.callback(command=(), output=None, run_folder=None, nodes=3, gpus=None, partition=None, limit=None,
                          yes=False)  # fmt: skip
     settings = configuration.load(here / "train.yaml", known_here=lambda options: options)
     assert (settings.nodes, settings.nproc_per_node, settings.run_folder) == (3, 4, here / "elsewhere")
+    assert settings.command == ("python", "train.py", "--a", "b c")
 
 
 def test_a_file_that_is_there_stays(here):
@@ -64,6 +66,28 @@ def test_odd_words_stay_values(here, word):
         return
     settings = configuration.load(here / "train-a-.yaml", known_here=lambda options: options)
     assert settings.command[1:] == ("train 'a'.py", "x: y", "# z")
+
+
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [
+        ("/", "run.yaml"),
+        (".py", "py.yaml"),
+        ("-x.py", "x.yaml"),
+        ("\u8bad\u7ec3.py", "\u8bad\u7ec3.yaml"),
+        ("a\n;b.py", "a-b.yaml"),
+    ],
+)
+def test_an_odd_name_becomes_one_that_can_be_typed(here, script, file):
+    assert slurmft("init", "--yes", "--", script).output.endswith(f"slurmft submit {shlex.quote(file)}\n")
+    settings = configuration.load(here / file, known_here=lambda options: options)
+    assert settings.run_folder == here / "runs" / file.removesuffix(".yaml")
+
+
+def test_where_it_cannot_write_it_says_so(here):
+    with pytest.raises(UsageError, match="there is no folder"):
+        slurmft("init", "--yes", "--output", str(here / "nowhere" / "x.yaml"), "train.py")
+    assert "slurmft submit 'my run.yaml'" in slurmft("init", "--yes", "--output", "my run.yaml", "train.py").output
 
 
 def test_without_a_script_and_a_terminal_it_says_what_to_type(here):

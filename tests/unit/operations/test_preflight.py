@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from slurmft.errors import UsageError
 from slurmft.operations import preflight, submit
 
 
-def python_in(folder: Path, name: str = "python", body: str = 'shift 2; echo "$@"') -> Path:
+def python_in(folder: Path, name: str = "python", body: str = 'shift 3; echo "missing: $@"') -> Path:
     """An interpreter that lacks every package that it is asked for."""
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -94,3 +95,77 @@ def test_an_interpreter_that_answers_nonsense_is_not_judged(tmp_path):
     broken = python_in(tmp_path / "bin", body="echo nonsense; exit 3")
     (tmp_path / "train.py").write_text("import torch\n")
     preflight.refuse_unusable(settings_of(tmp_path, str(broken), "train.py"), os.environ)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    import torch\nexcept ImportError:\n    torch = None\n",
+        '"""Type:\n\nimport torch\n"""\n',
+        "import torch +\n",
+    ],
+    ids=["try", "docstring", "no syntax"],
+)
+def test_only_an_import_that_must_succeed_counts(tmp_path, text):
+    other = python_in(tmp_path / "bin")
+    (tmp_path / "train.py").write_text(text)
+    preflight.refuse_unusable(settings_of(tmp_path, str(other), "train.py"), os.environ)
+
+
+def test_words_that_an_interpreter_prints_at_its_start_are_no_answer(tmp_path):
+    loud = python_in(tmp_path / "bin", body='echo loaded module torch; shift 3; [ "$1" = torch ] && echo missing:')
+    (tmp_path / "train.py").write_text("import torch\n")
+    preflight.refuse_unusable(settings_of(tmp_path, str(loud), "train.py"), os.environ)
+
+
+def another_python(folder: Path) -> Path:
+    """A real interpreter that is not slurmft's own, and has no packages but the standard library's."""
+    return python_in(folder, body=f'exec "{Path(sys.executable).resolve()}" -S "$@"')
+
+
+def test_nothing_of_the_current_folder_runs_when_an_interpreter_is_asked(tmp_path, monkeypatch):
+    other = another_python(tmp_path / "bin")
+    for name in ("contextlib", "types", "sitecustomize", "importlib", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("import torch\n")
+    with pytest.raises(UsageError, match=r"train\.py imports torch, which"):
+        preflight.refuse_unusable(settings_of(tmp_path, str(other), "src/train.py"), os.environ)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own python", "another"])
+@pytest.mark.parametrize("way", ["beside", "PYTHONPATH"])
+def test_packages_beside_the_script_and_in_the_runs_own_path_are_found(tmp_path, monkeypatch, own, way):
+    other = sys.executable if own else str(another_python(tmp_path / "bin"))
+    monkeypatch.setattr(preflight, "_imported", lambda _script: ["only_here"])
+    folder = tmp_path / "src" if way == "beside" else tmp_path / "lib"
+    (folder / "only_here").mkdir(parents=True)
+    (folder / "only_here" / "__init__.py").touch()
+    (tmp_path / "src").mkdir(exist_ok=True)
+    (tmp_path / "src" / "train.py").touch()
+    with_path = {"environment": {"PYTHONPATH": str(folder)}} if way == "PYTHONPATH" else {}
+    preflight.refuse_unusable(settings_of(tmp_path, other, "src/train.py", **with_path), os.environ)
+    (folder / "only_here").rename(tmp_path / "gone")
+    with pytest.raises(UsageError, match="imports only_here"):
+        preflight.refuse_unusable(settings_of(tmp_path, other, "src/train.py", **with_path), os.environ)
+
+
+def test_an_interpreter_that_hangs_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
+    slow = python_in(tmp_path / "bin", body=f"sleep 300 & echo $! > {tmp_path}/pid; wait")
+    (tmp_path / "train.py").write_text("import torch\n")
+    monkeypatch.setattr(preflight, "ASK_S", 1.0)
+    preflight.refuse_unusable(settings_of(tmp_path, str(slow), "train.py"), os.environ)
+    pid, until = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_wrapper_is_no_python_for_its_name(tmp_path):
+    wrapper = python_in(tmp_path / "bin", "python-on-numa")
+    preflight.refuse_unusable(settings_of(tmp_path, str(wrapper), "0", "train.py"), os.environ)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from click.testing import CliRunner
 
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError, UsageError
+from slurmft.operations import control
 from slurmft.storage import run_index
-from slurmft.storage.run_folder import RunFolder, find_run
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder, find_run, touch
 from slurmft.storage.run_index import noted_runs
 
 
@@ -117,6 +121,56 @@ def _no_home() -> Path:
     raise RuntimeError
 
 
+def test_a_link_that_goes_meanwhile_is_passed_over(tmp_path, environment, monkeypatch):
+    run = run_at(tmp_path / "run")
+    run_at(tmp_path / "other")
+    real = os.scandir
+
+    def scan(folder: Path) -> contextlib.AbstractContextManager[list[os.DirEntry[str]]]:
+        with real(folder) as entries:
+            found = list(entries)
+        run_index.forget(tmp_path / "other", environment)
+        return contextlib.nullcontext(found)
+
+    monkeypatch.setattr(run_index.os, "scandir", scan)
+    assert [each.path for each in noted_runs(environment)] == [run.path]
+
+
+def test_no_verb_acts_on_a_guess(tmp_path, environment):
+    """The only run that is noted is not the only one of the user's: others lie in ./runs, or cannot be looked at."""
+    one = run_at(tmp_path / "project" / "one")
+    older = RunFolder(tmp_path / "runs" / "older")
+    older.create()
+    older.journal().append("submitting")
+    for verb in ("stop", "save", "requeue"):
+        with pytest.raises(UsageError, match="2 of yours are not finished") as caught:
+            slurmft(verb)
+        assert str(one.path) in caught.value.hint and str(older.path) in caught.value.hint
+    older.mark_done(reason="finished")
+    with pytest.raises(UsageError, match="run one is not running"):
+        slurmft("save")
+    assert one.see_request("KILL") is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root looks into every folder")
+def test_a_run_that_cannot_be_looked_at_may_be_the_one_that_is_meant(tmp_path, environment):
+    one, away = run_at(tmp_path / "one"), run_at(tmp_path / "away" / "run")
+    away.path.parent.chmod(0)
+    try:
+        with pytest.raises(SlurmftError):
+            slurmft("stop")
+    finally:
+        away.path.parent.chmod(0o700)
+    assert one.see_request("KILL") is None
+
+
+def test_completing_a_word_asks_for_no_run(tmp_path, environment):
+    words = {"_SLURMFT_COMPLETE": "bash_complete", "COMP_WORDS": "slurmft stop --ti", "COMP_CWORD": "2"}
+    done = subprocess.run([sys.executable, "-P", "-m", "slurmft"], env=environment | words, capture_output=True,
+                          text=True, check=False, timeout=60)  # fmt: skip
+    assert (done.stdout.split(), done.stderr) == (["plain,--timeout"], "")
+
+
 # slurmft rm
 
 
@@ -158,3 +212,108 @@ def test_rm_refuses_another_users(tmp_path, environment):
     with pytest.raises(SlurmftError):
         slurmft("rm", "run", "--yes")
     assert run.exists()
+
+
+def test_rm_refuses_what_is_no_runs_folder(tmp_path, environment):
+    """Many a project has a file called config.yaml."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").write_text("lr: 1")
+    with pytest.raises(UsageError, match="nothing was ever submitted"):
+        slurmft("rm", "project", "--yes")
+    assert (tmp_path / "project" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("within", ["here", "home", "another run"])
+def test_rm_refuses_more_than_a_run(tmp_path, environment, monkeypatch, within):
+    run = run_at(tmp_path / "run")
+    (run.path / "inner").mkdir()
+    if within == "here":
+        monkeypatch.chdir(run.path / "inner")
+    elif within == "home":
+        monkeypatch.setenv("HOME", str(run.path))
+    else:
+        run_at(run.path / "inner" / "run")
+    with pytest.raises(UsageError, match=r"is in .*/run"):
+        slurmft("rm", str(run.path), "--yes")
+    assert (run.path / "inner").exists()
+
+
+def _mount(source: Path, target: Path) -> bool:
+    return subprocess.run(["mount", "--bind", source, target], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount takes root")
+def test_rm_empties_no_mounted_folder(tmp_path, environment):
+    run = run_at(tmp_path / "run")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "kept").touch()
+    (mounted := run.path / "my data").mkdir()
+    if not _mount(tmp_path / "data", mounted):
+        pytest.skip("no mount is possible here")
+    try:
+        with pytest.raises(UsageError, match="my data is mounted in it"):
+            slurmft("rm", "run", "--yes")
+    finally:
+        for each in tmp_path.rglob("my data"):  # also where the run was given another name
+            subprocess.run(["umount", each], check=True)
+    assert (tmp_path / "data" / "kept").exists() and run.exists()
+
+
+def test_rm_goes_on_where_it_was_killed(tmp_path, environment, monkeypatch):
+    elsewhere = run_at(tmp_path / "elsewhere" / "run")
+    run = run_at(tmp_path / "runs" / "run")
+    killed = multiprocessing.get_context("fork").Process(target=_remove_until_killed, args=(run,))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -9
+    (left,) = tmp_path.glob("runs/*")
+    assert left.name.startswith(".run.removed-") and (left / "journal.jsonl").exists()
+    monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path / "runs"))
+    assert "removed" not in slurmft("status")  # it is no run any more
+    assert slurmft("rm", "run", "--yes") == f"removed {run.path}\n"
+    assert not list(tmp_path.glob("runs/*")) and elsewhere.exists()
+
+
+def _remove_until_killed(run: RunFolder) -> None:
+    control.remove_tree = lambda *_args, **_rest: os.kill(os.getpid(), 9)
+    control.remove(run)
+
+
+def test_rm_takes_deep_folders_and_long_names(tmp_path, environment):
+    run = run_at(tmp_path / ("\u8a13" * 84))
+    (run.path / "/".join("d" * 60)).mkdir(parents=True)
+    assert "removed" in slurmft("rm", str(run.path), "--yes")
+    assert not run.exists() and not list(tmp_path.glob(".*removed*"))
+
+
+def test_rm_refuses_a_run_of_another_login_node(tmp_path, environment):
+    run = run_at(tmp_path / "run")
+    attempt = Attempt(job="local-1", restart=0)
+    run.take_over(Owner(job="local-1", restart=0, generation=1, cluster="local", host="login2", pid=1))
+    run.attempt_folder(attempt)
+    touch(run, attempt)
+    assert control.is_alive(run)
+    with pytest.raises(SlurmftError, match="is being trained"):
+        slurmft("rm", "run", "--yes")
+    assert run.exists()
+    (tmp_path / "c.yaml").write_text(f"command: ['true']\nrun_folder: {run.path}\n")
+    with pytest.raises(SlurmftError, match="is being trained") as caught:
+        slurmft("submit", "c.yaml", "--cluster", "local", "--dry-run")
+    assert "login2" in caught.value.hint
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount takes root")
+def test_rm_makes_room_on_a_full_disk(tmp_path, environment):
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], check=False).returncode:
+        pytest.skip("no mount is possible here")
+    try:
+        run = run_at(disk / "run")
+        run.take_over(Owner(job="1", restart=0, generation=1, cluster="slurm", host="n1", pid=1))
+        with contextlib.suppress(OSError), (run.path / "weights").open("wb", buffering=0) as stream:
+            while True:
+                stream.write(b"0" * 4096)
+        assert "removed" in slurmft("rm", str(run.path), "--yes")
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
