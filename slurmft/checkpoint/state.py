@@ -320,7 +320,7 @@ class Trainee:
         if not hasattr(self.model, "modules"):
             raise UsageError(f"the model is a {type(self.model).__name__}, no torch.nn.Module",
                              hint="several models: torch.nn.ModuleDict")  # fmt: skip
-        if not all(hasattr(self.optimizer, one) for one in ("state_dict", "load_state_dict", "param_groups")):
+        if isinstance(self.optimizer, (tuple, list, dict)):  # else a wrapper, or what stands for a copied one
             raise UsageError(f"the optimizer is a {type(self.optimizer).__name__}, no torch.optim.Optimizer",
                              hint=SEVERAL_OPTIMIZERS)  # fmt: skip
         for kind in (*map(type, self.model.modules()), type(self.optimizer)):
