@@ -46,7 +46,7 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 def _install(url: str) -> str:
-    packages = {"s3": "'slurmft[sync]'", "s3a": "'slurmft[sync]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs",
+    packages = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs",
                 "abfs": "adlfs", "abfss": "adlfs"}  # fmt: skip
     return f"pip install {packages.get(url.partition(':')[0], 'what it names')}"
 

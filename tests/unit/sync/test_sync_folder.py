@@ -571,7 +571,7 @@ def test_the_bandwidth_cap(node: Node):
 
 @pytest.mark.parametrize(
     ("url", "package", "hint"),
-    [("gs://bucket/x", "gcsfs", "pip install gcsfs"), ("s3://bucket/x", "s3fs", "pip install 'slurmft")],
+    [("gs://bucket/x", "gcsfs", "pip install gcsfs"), ("s3://bucket/x", "s3fs", "pip install s3fs")],
 )
 def test_an_address_whose_package_is_missing_is_refused_at_once(
     url: str, package: str, hint: str, monkeypatch: pytest.MonkeyPatch
