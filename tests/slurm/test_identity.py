@@ -143,3 +143,22 @@ def test_a_batch_host_that_slurm_has_given_up_does_not_take_the_run_back(
     assert not run.events("requeueing") and not run.events("resubmitting"), run.story()
     assert run.folder.jobs() == [job]
     assert run.digest() == undisturbed
+
+
+def test_a_run_is_removed_only_when_no_job_of_it_is_left(lab: Lab, new_run: Callable[..., Run]) -> None:
+    run = new_run(steps=5000)
+    job = run.submit("--", "--begin=now+1hour")
+    asked = ["slurmft", "rm", str(run.path), "--yes"]
+
+    def refused(state: str) -> bool:
+        done = lab.run(asked, check=False)
+        return done.returncode == 2 and f"has job {job} in state {state}" in done.stderr
+
+    assert refused("PENDING"), run.story()
+    lab.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    run.wait_for("first step")
+    assert refused("RUNNING"), run.story()
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(job)
+    assert run.slurmft(*asked[1:]).startswith("removed ")
+    assert not run.path.exists() and run.path.parent.exists()
