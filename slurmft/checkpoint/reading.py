@@ -46,7 +46,7 @@ from slurmft.checkpoint.image_file import (
 )
 from slurmft.checkpoint.state import GROUPS, MODEL, OPTIMIZER, STATE, KeyPath, key_of, unflatten
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.system.files import UnsafeFile, fsync_folder, opened, trusted_owners
+from slurmft.system.files import UnsafeFile, fsync_folder, mode_of_shown_files, opened, trusted_owners
 
 # --- An image in a rank's own place in memory, used where it lies: verified there, and copied from there once ---
 # To read it into new memory first costs more than both. Whatever fills the place takes its index away before the first
@@ -632,9 +632,7 @@ def _new_file(out: Path) -> Iterator[Path]:
         yield path
         with opened(path) as written:
             os.fsync(written)
-        mask = os.umask(0)
-        os.umask(mask)
-        path.chmod(0o666 & ~mask)
+        path.chmod(mode_of_shown_files())
         path.replace(out)
         fsync_folder(out.parent)
     except BaseException:

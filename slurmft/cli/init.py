@@ -16,7 +16,7 @@ import slurmft.examples
 from slurmft.cli.arguments import runs_root
 from slurmft.cli.main import say, say_block
 from slurmft.errors import UsageError
-from slurmft.system.files import read_text, replace_atomically
+from slurmft.system.files import mode_of_shown_files, read_text, replace_atomically
 
 EXAMPLES = Path(slurmft.examples.__path__[0])
 _PLACES = ("*.py", "*.yaml", "sbatch/*.*", "configs/*.*", "configs/*/*.*")
@@ -74,7 +74,7 @@ def init(
         raise UsageError(f"there is {path} already", hint="name another file with --output, or move it away")
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent}", hint="name another file with --output, or make it")
-    replace_atomically(path, text, mode=0o666 & ~_umask(), durable=False)
+    replace_atomically(path, text, mode=mode_of_shown_files(), durable=False)
     word = shlex.quote(str(path))
     say(f"wrote {path}; next: slurmft doctor {word}, then slurmft submit {word}")
     return 0
@@ -86,11 +86,6 @@ def _words(line: str) -> tuple[str, ...]:
         return tuple(shlex.split(line))
     except ValueError as error:
         raise UsageError(f"{line!r} is no command: {error}", hint="close the quotes") from error
-
-
-def _umask() -> int:
-    os.umask(mask := os.umask(0o077))
-    return mask
 
 
 def _configuration(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 import time
@@ -19,7 +18,7 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.reporting.accounting import MEANING, WITHOUT_NODES, Category
 from slurmft.reporting.report import Fleet, Report, hours, page_of, percent, report_of, span
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.files import replace_atomically
+from slurmft.system.files import mode_of_shown_files, replace_atomically
 from slurmft.system.foreign_text import one_line
 
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ def report(
     found, problems = _read(chosen, now_s=now_s, since_s=now_s - since if since else 0.0, is_fleet=is_fleet)
     fleet = Fleet(reports=found, problems=problems)
     if html is not None:
-        replace_atomically(html, page_of(found, problems, now_s=now_s, is_fleet=is_fleet), mode=_mode(), durable=False)
+        page = page_of(found, problems, now_s=now_s, is_fleet=is_fleet)
+        replace_atomically(html, page, mode=mode_of_shown_files(), durable=False)
         if not as_json:
             say(f"written: {html}")
     if as_json:
@@ -83,13 +83,6 @@ def report(
         if each.unreadable:
             say_error(f"{each.name}: {each.unreadable} lines of the journal cannot be read and are left out")
     return 0
-
-
-def _mode() -> int:
-    """A page is to be shown to others, unless the user's umask says no."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def _read(

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -32,16 +33,26 @@ from slurmft.system.processes import who
 # --- ``slurmft submit`` ---
 
 
+def _submission(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What each verb that submits a run takes."""
+    parameters = (
+        click.argument("config", type=click.Path(path_type=Path)),
+        click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED),
+        click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing."),
+        click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code."),
+        click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
+                     help="Where to run; auto: Slurm where its commands are, else this machine."),
+    )  # fmt: skip
+    for each in reversed(parameters):
+        function = each(function)
+    return function
+
+
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@_submission
 @click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
 @click.option("--unchecked", is_flag=True, help="Do not look here for the command's program, script and packages: only "
               "the nodes have them.")  # fmt: skip
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.time=30.")
 @click.option("--data", help="Text file or folder to train on: added to the command as --data.")
 def submit(
@@ -90,12 +101,7 @@ TOLD_EVERY = 100_000
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@_submission
 @click.option("-i", "--input-file", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE",
               help="The requests, in place of inference.input; - is standard input.")  # fmt: skip
 @click.option("-o", "--output-file", type=click.Path(path_type=Path), metavar="PATH",
@@ -135,12 +141,7 @@ MAX_TIMEOUT_S = 366 * 86_400
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@_submission
 @click.option("--update", is_flag=True, help="Give the endpoint that runs the engine of CONFIG, replica by replica, "
               "and wait for the end; it goes back when one does not become ready.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",

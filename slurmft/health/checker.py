@@ -564,11 +564,7 @@ def _remove(path: Path, uid: int) -> bool:
 
 def _ticks_now(scene: Scene) -> int:
     """Ticks since boot, as /proc/PID/stat counts them."""
-    try:
-        up_s = float(scene.text("proc/uptime").split()[0])
-    except (IndexError, ValueError):
-        return 0  # nothing began before that, so nothing is ended
-    return int(up_s * os.sysconf("SC_CLK_TCK"))
+    return int((scene.up_s() or 0.0) * os.sysconf("SC_CLK_TCK"))  # 0: nothing began before that, so nothing is ended
 
 
 # --- requeued ---

@@ -124,12 +124,12 @@ class Scene:
         match = re.match(r"\s*(-?\d{1,18})\b", self.text(name))
         return int(match[1]) if match else None
 
-    def up_s(self) -> float:
-        """Seconds since boot; 0 where the kernel does not say."""
+    def up_s(self) -> float | None:
+        """Seconds since boot; None where the kernel does not say."""
         try:
             return float(self.text("proc/uptime").split()[0])
         except (IndexError, ValueError):
-            return 0.0
+            return None
 
     def folders(self, name: str, pattern: str = "*") -> list[Path]:
         """What matches in a folder below the root, sorted; nothing where it is missing."""
@@ -209,7 +209,7 @@ def grown(scene: Scene, kind: str, totals: Mapping[str, int]) -> dict[str, int]:
     window_s = scene.config.window_hours * HOUR_S
     path = scene.path(str(evidence_folder(scene.config) / f"{scene.node}.{kind}.json").lstrip("/"))
     samples = with_sample(before := _samples(path), scene.now, totals, window_s)
-    if not before and (up_s := scene.up_s()) < window_s:
+    if not before and (up_s := scene.up_s() or 0.0) < window_s:
         samples = ((scene.now - up_s, {}), *samples)
     if samples != before:
         with contextlib.suppress(OSError):  # a full disk: this look counts from the samples that are there

@@ -289,9 +289,7 @@ def judge_processes(zombies: int, stuck: list[str], limits: HostLimits) -> Probe
 
 def uptime(scene: Scene) -> ProbeResult:
     """Time since boot."""
-    try:
-        up_s = float(scene.text("proc/uptime").split()[0])
-    except (IndexError, ValueError):
+    if (up_s := scene.up_s()) is None:
         return unknown("uptime", "/proc/uptime cannot be read")
     return judge_uptime(up_s, scene.config.host)
 

@@ -14,7 +14,7 @@ from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder, run_index
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
-from slurmft.supervisor.owner import process_here, started_here
+from slurmft.supervisor.owner import local_owner_lives, process_here, started_here
 from slurmft.system import processes
 from slurmft.system.files import UnsafeFile
 from slurmft.system.private_folder import open_folder, remove_tree
@@ -105,7 +105,7 @@ def remove(run: RunFolder) -> None:
         raise UsageError(f"{run.path} is a link", hint=f"the run is {run.path.resolve()}")
     if run.path.exists():
         with run.lock():  # a submission holds it as well
-            _refuse_alive(run)
+            refuse_busy(run, ask_slurm=bool(run.jobs()))
             _refuse_more_than_a_run(run)
             try:
                 with open_folder(run.path, owner=os.geteuid()):
@@ -125,16 +125,36 @@ def remove(run: RunFolder) -> None:
     run_index.forget(run.path, os.environ)
 
 
-def _refuse_alive(run: RunFolder) -> None:
-    if process_here(run, run.owner()) is not None or started_here(run) is not None:
-        raise RunBusy(f"run {run.path.name} is running here", hint=f"slurmft stop {run.path}")
-    records = records_of(run) if run.jobs() else {}
+def refuse_busy(run: RunFolder, *, ask_slurm: bool) -> None:
+    """Return when no process and no job of the run lives or waits.
+
+    Args:
+        ask_slurm: its jobs count; without it, only the processes of this machine and signs of life.
+
+    Raises:
+        RunBusy: one does; names it.
+        SlurmError: Slurm did not answer.
+        StorageError: the run folder cannot be read or written.
+    """
+    owner = run.owner()
+    if owner is not None and local_owner_lives(owner):
+        raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
+    if (pid := started_here(run)) is not None:
+        raise RunBusy(f"run {run.path.name} is running here, starting or ending (process {pid})",
+                      hint=f"slurmft status {run.path}, and slurmft stop once it runs")  # fmt: skip
+    records = records_of(run) if ask_slurm else {}
     for record in records.values():
         if record.alive or record.waiting:
-            raise RunBusy(f"run {run.path.name} has job {record.job_id} in state {record.state}",
-                          hint=f"slurmft stop {run.path}")  # fmt: skip
+            raise RunBusy(
+                f"run {run.path.name} has job {record.job_id} in state {record.state}",
+                hint=f"slurmft stop {run.path} ends it after a save",
+            )
     if is_unseen(run, records):
-        raise RunBusy(f"run {run.path.name} is being trained, although neither Slurm nor this machine knows it")
+        raise RunBusy(
+            f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
+            hint=f"is this the cluster, or the machine, it runs on ({owner and owner.host})? If its nodes are gone, "
+            "try again in a minute",
+        )
 
 
 def _refuse_more_than_a_run(run: RunFolder) -> None:

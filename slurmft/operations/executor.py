@@ -25,7 +25,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 from slurmft.config.run import RunConfig
 from slurmft.errors import RunFailed, SlurmftError, StorageError, UsageError
 from slurmft.operations.run_handle import MAX_RESULT_BYTES, RunHandle, settings_of_callable, submitted
-from slurmft.operations.status import Overview, overviews
+from slurmft.operations.status import Overview, oldest_first, overviews
 from slurmft.scheduler import slurm
 from slurmft.storage.run_folder import RunFolder, result_of
 from slurmft.system.files import read_bytes
@@ -148,7 +148,7 @@ class _Paths(JobPaths):
     @property
     def stdout(self) -> Path:
         """The newest log of the task: both of its streams."""
-        logs = sorted(self._run.attempts.glob(f"*/rank-{self.task_id}.log"), key=lambda path: path.stat().st_mtime)
+        logs = oldest_first(self._run.attempts.glob(f"*/rank-{self.task_id}.log"))
         return logs[-1] if logs else self._run.attempts / f"rank-{self.task_id}.log"
 
     stderr = stdout

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmft.config.run import RunConfig
@@ -51,55 +51,45 @@ def refuse_unusable(settings: RunConfig, environment: Mapping[str, str]) -> None
     Raises:
         UsageError: its program, its script or a package is not here; names what to do.
     """
-    for finding in findings_of(settings, environment):
-        if finding.level is Level.PROBLEM:
-            raise UsageError(
-                f"{finding.check}: {finding.text}", hint=f"{finding.remedy}; --unchecked submits it all the same"
-            )
+    found = finding_of(settings, environment)
+    if found is not None and found.level is Level.PROBLEM:
+        raise UsageError(f"{found.check}: {found.text}", hint=f"{found.remedy}; --unchecked submits it all the same")
 
 
-def findings_of(settings: RunConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """The command's program, script and packages; nothing where a container has them, or where there is no command."""
+def finding_of(settings: RunConfig, environment: Mapping[str, str]) -> Finding | None:
+    """The command's program, script and packages; None where a container has them, or where there is no command."""
     if not settings.command or settings.contained() is not None:
-        return
-    if settings.launcher == "torchrun" and _missing(sys.executable, ["torch"], where=settings.trainer_directory):
-        yield Finding(
-            check="command", level=Level.PROBLEM,
-            text=f"launcher: torchrun is started by {sys.executable}, which does not have torch",
-            remedy="submit with a slurmft that is installed beside torch, or leave out the launcher",
-        )  # fmt: skip
-        return
-    program, rest = settings.command[0], settings.command[1:]
-    where = settings.trainer_directory
+        return None
+    where, (program, *rest) = settings.trainer_directory, settings.command
+    if settings.launcher == "torchrun" and _missing(sys.executable, ["torch"], where=where):
+        return _problem(
+            f"launcher: torchrun is started by {sys.executable}, which does not have torch",
+            "submit with a slurmft that is installed beside torch, or leave out the launcher",
+        )
     found = sys.executable if program.endswith(".py") else _found(settings, environment)
     if found is None and program not in PYTHONS:
-        yield Finding(
-            check="command", level=Level.PROBLEM, text=f"there is no program {program} in PATH",
-            remedy="correct its name, or activate the environment that has it",
-        )  # fmt: skip
-        return
+        return _problem(f"there is no program {program} in PATH",
+                        "correct its name, or activate the environment that has it")  # fmt: skip
     is_python = program.endswith(".py") or re.fullmatch(r"python[\d.]*t?", Path(program).name) is not None
     script = program if program.endswith(".py") else _script_in(rest) if is_python else None
     if script is None:
-        yield Finding(check="command", level=Level.OK, text=f"{found or sys.executable}")
-        return
+        return Finding(check="command", level=Level.OK, text=f"{found or sys.executable}")
     if not (path := where / script).exists():
-        yield Finding(
-            check="command", level=Level.PROBLEM, text=f"there is no {script} in {where}",
-            remedy="submit from the folder that it lies in, or give its whole path",
-        )  # fmt: skip
-        return
+        return _problem(f"there is no {script} in {where}",
+                        "submit from the folder that it lies in, or give its whole path")  # fmt: skip
     interpreter = sys.executable if found is None or _is_own(found) else found
     own = settings.environment
     given = {**environment, **own} if interpreter != sys.executable or "PYTHONPATH" in own else None
     if missing := _missing(interpreter, _imported(path), where=path.parent, environment=given):
-        yield Finding(
-            check="command", level=Level.PROBLEM,
-            text=f"{script} imports {' and '.join(missing)}, which {interpreter} does not have",
-            remedy="activate the environment that has it, install it there, or name the interpreter in command",
-        )  # fmt: skip
-        return
-    yield Finding(check="command", level=Level.OK, text=f"{path} with {interpreter}")
+        return _problem(
+            f"{script} imports {' and '.join(missing)}, which {interpreter} does not have",
+            "activate the environment that has it, install it there, or name the interpreter in command",
+        )
+    return Finding(check="command", level=Level.OK, text=f"{path} with {interpreter}")
+
+
+def _problem(text: str, remedy: str) -> Finding:
+    return Finding(check="command", level=Level.PROBLEM, text=text, remedy=remedy)
 
 
 def _found(settings: RunConfig, environment: Mapping[str, str]) -> str | None:
@@ -125,7 +115,7 @@ def _script_in(words: Sequence[str]) -> str | None:
 
 
 def _imported(script: Path) -> list[str]:
-    """Which of the packages that a worker cannot do without the script imports whatever happens: not in a ``try``."""
+    """Which of the packages that a worker needs the script needs as well: no import in a ``try`` counts."""
     try:
         with warnings.catch_warnings(action="ignore"):
             body = ast.parse(read_bytes(script)).body

@@ -165,7 +165,8 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
     """Look at the site around us, for this run or for any; ``here`` stands for its folder where there is no run."""
     folder = try_folder(here if config is None else config.run_folder)
     found = [*policy.judge_folder(folder)]
-    found += [] if config is None else preflight.findings_of(config, environment)
+    command = None if config is None else preflight.finding_of(config, environment)
+    found += [] if command is None else [command]
     container = None if config is None else look_at_container(config, environment)
     found += [] if container is None else policy.judge_container(container)
     offsets = {} if folder.error else {"the run folder's filesystem": folder.clock_offset_s}

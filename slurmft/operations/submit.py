@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
+from slurmft.errors import SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations import preflight
 from slurmft.operations.run_configuration import refuse_shared
 from slurmft.policy.job_identity import OwnJob
@@ -193,27 +193,8 @@ def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
     if not run.exists():
         return
     from slurmft.operations import control  # not for a new run: they take 60 ms
-    from slurmft.supervisor.owner import local_owner_lives, started_here
 
-    owner = run.owner()
-    if owner is not None and local_owner_lives(owner):
-        raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
-    if (pid := started_here(run)) is not None:
-        raise RunBusy(f"run {run.path.name} is starting or ending here (process {pid})",
-                      hint=f"slurmft status {run.path}")  # fmt: skip
-    records = control.records_of(run) if where == "slurm" or slurm.available() else {}
-    for record in records.values():
-        if record.alive or record.waiting:
-            raise RunBusy(
-                f"run {run.path.name} has job {record.job_id} in state {record.state}",
-                hint=f"slurmft stop {run.path} ends it after a save",
-            )
-    if control.is_unseen(run, records):
-        raise RunBusy(
-            f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
-            hint=f"is this the cluster, or the machine, it runs on ({owner and owner.host})? If its nodes are gone, "
-            "try again in a minute",
-        )
+    control.refuse_busy(run, ask_slurm=where == "slurm" or slurm.available())
 
 
 @contextlib.contextmanager

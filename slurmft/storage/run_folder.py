@@ -882,14 +882,13 @@ def find_run(name: str, root: Path, noted: Callable[[], Sequence[RunFolder]] = t
     for path in (Path(name), root / name):
         if (run := RunFolder(path.absolute())).exists():
             return run
-    own = [] if "/" in name else [run for run in noted() if run.path.name == name]
     below = list_runs(root)
-    own += (
-        [] if "/" in name else [run for run in below if run.path.name == name and _owner_of(run.path) == os.geteuid()]
-    )
-    if places := {_identity(run.path): run for run in own}:
-        if len(places) == 1:
-            return own[0]
+    mine = (run for run in below if _owner_of(run.path) == os.geteuid())
+    own = [] if "/" in name else [run for run in (*noted(), *mine) if run.path.name == name]
+    places = {_identity(run.path): run for run in own}
+    if len(places) == 1:
+        return own[0]
+    if places:
         where = ", ".join(sorted(str(run.path) for run in places.values())[:MAX_NAMES])
         raise StorageError(f"there are {len(places)} runs called {name!r}", hint=f"give the path of one: {where}")
     names = [run.name for run in below]

@@ -1,6 +1,7 @@
 """Which runs the user has submitted: links in a private folder of the state folder, the newest one by its time.
 
-A link for each run, named by its path: two processes at once need no lock, and nothing of another user is ever read.
+A link for each run, named by its path: two processes at once need no lock, and nothing of another user is ever read,
+as a link says what is stopped and removed.
 What cannot be noted is not found by its name elsewhere; no submission fails for it.
 """
 
@@ -10,12 +11,12 @@ import contextlib
 import hashlib
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import replace_link
+from slurmft.system.private_folder import is_private
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def note(run: Path, environment: Mapping[str, str]) -> None:
         return
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(folder):
+        if not is_private(folder):
             return
         replace_link(folder / _name_of(run), str(run.absolute()))
         for link in _links(folder)[MAX_RUNS:]:
@@ -50,7 +51,7 @@ def note(run: Path, environment: Mapping[str, str]) -> None:
 def forget(run: Path, environment: Mapping[str, str]) -> None:
     """Forget a run that was removed."""
     folder = _folder(environment)
-    if folder is not None and _is_private(folder):
+    if folder is not None and is_private(folder):
         with contextlib.suppress(OSError):  # a link that leads nowhere is passed over
             (folder / _name_of(run)).unlink(missing_ok=True)
 
@@ -58,7 +59,7 @@ def forget(run: Path, environment: Mapping[str, str]) -> None:
 def noted_runs(environment: Mapping[str, str]) -> list[RunFolder]:
     """The runs that were submitted and are still there, or may be, where that cannot be seen; the newest first."""
     folder = _folder(environment)
-    if folder is None or not _is_private(folder):
+    if folder is None or not is_private(folder):
         return []
     found = []
     try:
@@ -81,15 +82,6 @@ def _folder(environment: Mapping[str, str]) -> Path | None:
 
 def _name_of(run: Path) -> str:
     return hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:32]
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether it is a folder of ours that no other user may write to: a link in it says what is stopped and removed."""
-    try:
-        status = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _links(folder: Path) -> list[Path]:

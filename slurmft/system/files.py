@@ -413,6 +413,12 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def mode_of_shown_files() -> int:
+    """The mode of a new file that is to be shown to others, unless the user's umask says no."""
+    os.umask(mask := os.umask(0o077))
+    return 0o666 & ~mask
+
+
 def replace_atomically(
     path: Path, content: str | bytes, *, mode: int = 0o600, durable: bool = True, group: int | None = None
 ) -> None:

@@ -133,7 +133,7 @@ def own_folders(root: Path, name_prefix: str) -> list[Path]:
             # another user may have made a hundred thousand: each costs one look
             if entry.name.startswith(name_prefix) and entry.stat(follow_symlinks=False).st_uid == me:
                 found.append(Path(entry.path))
-    return sorted(path for path in found if _is_private(path))
+    return sorted(path for path in found if is_private(path))
 
 
 @contextlib.contextmanager
@@ -162,7 +162,8 @@ def check_private(path: Path) -> None:
     _check_folder(path, os.lstat(path), os.geteuid())
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
+    """Whether ``path`` is a folder of this user that no other user can write to."""
     with contextlib.suppress(OSError):
         check_private(path)
         return True
