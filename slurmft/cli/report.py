@@ -96,7 +96,7 @@ def _read(
     found, problems = list[Report](), list[tuple[str, str]]()
     for run in runs:
         try:
-            found.append(report_of(run, now_s=now_s, since_s=since_s))
+            found.append(report_of(run, now_s=now_s, since_s=since_s, is_one_of_many=is_fleet))
         except (StorageError, OSError) as error:
             if not is_fleet:
                 raise
@@ -162,7 +162,7 @@ def _cells(report: Report, category: Category) -> tuple[str, str, str]:
 def _words(report: Report) -> list[str]:
     account, found, best = report.account, report.mtbf, report.best_interval
     counts = f"{counted(account.attempts, 'attempt')}, {counted(account.failures, 'failure')}, step {account.step}"
-    lines = ["", f"{report.name}: {counts}, {hours(report.lost_rank_s)} rank-hours lost"]
+    lines = ["", report.sentence, f"{report.name}: {counts}, {hours(report.lost_rank_s)} rank-hours lost"]
     if found is not None:
         if found.mean_s is None:
             lines.append(f"  time between failures: more than {span(found.low_s)} (95 % sure), none was seen")

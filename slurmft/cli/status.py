@@ -50,6 +50,7 @@ from slurmft.operations.status import (
     story,
 )
 from slurmft.storage import run_folder
+from slurmft.storage.history import METRICS_FILE, curves
 from slurmft.storage.journal import Entry, Event, EventName, JournalTail
 from slurmft.storage.run_folder import LiveView, RunFolder, progress_of
 from slurmft.system.files import open_regular, read_part
@@ -259,6 +260,7 @@ def _follow(path: Path) -> int:
 # Everything in it comes from files that others may have written; the view makes it safe to show.
 
 KEPT_EVENTS = 500
+CURVE_POINTS = 200
 SLURM_EVERY_S = 10.0
 """Slurm is asked no more often than this, however often the view is drawn."""
 
@@ -280,6 +282,10 @@ class Scene:
     replicas: Sequence[tuple[str, str]] = ()
     """Node and number of each replica that can answer."""
 
+    curve: Sequence[float] = ()
+    """The loss, or the first other number that the trainer reports, over the run's steps."""
+
+    curve_name: str = ""
     problem: str = ""
     at: float = 0.0
 
@@ -298,6 +304,7 @@ class Watcher:
         self._events: deque[Entry] = deque(maxlen=KEPT_EVENTS)
         self._seen: Sequence[Overview] = ()
         self._asked_s = -math.inf
+        self._curve: tuple[str, Sequence[float]] = ("", ())
 
     def _begin(self, begun: int) -> None:
         from slurmft.reporting.metrics import RunCounts  # `slurmft status` needs none
@@ -308,6 +315,9 @@ class Watcher:
         """This moment."""
         if time.monotonic() - self._asked_s > SLURM_EVERY_S:
             self._seen, self._asked_s = overviews(self._runs), time.monotonic()
+            if self._chosen is not None and (found := curves(self._chosen.path / METRICS_FILE, CURVE_POINTS)):
+                name = min(found, key=lambda each: "loss" not in each.lower())
+                self._curve = name, [value for _, value in found[name]]
         if self._chosen is None or self._tail is None:
             return Scene(runs=self._seen, at=time.time())
         problem = ""
@@ -324,7 +334,7 @@ class Watcher:
         return Scene(
             runs=self._seen, chosen=self._seen[0], view=run_folder.read(self._chosen.path), events=tuple(self._events),
             span=counts.span, since=counts.since, replicas=sorted(counts.ready_replicas), problem=problem,
-            at=time.time(),
+            curve_name=self._curve[0], curve=self._curve[1], at=time.time(),
         )  # fmt: skip
 
 
@@ -475,7 +485,7 @@ def _lines(scene: Scene, width: int, signs: str, *, events: int, height: int | N
             _text(f"slurmft  {at}  {counted(len(scene.runs), 'run')}  (q ends)", "bold"),
             *_list(scene.runs, width),
         ]
-    head = _head(scene, scene.chosen, width, at)
+    head = [*_head(scene, scene.chosen, width, at), *_curve(scene, width, signs)]
     is_live = scene.chosen.state in ("running", "unknown")  # else its ranks are of an attempt that is over
     body = [*_map(scene, width, signs, height), *_sections(scene)] if is_live else []
     kept = events if height is None else max(0, max(height, MIN_HEIGHT) - len(head) - len(body) - 1)
@@ -519,7 +529,7 @@ def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
         done = min(1.0, run.step / run.until)
         room = max(5, min(40, width - 40))
         bar = "#" * int(done * room)
-        lines.append(_text(f"[{bar:<{room}}] {run.step} of {run.until}{_loss(run)}"))
+        lines.append(_text(f"[{bar:<{room}}] {run.step} of {run.until}{_loss(run)}{_pace(scene, run)}"))
     else:
         lines.append(_text(f"step {_steps(run)}{_loss(run)}"))
     if scene.span is not None and scene.since is not None and run.state != "finished":
@@ -536,6 +546,28 @@ def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
         nodes = sorted({node for node, _ in scene.replicas})
         lines.append(_text(f"replicas     {len(scene.replicas)} ready on {len(nodes)} nodes: {', '.join(nodes)}"))
     return lines
+
+
+def _pace(scene: Scene, run: Overview) -> str:
+    """Steps in a second and the time that is left at this pace; nothing while it is not known."""
+    known = sorted(each for each in scene.view.step_s if each is not None and each > 0)
+    if not known or run.state != "running" or run.step is None or not run.until:
+        return ""
+    step_s = known[len(known) // 2]
+    pace = f"{1 / step_s:.3g} steps/s" if step_s < 1 else f"{step_s:.3g} s a step"
+    return f"  {pace}, {_duration(max(0, run.until - run.step) * step_s)} left"
+
+
+def _curve(scene: Scene, width: int, signs: str) -> list[Text]:
+    """One line: the mean of what falls into each column, from the lowest value to the highest."""
+    values, room = scene.curve, max(8, width - 40)
+    if len(values) < 2:
+        return []
+    each = -(-len(values) // room)
+    means = [math.fsum(part) / len(part) for part in (values[at : at + each] for at in range(0, len(values), each))]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    line = "".join(signs[min(LEVELS - 1, int(LEVELS * (mean - low) / span))] for mean in means)
+    return [_text(f"{one_line(scene.curve_name, 11):<11}  {line}  {values[0]:.4g} to {values[-1]:.4g}")]
 
 
 def _map(scene: Scene, width: int, signs: str, height: int | None) -> list[Text]:

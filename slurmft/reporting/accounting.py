@@ -24,6 +24,7 @@ MAX_KEPT = 2000
 """Attempts, ends and marks that are kept one by one; sums are of all."""
 
 MAX_NODES = 10_000
+MAX_HOSTS = 64
 MAX_CAUSES = 200
 
 
@@ -195,6 +196,9 @@ class Account:
     saves: int = 0
     world_size: int = 0
     nodes: int = 0
+    hosts: tuple[str, ...] = ()
+    """The nodes of the newest attempt; the first MAX_HOSTS of them."""
+
     is_open: bool = False
     """The run goes on."""
 
@@ -232,7 +236,7 @@ def _share(part_s: float, whole_s: float) -> float | None:
 
 # --- Where every second of a run went, from the events of its journal alone ---
 
-_FAILURES = frozenset(cause.value for cause in BUDGETED)
+FAILURES = frozenset(cause.value for cause in BUDGETED)
 _NOTICED = frozenset(
     {
         EventName.WORKER_FAILED, EventName.WORKER_HUNG, EventName.AGENTS_GONE, EventName.ENDED_FROM_OUTSIDE,
@@ -444,7 +448,9 @@ class Accounting:
 
     def _agents_ready(self, event: Event, _at_s: float) -> None:
         hosts = event.details.get("hosts")
-        self.account.nodes = len(hosts) if isinstance(hosts, list) else self.account.nodes
+        if isinstance(hosts, list):
+            self.account.nodes = len(hosts)
+            self.account.hosts = tuple(str(host)[:255] for host in hosts[:MAX_HOSTS])
 
     def _first_step(self, event: Event, at_s: float) -> None:
         facts, self._resumed = event.details, _whole(event.details.get("resumed_from"))
@@ -493,7 +499,7 @@ class Accounting:
     def _judge(self, facts: Mapping[str, Any], at_s: float, attempt: str) -> None:
         cause, reason = str(facts.get("cause") or "unknown")[:60], str(facts.get("reason") or "")[:300]
         last = max(_whole(facts.get("last_step")), self._resumed if self._has_stepped else 0)
-        is_failure = cause in _FAILURES
+        is_failure = cause in FAILURES
         died_early = is_failure and (self._noticed_s or at_s) - self._cursor_s < IMPORT_S
         if self._measured.get("attached") is False and self._phase is Category.IMPORT and not died_early:
             self._phase = Category.TRAINING  # a script that says nothing of its steps

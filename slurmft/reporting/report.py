@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from slurmft.errors import StorageError, UsageError
+from slurmft.config.base import parsed
+from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.policy.interval import FailureHistory, Mtbf, Plan, duration, mtbf_of, mtbf_s, plan
 from slurmft.reporting.accounting import (
     ALIASES,
+    FAILURES,
     MEANING,
     WANTED,
     WITHOUT_NODES,
@@ -21,7 +23,9 @@ from slurmft.reporting.accounting import (
     Loss,
     Mark,
 )
+from slurmft.storage import history
 from slurmft.storage.run_folder import RunFolder, progress_of
+from slurmft.system.files import read_text
 from slurmft.system.foreign_text import one_line
 
 # --- A report's numbers: of one run, of two side by side, and of a fleet of runs ---
@@ -42,10 +46,35 @@ class Report:
     unreadable: int = 0
     """Lines of the journal that are not events."""
 
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    """Step and value of each number that the trainer has reported."""
+
+    settings: Sequence[tuple[str, str]] = ()
+    """The head of the configuration."""
+
     @property
     def mtbf(self) -> Mtbf | None:
         """Of the run as a whole, of the time in which its workers lived."""
         return mtbf_of(self.account.failures, self.account.exposed_s)
+
+    @property
+    def sentence(self) -> str:
+        """What has happened, for somebody who reads nothing else."""
+        account, of = self.account, self.account.inference
+        if of is None:
+            did = f"came to step {account.step}"
+        else:
+            did = "served" if of.is_endpoint else f"answered {of.answered} of {of.total} requests"
+        last = account.rows[-1].cause if account.rows else ""
+        state = "goes on" if account.is_open else f"ended: {last}" if last and last != "finished" else "has finished"
+        failures = sorted(
+            ((loss.seconds, name, loss.ends) for name, loss in account.by_cause.items() if name in FAILURES),
+            reverse=True,
+        )
+        named = ", ".join(f"{ends} x {name}" for _, name, ends in failures[:4])
+        cost_s = sum(seconds for seconds, _, _ in failures)
+        undone = f"failures ({named}) cost {span(cost_s)}" if failures else "nothing failed"
+        return f"In {span(account.wall_s)} the run {did} and {state}; {undone}; {percent(account.ettr)} was new work."
 
     @property
     def lost_rank_s(self) -> float:
@@ -193,8 +222,10 @@ def _rounded(value: float | None) -> float | None:
 # --- The account of a run, from its folder: one pass over the journal, which is never in memory as a whole ---
 
 
-def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0) -> Report:
+def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0, is_one_of_many: bool = False) -> Report:
     """What the journal of ``run`` shows of the time from ``since_s`` to ``now_s``, both Unix times.
+
+    Of one of many, neither its configuration nor the numbers that it has reported are read.
 
     Raises:
         StorageError: there is no journal, it cannot be read, holds no event, or a newer slurmft wrote it.
@@ -217,7 +248,31 @@ def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0) -> Report:
         damage = f": none of its {unreadable} lines can be read" if unreadable else " is empty"
         raise StorageError(f"{journal.path}{damage}", hint=f"see also {run.logs}")
     account = accounting.finish(now_s=now_s, seen=asdict(progress_of(run)))
-    return Report(name=run.name, account=account, unreadable=unreadable)
+    if is_one_of_many:
+        return Report(name=run.name, account=account, unreadable=unreadable)
+    curves = history.curves(run.path / history.METRICS_FILE)
+    return Report(name=run.name, account=account, unreadable=unreadable, settings=_head_of(run), curves=curves)
+
+
+_HEAD = ("command", "nodes", "spare_nodes", "nproc_per_node", "launcher", "slurm.partition", "slurm.time",
+         "slurm.gpus_per_node", "checkpoint.interval_steps", "checkpoint.peer_copies",
+         "inference.replicas")  # fmt: skip
+
+
+def _head_of(run: RunFolder) -> list[tuple[str, str]]:
+    """What the run's configuration sets of the keys that tell runs from each other; empty where it cannot be read."""
+    found = []
+    try:
+        settings = parsed(read_text(run.config), of=str(run.config))
+    except (OSError, ValueError, SlurmftError):
+        return []
+    for key in _HEAD:
+        value: Any = settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            found.append((key, " ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return found
 
 
 # --- A run's time as a strip of coloured pieces, as many as can be seen, however many intervals there are ---
@@ -362,12 +417,31 @@ def _facts(report: Report) -> dict[str, Any]:
     account = report.account
     return {
         "report": report, "account": account, "pieces": pieces_of(account), "ticks": ticks_of(account),
-        "is_dense": is_dense(account),
+        "is_dense": is_dense(account), "curves": curves_of(report), "height": CURVE_HEIGHT,
         "shares": _shares_of_account(account), "rows": list(account.rows)[-MAX_ROWS:][::-1],
         "causes": sorted(account.by_cause.items(), key=lambda each: -each[1].rank_s)[:30],
         "nodes": sorted(account.by_node.items(), key=lambda each: -each[1].rank_s)[:30],
         "strip_begin": account.intervals[0].begin_s if account.intervals else account.begin_s,
     }  # fmt: skip
+
+
+CURVES = 4
+CURVE_HEIGHT = 120
+
+
+def curves_of(report: Report) -> list[dict[str, Any]]:
+    """The reported numbers as lines of a picture, a loss first: points in columns and in units of CURVE_HEIGHT."""
+    drawn = list[dict[str, Any]]()
+    for name, points in sorted(report.curves.items(), key=lambda each: ("loss" not in each[0].lower(), each[0])):
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        if len(points) < 2 or len(drawn) == CURVES:
+            continue
+        low, high = min(values), max(values)
+        x, y = COLUMNS / max(1, steps[-1] - steps[0]), CURVE_HEIGHT / (high - low or 1.0)
+        path = " ".join(f"{(step - steps[0]) * x:.1f},{(high - value) * y:.1f}" for step, value in points)
+        drawn.append({"name": name, "path": path, "low": low, "high": high, "newest": values[-1],
+                      "first": steps[0], "last": steps[-1]})  # fmt: skip
+    return drawn
 
 
 def _shares_of_account(account: Account) -> list[tuple[str, float, float, float | None]]:

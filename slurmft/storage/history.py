@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.policy.hangs import MAX_SAMPLES
-from slurmft.system.files import duration, naming, open_regular, parse_json, read_json, write_bytes, write_json
+from slurmft.system.files import duration, naming, number, open_regular, parse_json, read_json, write_bytes, write_json
 
 # --- How long the steps and saves of a run took, kept for the next submission of the same workload ---
 # A workload is known by its fingerprint; a run's numbers are believed for the same one only. One entry for each
@@ -230,6 +230,37 @@ def append_lines(path: Path, lines: list[str]) -> None:
         OSError: they cannot be written; a part of them may have been, which the next ``cut_back`` removes.
     """
     write_bytes(path, "".join(f"{line}\n" for line in lines).encode(), append=True, follow=False)
+
+
+def curves(path: Path, points: int = 400) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of each reported number, by its name: of about ``points`` lines, spread evenly over the file.
+
+    Empty where there is no file that can be read; what is not a step with finite numbers is left out.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    newest = -1
+    try:
+        with os.fdopen(open_regular(path, os.O_RDONLY, follow=False), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            lines = [_line_at(file, place) for place in range(0, size, max(1, size // points))]
+            file.seek(max(0, size - MAX_LINE_BYTES))
+            for line in [*lines, *file.read(MAX_LINE_BYTES).splitlines()[-2:]]:  # the newest may be torn
+                if newest < (step := _step_of(line)) < math.inf:
+                    newest = int(step)
+                    for name, value in parse_json(line).items():
+                        if name not in ("step", "at") and (known := number(value)) is not None:
+                            found.setdefault(name, []).append((newest, known))
+    except OSError:
+        pass
+    return found
+
+
+def _line_at(file: BinaryIO, place: int) -> bytes:
+    """The first whole line at ``place`` or after it."""
+    file.seek(place)
+    if place:
+        file.readline(MAX_LINE_BYTES)
+    return file.readline(MAX_LINE_BYTES)
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.storage import run_folder
+from slurmft.storage.history import METRICS_FILE, append_lines
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, LiveView, Owner, RunFolder
 from slurmft.system import processes
@@ -46,6 +47,7 @@ def run(tmp_path: Path) -> RunFolder:
         sections=["step"] * (RANKS - 1) + [NASTY], section_s=[0.5] * (RANKS - 1) + [90.0], hang_used=0.9,
         tiers={"memory": "step 50"},
     ))  # fmt: skip
+    append_lines(run.path / METRICS_FILE, [json.dumps({"step": n, "loss": 9 - n / 10, "lr": 1}) for n in range(50)])
     return run
 
 
@@ -62,7 +64,8 @@ def test_once_prints_everything_and_text_of_others_as_text(run: RunFolder):
     assert "\x1b" not in shown and "\x07" not in shown
     assert r"[red]\x1b[2J\x1b]0;title\x07[/red]" in shown and r"\nsecond line" in shown
     for told in ("gpt  running", "50 of 200  loss 1.5000", "memory: step 50", "rank 77 on n9 3.000 s", "in 1 rank,",
-                 "1 start so far", "90% of a time limit", "worker failed"):  # fmt: skip
+                 "1 start so far", " s a step, 2 min left",
+                 "loss         ", "9 to 4.1", "90% of a time limit", "worker failed"):  # fmt: skip
         assert told in shown, shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmft.errors import UsageError
-from slurmft.reporting.accounting import Account, AttemptRow, Category, End, Interval, Loss, Mark
+from slurmft.reporting.accounting import FAILURES, Account, AttemptRow, Category, End, Interval, Loss, Mark
 from slurmft.reporting.report import Report, page_of, report_of
+from slurmft.storage.history import METRICS_FILE, append_lines
 from slurmft.storage.run_folder import RunFolder
 
 TAGS = {"html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "dl", "div", "dt", "dd",
         "small", "svg", "line", "rect", "span", "table", "thead", "tbody", "tr", "th", "td", "br", "strong", "ul",
-        "li", "code"}  # fmt: skip
+        "li", "code", "polyline"}  # fmt: skip
 MOST_BYTES = 300_000
 
 
@@ -51,7 +53,8 @@ def odd_report(name: str) -> Report:
     account.by_cause[name] = account.by_node[name] = Loss(1, 5.0, 5.0)
     account.ends.append(End(name, 1e9 + 50, name, name, is_failure=True, nodes=(name,)))
     account.rows.append(AttemptRow(name, 1e9, 1e9 + 60, cause=name, reason=name))
-    return Report(name=name, account=account)
+    account.hosts, account.nodes = (name,), 2
+    return Report(name=name, account=account, curves={name: [(0, 2.0), (9, 1.0)]}, settings=[("command", name)])
 
 
 _PLAIN = [page_of([odd_report("x")], [("x", "x")], now_s=1e9, is_fleet=is_fleet) for is_fleet in (False, True)]
@@ -85,6 +88,25 @@ def test_the_page_of_a_thousand_attempts_is_small_and_made_at_once(tmp_path: Pat
     assert len(page.encode()) < MOST_BYTES
     assert "The newest 200 of 1000" in page
     assert Outline(page).open == []
+
+
+def test_a_page_begins_with_what_happened_and_draws_what_was_reported(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", attempts=4)
+    (tmp_path / "run" / "config.yaml").write_text(
+        "command: [python, train.py]\nslurm: {partition: gpu}\nenvironment: {K: s3cret}\n"
+    )
+    append_lines(tmp_path / "run" / METRICS_FILE, [json.dumps({"step": n, "loss": 1 / (n + 1)}) for n in range(50)])
+    found = report_of(RunFolder(tmp_path / "run"), now_s=2e9)
+    text = Outline(page := page_of([found], [], now_s=2e9, is_fleet=False)).text
+    account = found.account
+    assert f"the run came to step {account.step} and" in found.sentence and "was new work." in found.sentence
+    assert all(
+        f"{loss.ends} x {cause}" in found.sentence for cause, loss in account.by_cause.items() if cause in FAILURES
+    )
+    assert found.sentence in text and page.count("<polyline") == 1 and "newest: 0.02" in text
+    assert "python train.py" in text and "slurm.partition" in text and "s3cret" not in text
+    assert "polyline" not in page_of([report_of(RunFolder(tmp_path / "run"), now_s=2e9, is_one_of_many=True)], [],
+                                     now_s=2e9, is_fleet=False)  # fmt: skip
 
 
 def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.storage.history import append_lines, cut_back
+from slurmft.storage.history import append_lines, curves, cut_back
 from slurmft.system.files import UnsafeFile
 
 
@@ -72,3 +72,26 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
         with pytest.raises((UnsafeFile, OSError)):
             work(tmp_path / "metrics.jsonl")
     assert steps_in(target) == [1]
+
+
+def test_a_curve_has_the_first_and_the_newest_step_and_few_between(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert curves(path) == {}
+    append_lines(path, [json.dumps({"loss": 1000.0 - step, "lr": 0.1, "step": step}) for step in range(50_000)])
+    with path.open("ab") as stream:
+        stream.write(b'{"loss": 7, "st')  # torn
+    found = curves(path, points=100)
+    steps = [step for step, _ in found["loss"]]
+    assert list(found) == ["loss", "lr"] and steps[0] == 0 and steps[-1] == 49_999 and 90 <= len(steps) <= 102
+    assert all(value == 1000.0 - step for step, value in found["loss"]) and sorted(set(steps)) == steps
+
+
+def test_what_is_no_number_is_in_no_curve(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    odd = ["[]", '"step"', "\0" * 10, '{"step": 1, "loss": NaN}', '{"step": 2, "loss": "x", "at": 9}', '{"step": true}',
+           '{"step": 3, "loss": 1e999}', '{"step": 4, "loss": 0.5}', '{"step": 3, "loss": 9}']  # fmt: skip
+    append_lines(path, odd)
+    assert curves(path) == {"loss": [(4, 0.5)]}
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    assert curves(path) == {}
