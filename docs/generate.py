@@ -56,6 +56,7 @@ KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "
 
 def main() -> None:
     for path, text in pages().items():
+        (DOCS / path).parent.mkdir(parents=True, exist_ok=True)
         (DOCS / path).write_text(text, encoding="utf-8")
 
 
@@ -64,6 +65,7 @@ def pages() -> dict[str, str]:
     return {
         "reference/configuration.md": _page("Configuration", _configuration()),
         "reference/verbs.md": _page("Verbs", _verbs()),
+        "../packaging/man/slurmft.1": "\n".join(_manual()) + "\n",
         "reference/public-names.md": _page("Public names", _public_names()),
         "reference/causes.md": _page("Causes in text", _causes()),
     }
@@ -227,6 +229,51 @@ def _verb(command: click.Command, above: click.Context, name: str, level: int) -
                 found = command.get_command(context, inner)
                 if found is not None and not found.hidden:
                     yield from _verb(found, context, inner, level + 1)
+
+
+def _manual() -> Iterator[str]:
+    """The manual page, in the macros of man(7)."""
+    yield from (
+        f'.TH SLURMFT 1 "" "slurmft {slurmft.__version__}" "User Commands"', ".SH NAME",
+        "slurmft \\- keep training and inference going on a Slurm cluster", ".SH SYNOPSIS",
+        ".B slurmft", r"\fIVERB\fR [\fIOPTIONS\fR] [\fIARGUMENTS\fR]", ".SH VERBS",
+    )  # fmt: skip
+    with click.Context(cli, info_name="slurmft", terminal_width=WIDTH) as root:
+        for name in sorted(VERBS):
+            command = cli.get_command(root, name)
+            assert command is not None
+            yield from _verb_of_manual(command, root, name)
+    yield from (
+        ".SH FILES", ".TP", ".B runs/", "Runs that verbs find by name; SLURMFT_RUNS names another folder.",
+        ".TP", r".B ~/.local/state/slurmft/", "The exclusion list and the index of runs.",
+        ".SH SEE ALSO", ".BR sbatch (1), ", ".BR scontrol (1)",
+    )  # fmt: skip
+
+
+def _verb_of_manual(command: click.Command, above: click.Context, name: str) -> Iterator[str]:
+    with click.Context(command, info_name=name, parent=above, terminal_width=WIDTH) as context:
+        yield f".SS {_roff(' '.join([context.command_path, *command.collect_usage_pieces(context)]))}"
+        for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+            yield ".PP"
+            yield _roff(paragraph.replace("\b", "").replace("``", ""))
+        for option in command.get_params(context):
+            if isinstance(option, click.Option) and (record := option.get_help_record(context)):
+                yield f".TP\n.B {_roff(record[0])}"
+                yield _roff(record[1].replace("``", "")) or "\\&"
+        if command.epilog:
+            yield f".PP\n.nf\n{_roff(inspect.cleandoc(command.epilog.replace(chr(8), '')), keep=True)}\n.fi"
+        if isinstance(command, click.Group):
+            for inner in command.list_commands(context):
+                found = command.get_command(context, inner)
+                if found is not None and not found.hidden:
+                    yield from _verb_of_manual(found, context, inner)
+
+
+def _roff(text: str, *, keep: bool = False) -> str:
+    """Text that no line of is taken for a request; ``keep``: with its line ends."""
+    lines = text.splitlines() if keep else [" ".join(text.split())]
+    shown = [line.replace("\\", "\\e").replace("-", "\\-") for line in lines]
+    return "\n".join(f"\\&{line}" if line[:1] in (".", "'") else line for line in shown)
 
 
 def _cell(text: str) -> str:

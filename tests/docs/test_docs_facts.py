@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from docs_pages import DOCS, PAGES, REPOSITORY
+from extras import needs
 
 import slurmft
 from slurmft import errors
@@ -163,3 +166,37 @@ def test_the_citation_names_this_version():
     cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert cited["version"] == slurmft.__version__
     assert {"cff-version", "message", "title", "authors"} <= set(cited)
+
+
+def lost(given: Any, understood: Any, path: str = "") -> list[str]:
+    """Places of ``given`` that are not in ``understood``, or other there."""
+    if isinstance(given, dict) and isinstance(understood, dict):
+        return [each for key in given for each in lost(given[key], understood.get(key), f"{path}.{key}")]
+    if isinstance(given, list) and isinstance(understood, list) and len(given) == len(understood):
+        return [
+            each for at, pair in enumerate(zip(given, understood, strict=True)) for each in lost(*pair, f"{path}[{at}]")
+        ]
+    return [] if given == understood else [path]
+
+
+@needs("grafana_foundation_sdk")
+def test_grafana_knows_every_key_of_the_dashboards() -> None:
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    boards = {
+        path.stem: json.loads(path.read_text()) for path in sorted((REPOSITORY / "configs/grafana").glob("*.json"))
+    }
+    assert list(boards) == ["cluster", "run"]
+    for name, board in boards.items():
+        assert lost(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board)))) == [], name
+        variables = {each["name"] for each in board["templating"]["list"]}
+        assert variables >= set(re.findall(r"\$(?!\{?__)\{?(\w+)", json.dumps(board["panels"]))), name
+        for panel in board["panels"]:
+            shown = panel["fieldConfig"]["defaults"]
+            values = [step["value"] for step in shown.get("thresholds", {"steps": []})["steps"]]
+            assert shown["unit"] and values[:1] in ([], [None]) and values[1:] == sorted(values[1:]), panel["title"]
+        other = next(each for each in boards.values() if each is not board)
+        assert [link["url"] for link in board["links"]] == [f"/d/{other['uid']}"]
