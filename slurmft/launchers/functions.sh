@@ -7,10 +7,11 @@ if [ -n "${slurmft_is_batch_script:-}" ]; then
     unset slurmft_is_batch_script
     if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
         SLURMFT_BATCH_JOB=$SLURM_JOB_ID
+        SLURMFT_SCRIPT=$0
         SLURMFT_BASH_ENV=${BASH_ENV:-}
         BASH_ENV=$SLURMFT_LAUNCHERS/functions.sh
         PATH=$SLURMFT_LAUNCHERS/bin:$PATH
-        export SLURMFT_BATCH_JOB SLURMFT_BASH_ENV BASH_ENV PATH
+        export SLURMFT_BATCH_JOB SLURMFT_SCRIPT SLURMFT_BASH_ENV BASH_ENV PATH
         export SLURMFT_LAUNCHERS SLURMFT_PYTHON SLURMFT_SIGNAL SLURMFT_SET SLURMFT_AGAIN
         # a trap of the script's own takes its place, and this word is not said
         trap 'slurmft_last_word' EXIT
@@ -62,6 +63,7 @@ if [ "${SLURMFT_BATCH_JOB:-none}" = "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_
     deepspeed() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet deepspeed "$@"; }
     mpirun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet mpirun "$@"; }
     uv() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet uv "$@"; }
+    sbatch() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet sbatch "$@"; }
     # of these only what launches, or is marked, is looked at: a script may call python a thousand times
     python() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python "$@"; }
     python3() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python3 "$@"; }

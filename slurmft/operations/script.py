@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ from slurmft.system.files import (
 LAUNCHERS = Path(__file__).parent.parent / "launchers"
 MAX_SCRIPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 16
+_IS_GUARD = "slurmft_is_batch_script"
 
 # --- submission ---
 
@@ -80,6 +82,7 @@ def submit_script(
     if {"help", "usage", "version", "h", "V"} & {name for name, _ in line.options}:
         return slurm.sbatch_as_given(words, environment)
     text, name = _script_of(line)
+    text = policy.without_guard(text) if _IS_GUARD in text else text
     if text.startswith("\ufeff") or "\r\n" in text:
         tell(
             "the script was written on another system: it is submitted without its byte order mark and carriage returns"
@@ -129,7 +132,7 @@ def _without_wrap(line: Line) -> Iterator[str]:
 def _guard(sent: tuple[str, int] | None, overrides: Sequence[str], *, again: bool) -> str:
     """The words in front of the script's first command."""
     values = {
-        "slurmft_is_batch_script": "yes", "SLURMFT_PYTHON": sys.executable, "SLURMFT_LAUNCHERS": str(LAUNCHERS),
+        _IS_GUARD: "yes", "SLURMFT_PYTHON": sys.executable, "SLURMFT_LAUNCHERS": str(LAUNCHERS),
         "SLURMFT_SIGNAL": "" if sent is None else "@".join(map(str, sent)), "SLURMFT_SET": json.dumps(overrides),
         "SLURMFT_AGAIN": "yes" if again else "",
     }  # fmt: skip
@@ -142,7 +145,8 @@ def _guard(sent: tuple[str, int] | None, overrides: Sequence[str], *, again: boo
 # --- launches ---
 
 _OF_GUARD = ("SLURMFT", "SLURMFT_PYTHON", "SLURMFT_LAUNCHERS", "SLURMFT_SIGNAL", "SLURMFT_SET", "SLURMFT_AGAIN",
-             "SLURMFT_BATCH_JOB", "SLURMFT_BASH_ENV", "SLURMFT_LINE", "SLURMFT_SOURCE", "BASH_ENV")  # fmt: skip
+             "SLURMFT_BATCH_JOB", "SLURMFT_SCRIPT", "SLURMFT_BASH_ENV", "SLURMFT_LINE", "SLURMFT_SOURCE",
+             "BASH_ENV")  # fmt: skip
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEAVING_S = 120.0
 """How long a launch whose run goes on through the queue waits for Slurm to end the script."""
@@ -193,6 +197,7 @@ class _Script:
     """Of the folders of its runs: the first one's path."""
 
     start: str = field(init=False)
+    job: str = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.environment
@@ -202,6 +207,7 @@ class _Script:
         if before := given.get("SLURMFT_BASH_ENV"):
             self.own["BASH_ENV"] = before
         job = current_job(given)
+        self.job = given.get("SLURM_JOB_ID", "")
         identity = "none" if job is None else job.job_id
         name = re.sub(r"[^A-Za-z0-9._-]", "-", given.get("SLURM_JOB_NAME", "job")).lstrip(".-")[:80] or "job"
         root = Path(given.get("SLURMFT_RUNS") or Path(given.get("SLURM_SUBMIT_DIR", ".")) / "runs")
@@ -220,6 +226,10 @@ class _Script:
     def record(self) -> Path:
         """What is known of its launches, one in a line."""
         return self.base.with_name(f"{self.base.name}.launches")
+
+    def run(self, number: int) -> RunFolder:
+        """Of the launch with this number."""
+        return RunFolder(self.base if number == 1 else self.base.with_name(f"{self.base.name}-{number}"))
 
     def lines(self) -> list[dict[str, Any]]:
         """The record; damaged lines are left out."""
@@ -286,6 +296,8 @@ def launch(
     script = _Script(environment)
     if not script.is_ours:
         _become(name, words, script.own)
+    if name == "sbatch":
+        return _submitted(words, script, tell)
     line = split_line(words, policy.SRUN_FLAGS) if name == "srun" else Line((), (), tuple(words))
     rule = policy.judged(name, line.command, said=_said(environment))
     if not rule.trains:
@@ -312,6 +324,48 @@ def launch(
         code = 1  # torchrun's, whatever its workers' was
     script.note(number=ready.number, words=[name, *words], code=code)
     return code
+
+
+def _submitted(words: Sequence[str], script: _Script, tell: Tell) -> int:
+    """Stand for an ``sbatch`` of the script: one that submits itself again is supervised, too.
+
+    While what it has launched has not finished, it means that the training goes on. The job is requeued then, once: two
+    jobs would train side by side.
+    """
+    line = split_line(words, policy.SBATCH_FLAGS)
+    if not _is_itself(line, script):
+        _become("sbatch", words, script.own)
+    left = [script.run(each.number) for each in script.known() if each.code is None]
+    if not left:
+        overrides = json.loads(script.environment.get("SLURMFT_SET") or "[]")
+        return submit_script(words, script.own, overrides=overrides, again=False, tell=tell)
+    tell("this job goes on through the queue itself: its script is not submitted a second time")
+    for run in left:
+        run.request("REQUEUE", "sbatch in its script")
+    deadline_s = time.monotonic() + LEAVING_S
+    while not all(run.done() is not None or _has_left(run) for run in left) and time.monotonic() < deadline_s:
+        time.sleep(RELAY_S)
+    sys.stdout.write(f"{'' if line.value('parsable') is not None else 'Submitted batch job '}{script.job}\n")
+    return 0
+
+
+def _is_itself(line: Line, script: _Script) -> bool:
+    """Whether sbatch is given the script that calls it: its copy at the node (``$0``), or the file that it was."""
+    if line.value("wrap") is not None or not line.command:
+        return False
+    try:
+        own, given = (read_text(path, limit_bytes=MAX_SCRIPT_BYTES, errors="replace")
+                      for path in (script.environment.get("SLURMFT_SCRIPT", ""), line.command[0]))  # fmt: skip
+    except OSError:
+        return False
+    return policy.without_guard(own) == policy.without_guard(given)
+
+
+def _has_left(run: RunFolder) -> bool:
+    """Whether its newest attempt goes on through the queue."""
+    events = [event.event for event in run.journal().read()]
+    decided = len(events) - 1 - events[::-1].index(EventName.DECISION) if EventName.DECISION in events else 0
+    return bool(_LEAVES.intersection(events[decided:]))
 
 
 def _said(environment: Mapping[str, str]) -> str:
@@ -461,9 +515,8 @@ def _prepared(
     overrides = json.loads(script.environment.get("SLURMFT_SET") or "[]")
     config = from_values(values, overrides, source=name, known_here=lambda options: options)
     number, code = _claimed([name, *words], script)
-    if number > 1:
-        config = config.placed_in(script.base.with_name(f"{script.base.name}-{number}"))
-    run = RunFolder(config.run_folder)
+    run = script.run(number)
+    config = config.placed_in(run.path)
     supervisors = {**script.own, PART_VARIABLE: plan.places.nodelist, TASKS_VARIABLE: str(run.path / "tasks.json")}
     supervisors.pop("SLURM_CPUS_PER_TASK", None)
     if plan.places.cpus_per_node:
@@ -527,9 +580,7 @@ def _supervised(ready: _Ready) -> int | None:
     with ready.relay, appending(run.logs / f"{environment['SLURM_JOB_ID']}.log") as log:
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment))
         code = child.wait()
-    events = [event.event for event in run.journal().read()]
-    decided = len(events) - 1 - events[::-1].index(EventName.DECISION) if EventName.DECISION in events else 0
-    if run.done() is None and _LEAVES.intersection(events[decided:]):
+    if run.done() is None and _has_left(run):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         if signal.SIGTERM not in got:
             signal.sigtimedwait({signal.SIGTERM}, LEAVING_S)

@@ -468,6 +468,14 @@ def with_guard(text: str, guard: str) -> str:
     return text.rstrip("\n") + "\n" + guard + "\n"
 
 
+_GUARD = re.compile(r'slurmft_is_batch_script=yes; .*?/functions\.sh"; fi; ')
+
+
+def without_guard(text: str) -> str:
+    """The script as its user has written it, for one that ``with_guard`` may have changed."""
+    return _GUARD.sub("", text.removeprefix("\ufeff").replace("\r\n", "\n"), count=1)
+
+
 # --- which launch trains ---
 
 LAUNCHERS = frozenset({"torchrun", "ft_launcher", "accelerate", "deepspeed"})
@@ -550,7 +558,7 @@ _OF_PLACE = frozenset(
     """
     N nodes n ntasks ntasks-per-node tasks-per-node c cpus-per-task w nodelist x exclude export D chdir m distribution
     mem mem-per-cpu cpu-bind mem-bind t time jobid overlap threads-per-core hint r relative k no-kill C constraint
-    p partition A account gres gpus-per-node mpi
+    p partition A account gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind
     """.split()  # noqa: SIM905 - as above
 )
 _FOR_AGENTS = frozenset({"gres", "gpus-per-node", "mem", "hint", "threads-per-core"})

@@ -315,17 +315,21 @@ def test_a_restart_avoids_a_gpu_under_suspicion(site: Site, new_run: Callable[..
 
 PER_TASK = """#!/bin/bash
 #SBATCH -N 2 --ntasks-per-node=2 -t 5 -p low
-#SBATCH --gpus-per-task=1
-srun --gpus-per-task=1 python print.py
+{head}
+srun {options} python print.py
 """
 
 
-def test_ranks_of_gpus_per_task_see_the_gpus_that_tasks_would(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("name", "head", "options"),
+    [("head", "#SBATCH --gpus-per-task=1", "--gpus-per-task=1"), ("step", "#SBATCH --gres=gpu:2", "--gpus-per-task=1")],
+)
+def test_ranks_of_gpus_per_task_see_the_gpus_that_tasks_would(site: Site, name: str, head: str, options: str) -> None:
     """Each worker sees one device, and both of a node see different ones, as under Slurm alone."""
-    folder = site.lab.home / "per-task"
+    folder = site.lab.home / f"per-task-{name}"
     folder.mkdir()
     (folder / "print.py").write_text(PRINT)
-    (folder / "job.sh").write_text(PER_TASK)
+    (folder / "job.sh").write_text(PER_TASK.format(head=head, options=options))
     for path in (folder, *folder.iterdir()):
         os.chown(path, site.lab.uid, site.lab.gid)
     lines: dict[str, list[str]] = {}
@@ -340,6 +344,7 @@ def test_ranks_of_gpus_per_task_see_the_gpus_that_tasks_would(site: Site) -> Non
     assert len(lines["slurmft"]) == 4, lines
     assert lines["slurmft"] == lines["sbatch"]
     assert len(set(lines["slurmft"])) == 2, lines
+    assert len(list(folder.glob("runs/*/done.json"))) == 1, "it was supervised"
 
 
 def test_each_rank_gets_an_instance_of_its_own_where_gpus_are_split(site: Site, new_run: Callable[..., Run]) -> None:

@@ -115,6 +115,69 @@ def test_a_handler_that_passes_the_signal_on_and_requeues_by_itself(script: Scri
     assert (told.count("handler"), told.count("begin"), told.count("start 1 resumed")) == (1, 2, 2), script.story()
 
 
+BEHIND = f"{TRAIN} SIGUSR1,SIGTERM 0 &\nchild=$!\nwait $child\necho code $?\n"
+
+
+def handler(last: str) -> str:
+    return f"again() {{ echo handler; kill -USR1 $child; wait $child; {last}; }}\ntrap again USR1\n{BEHIND}"
+
+
+TO_SCRIPT, TO_STEPS, NOBODY = "--signal=B:USR1@60", "--signal=USR1@60", "--signal=USR1@500"
+FORMS = {
+    "a handler that waits": (TO_SCRIPT, handler(":")),
+    "one that ends the script": (TO_SCRIPT, handler("exit 0")),
+    "one that submits its copy": (TO_SCRIPT, handler("sbatch $0")),
+    "one that submits the file": (TO_SCRIPT, handler("sbatch job.sh; exit")),
+    "one that submits at once": (TO_SCRIPT, f"trap 'echo handler; sbatch job.sh' USR1\n{BEHIND}"),
+    "one that requeues at once": (TO_SCRIPT, f"trap 'echo handler; scontrol requeue $SLURM_JOB_ID' USR1\n{BEHIND}"),
+    "a handler at the end": (TO_STEPS, f"trap 'echo handler' EXIT\n{TRAIN} SIGUSR1 0\necho code $?\n"),
+    "a script that ignores it": (TO_STEPS, f"trap '' USR1\n{TRAIN} SIGUSR1 0\necho code $?\n"),
+    "set -e": (TO_STEPS, f"set -euo pipefail\n{TRAIN} SIGUSR1 0\necho code $?\n"),
+    "a function": (TO_STEPS, f"train() {{ {TRAIN} SIGUSR1 0; }}\ntrain\necho code $?\n"),
+    "a subshell": (TO_STEPS, f"( cd . && {TRAIN} SIGUSR1 0 )\necho code $?\n"),
+    "a pipe": (TO_STEPS, f"set -o pipefail\n{TRAIN} SIGUSR1 0 | tee log\necho code $?\n"),
+    "a loop": (TO_STEPS, f"for try in 1 2 3; do {TRAIN} SIGUSR1 0 && break; sleep 1; done\necho code $?\n"),
+    "timeout, then requeue": (
+        NOBODY, f"timeout 15 {TRAIN} SIGTERM,SIGUSR1 0\ncode=$?\n[ $code != 124 ] || scontrol requeue $SLURM_JOB_ID\n"
+        "echo code $code\n",
+    ),
+}  # fmt: skip
+"""By its name: the option, which says whom the test sends the signal to, and the script's text."""
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_script_with_traps_goes_on_once(script: Script, name: str) -> None:
+    option, text = FORMS[name]
+    job = script.submit(HEAD + text, option)
+    script.wait_for("trains", 2)
+    if option != NOBODY:
+        send(script, job, "--signal=USR1", *(["--batch"] if option == TO_SCRIPT else []))
+    script.wait_for("start 1 resumed", 2)
+    script.wait_until_gone(job)
+    told = script.output()
+    assert [told.count(word) for word in ("begin", "trains", "start 1 resumed", "start 2")] == [2, 2, 2, 0], (
+        script.story()
+    )
+    assert "code 0" in told and told.count("handler") >= ("handler" in text), script.story()
+    assert [path.name for path in script.folder.glob("runs/*[0-9]")] == [f"job.sh-{job}"], script.story()
+    assert script.lab.run(["squeue", "-h", "-u", str(script.lab.uid)]).stdout == "", "another job"
+
+
+def test_a_lost_node_is_left_and_the_script_goes_on(script: Script) -> None:
+    job = script.submit(HEAD.replace("-n2", "-N2 --ntasks-per-node=1") + f"{TRAIN} SIGTERM,SIGUSR2 0\necho code $?\n")
+    script.wait_for("trains", 2)
+    for rank in "01":
+        (script.folder / f"saved-{rank}").touch()
+    nodes = script.lab.run(["scontrol", "show", "hostnames", script.squeue(job, "%N")]).stdout.split()
+    [lost] = {*nodes} - {script.squeue(job, "%B")}
+    script.lab.kill_node(lost)
+    try:
+        script.wait_for("code 0", within_s=300)
+    finally:
+        script.lab.start_node(lost)
+    assert script.output().count("resumed") == 2, script.story()
+
+
 def test_what_has_finished_is_not_repeated_after_a_requeue(script: Script) -> None:
     script.write("first.py", "print('first part')\n")
     first = "srun -n1 /usr/bin/python3 first.py\necho first $?\n"

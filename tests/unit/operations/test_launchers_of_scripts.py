@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from slurmft.operations import script
 from slurmft.operations.script import LAUNCHERS, last_word
 from slurmft.policy import sbatch
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import Attempt
 
 STAND_IN = """#!/bin/sh
 shift 5
@@ -58,7 +61,7 @@ def run(tmp_path: Path):
     ("body", "lines"),
     [
         ("srun -n2 'a b'", ["met srun -n2 a b"]),
-        ("PATH=$OTHER:$PATH; torchrun x.py", ["met torchrun x.py"]),
+        ("PATH=$PWD/bin:$PATH; torchrun x.py", ["met torchrun x.py"]),
         ("L='srun -n1'; $L x", ["met srun -n1 x"]),
         ('x=$(srun y); echo "[$x]"', ["[met srun y]"]),
         ("echo text | srun y", ["met srun y", "text"]),
@@ -67,6 +70,7 @@ def run(tmp_path: Path):
         ("python prepare.py", ["real python prepare.py"]),
         ("exec srun a", ["met srun a"]),
         ("env X=1 srun a", ["met srun a"]),
+        ("sbatch -n2 x.sh", ["met sbatch -n2 x.sh"]),
     ],
 )
 def test_calls_that_are_met(run, body: str, lines: list[str], shell: str):
@@ -123,3 +127,66 @@ def test_what_the_script_itself_sees_has_nothing_of_slurmft():
     given = {"PATH": f"{LAUNCHERS}/bin:/usr/bin", "SLURMFT_LAUNCHERS": str(LAUNCHERS), "BASH_ENV": "ours",
              "SLURMFT_BASH_ENV": "/site", "SLURMFT": "train", "SLURMFT_SET": "[]", "X": "1"}  # fmt: skip
     assert script._Script(given).own == {"PATH": "/usr/bin", "BASH_ENV": "/site", "X": "1"}
+
+
+class Job:
+    """A batch script in its job, with an sbatch that notes what it is given."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        self.own = folder / "job.sh"
+        self.own.write_text("#!/bin/bash\nsrun python train.py\n")
+        spooled = folder / "slurm_script"
+        spooled.write_text(sbatch.with_guard(self.own.read_text(), script._guard(None, ["nodes=2"], again=False)))
+        (folder / "bin/sbatch").write_text(
+            f'#!/bin/sh\nfor last; do :; done\ncp "$last" {folder}/given\necho "$*" >> {folder}/calls\n'
+        )
+        (folder / "bin/sbatch").chmod(0o755)
+        self.environment = {
+            "SLURM_JOB_ID": "7", "SLURMFT_BATCH_JOB": "7", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NAME": "job",
+            "SLURMFT_SCRIPT": str(spooled), "SLURMFT_SET": '["nodes=2"]', "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "HOME": str(folder),
+        }  # fmt: skip
+        self.around = script._Script(self.environment)
+
+    def sbatch(self, *words: str, within_s: float = 60) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-P", "-m", "slurmft", "launch", "sbatch", *words]
+        return subprocess.run(argv, env=self.environment, cwd=self.folder, capture_output=True, text=True,
+                              timeout=within_s, check=True)  # fmt: skip
+
+    def calls(self) -> list[str]:
+        calls = self.folder / "calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_another_script_is_submitted_as_it_is(tmp_path: Path):
+    job = Job(tmp_path)
+    (tmp_path / "other.sh").write_text("#!/bin/bash\n")
+    job.around.note(number=1, words=["srun", "x.py"], code=None)
+    job.sbatch("-n3", "other.sh")
+    assert job.calls() == ["-n3 other.sh"]
+
+
+@pytest.mark.parametrize("name", ["job.sh", "slurm_script"])
+def test_a_script_that_submits_itself_when_all_has_finished_is_supervised_again(tmp_path: Path, name: str):
+    job = Job(tmp_path)
+    job.around.note(number=1, words=["srun", "x.py"], code=0)
+    job.sbatch("--dependency=afterany:7", name)
+    call = job.calls()[-1]
+    assert call.startswith("--dependency=afterany:7 --requeue")
+    assert (tmp_path / "given").read_text().count("slurmft_is_batch_script") == 1
+
+
+@pytest.mark.parametrize("name", ["job.sh", "slurm_script"])
+def test_a_script_that_submits_itself_while_it_trains_goes_on_in_this_job_alone(tmp_path: Path, name: str):
+    job = Job(tmp_path)
+    job.around.note(number=1, words=["srun", "x.py"], code=None)
+    run = job.around.run(1)
+    run.create()
+    journal = run.journal(Attempt(job="7", restart=0))
+    journal.append(EventName.DECISION, action="continue")
+    journal.append(EventName.REQUEUED)
+    done = job.sbatch("--parsable", name)
+    assert (done.stdout, job.calls(), run.see_request("REQUEUE")) == ("7\n", [], "sbatch in its script")
+    assert "is not submitted a second time" in done.stderr

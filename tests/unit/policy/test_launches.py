@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurmft.errors import UsageError
+from slurmft.operations import script
 from slurmft.policy import sbatch
 from slurmft.policy.sbatch import Known, Line, split_line
 
@@ -142,7 +145,7 @@ def test_a_remark_holds_for_the_command_below_it(line, said):
     ("words", "why"),
     [
         (["--pty", "python", "train.py"], "--pty"),
-        (["--gpus-per-task=1", "python", "train.py"], "--gpus-per-task"),
+        (["--gpus-per-task=1", "--gpu-bind=single:1", "python", "train.py"], ""),
         (["--exact", "python", "train.py"], "--exact"),
         (["--mpi=pmix", "python", "train.py"], "MPI"),
         (["python", "-"], "standard input"),
@@ -154,6 +157,13 @@ def test_a_remark_holds_for_the_command_below_it(line, said):
 def test_a_step_that_agents_cannot_stand_for_says_why(words, why):
     found = sbatch.why_not_srun(split_line(words, sbatch.SRUN_FLAGS))
     assert why in found if why else found == ""
+
+
+@given(st.text("ab\n\"'; #=$", max_size=40), st.lists(st.text(max_size=20), max_size=3))
+def test_a_script_without_its_guard_is_as_it_was_written(body, overrides):
+    written = f"#!/bin/bash\n#SBATCH -n2\n{body}\necho x\n"
+    guard = script._guard(("SIGUSR1", 60), overrides, again=False)
+    assert sbatch.without_guard(sbatch.with_guard(written, guard)) == sbatch.without_guard(written) == written
 
 
 def task(rank: int, node: int, local: int, **more: str) -> dict[str, str]:
