@@ -2,7 +2,7 @@
 
     python bench/scripts --output bench/results/scripts.md     # four minutes; root
 
-The trainer imports torch, makes a process group of two ranks and does one step of Adam; each start has a job of its own.
+The trainer imports torch, makes a process group of two ranks and does one step of Adam; each start is a job of its own.
 """
 
 from __future__ import annotations
