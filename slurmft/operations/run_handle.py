@@ -89,6 +89,8 @@ class RunHandle:
         Raises:
             StorageError: the run was never submitted, or its journal cannot be read.
         """
+        if view.state in ("waiting", "running"):  # no journal of a thousand runs is read for that
+            return None
         events = self._since_submission()
         return exit_code_of(view, events) if has_ended(view, events, since=events[0].seconds()) else None
 
