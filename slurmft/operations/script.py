@@ -335,15 +335,16 @@ def _submitted(words: Sequence[str], script: _Script, tell: Tell) -> int:
     line = split_line(words, policy.SBATCH_FLAGS)
     if not _is_itself(line, script):
         _become("sbatch", words, script.own)
-    left = [script.run(each.number) for each in script.known() if each.code is None]
+    left = [each for each in script.known() if each.code is None]
     if not left:
         overrides = json.loads(script.environment.get("SLURMFT_SET") or "[]")
         return submit_script(words, script.own, overrides=overrides, again=False, tell=tell)
     tell("this job goes on through the queue itself: its script is not submitted a second time")
-    for run in left:
+    runs = [script.run(each.number) for each in left if each.start == script.start]  # others have not begun again
+    for run in runs:
         run.request("REQUEUE", "sbatch in its script")
     deadline_s = time.monotonic() + LEAVING_S
-    while not all(run.done() is not None or _has_left(run) for run in left) and time.monotonic() < deadline_s:
+    while not all(run.done() is not None or _has_left(run) for run in runs) and time.monotonic() < deadline_s:
         time.sleep(RELAY_S)
     sys.stdout.write(f"{'' if line.value('parsable') is not None else 'Submitted batch job '}{script.job}\n")
     return 0

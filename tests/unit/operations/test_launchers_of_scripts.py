@@ -190,3 +190,12 @@ def test_a_script_that_submits_itself_while_it_trains_goes_on_in_this_job_alone(
     done = job.sbatch("--parsable", name)
     assert (done.stdout, job.calls(), run.see_request("REQUEUE")) == ("7\n", [], "sbatch in its script")
     assert "is not submitted a second time" in done.stderr
+
+
+def test_a_link_of_a_chain_is_not_submitted_again_by_a_later_start(tmp_path: Path):
+    job = Job(tmp_path)
+    job.around.note(number=1, words=["srun", "x.py"], code=None)
+    job.environment["SLURM_RESTART_COUNT"] = "1"
+    done = job.sbatch("--dependency=afterany:7", "job.sh", within_s=30)
+    assert (done.stdout, job.calls()) == ("Submitted batch job 7\n", [])
+    assert not job.around.run(1).path.exists()
