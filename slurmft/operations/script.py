@@ -416,7 +416,9 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
     places = policy.places_of(tasks)
     if isinstance(places, str):
         return places
-    section = {"srun_args": policy.options_for_agents(line)}
+    first = next(iter(places.hosts.values()))
+    own_gpus = [f"--gres=gpu:{gpus * len(first)}"] if (gpus := policy.gpus_of(first[0], first)) else []
+    section = {"srun_args": [*policy.options_for_agents(line), *own_gpus]}
     settings: dict[str, Any] = {"nodes": places.nodes, "nproc_per_node": places.per_node, "slurm": section,
                                 "working_directory": line.value("chdir", "D") or str(Path.cwd())}  # fmt: skip
     if places.per_node == 1 and (found := _ranks(command, own, places, read_ranks)) is not None:
@@ -557,7 +559,7 @@ def _leave_tasks(path: Path, plan: _Plan, config: RunConfig, supervisors: Mappin
         each = [
             {"changes": policy.changes_for(task, supervisors, ranks_are_tasks=plan.ranks_are_tasks,
                                            attached=plan.attached),
-             "gpus": policy.gpus_of(task) if plan.ranks_are_tasks else 0}
+             "gpus": policy.gpus_of(task, tasks) if plan.ranks_are_tasks else 0}
             for task in tasks
         ]  # fmt: skip
         hosts[host] = each * (config.nproc_per_node // len(each))

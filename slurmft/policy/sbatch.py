@@ -699,10 +699,16 @@ def changes_for(
     return changes | (dict.fromkeys(ATTACHED) if not attached else {})
 
 
-def gpus_of(task: Mapping[str, str]) -> int:
-    """How many GPUs Slurm has given to this task alone; 0 where it sees those of the whole node."""
+def gpus_of(task: Mapping[str, str], beside: Sequence[Mapping[str, str]] = ()) -> int:
+    """How many GPUs Slurm has given to this task alone; 0 where it sees those of the whole node.
+
+    Args:
+        beside: all tasks of its node; where they see different devices, those are their own. What srun is told on its
+            command line is not in a task's environment.
+    """
     own = task.get(VISIBLE, "")
-    return len(own.split(",")) if own and any(name in task for name in _OF_GPUS) else 0
+    is_own = any(name in task for name in _OF_GPUS) or len({each.get(VISIBLE) for each in beside}) > 1
+    return len(own.split(",")) if own and is_own else 0
 
 
 def worker_of_task(

@@ -322,7 +322,11 @@ srun {options} python print.py
 
 @pytest.mark.parametrize(
     ("name", "head", "options"),
-    [("head", "#SBATCH --gpus-per-task=1", "--gpus-per-task=1"), ("step", "#SBATCH --gres=gpu:2", "--gpus-per-task=1")],
+    [
+        ("head", "#SBATCH --gpus-per-task=1", ""),
+        ("step", "#SBATCH --gres=gpu:2", "--gpus-per-task=1"),
+        ("both", "#SBATCH --gpus-per-task=1", "--gpus-per-task=1"),
+    ],
 )
 def test_ranks_of_gpus_per_task_see_the_gpus_that_tasks_would(site: Site, name: str, head: str, options: str) -> None:
     """Each worker sees one device, and both of a node see different ones, as under Slurm alone."""
