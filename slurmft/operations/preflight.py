@@ -72,20 +72,25 @@ def finding_of(settings: RunConfig, environment: Mapping[str, str]) -> Finding |
                         "correct its name, or activate the environment that has it")  # fmt: skip
     is_python = program.endswith(".py") or re.fullmatch(r"python[\d.]*t?", Path(program).name) is not None
     script = program if program.endswith(".py") else _script_in(rest) if is_python else None
-    if script is None:
+    module = _module_in(rest) if is_python and script is None else None
+    if script is None and module is None:
         return Finding(check="command", level=Level.OK, text=f"{found or sys.executable}")
-    if not (path := where / script).exists():
+    if script is not None and not (where / script).exists():
         return _problem(f"there is no {script} in {where}",
                         "submit from the folder that it lies in, or give its whole path")  # fmt: skip
     interpreter = sys.executable if found is None or _is_own(found) else found
     own = settings.environment
     given = {**environment, **own} if interpreter != sys.executable or "PYTHONPATH" in own else None
-    if missing := _missing(interpreter, _imported(path), where=path.parent, environment=given):
+    if script is None:
+        what, wanted, beside = f"-m {module} needs", [str(module).partition(".")[0]], where
+    else:
+        what, wanted, beside = f"{script} imports", _imported(where / script), (where / script).parent
+    if missing := _missing(interpreter, wanted, where=beside, environment=given):
         return _problem(
-            f"{script} imports {' and '.join(missing)}, which {interpreter} does not have",
+            f"{what} {' and '.join(missing)}, which {interpreter} does not have",
             "activate the environment that has it, install it there, or name the interpreter in command",
         )
-    return Finding(check="command", level=Level.OK, text=f"{path} with {interpreter}")
+    return Finding(check="command", level=Level.OK, text=f"{script or f'-m {module}'} with {interpreter}")
 
 
 def _problem(text: str, remedy: str) -> Finding:
@@ -105,13 +110,19 @@ def _is_own(found: str) -> bool:
     return os.path.realpath(one.parent) == os.path.realpath(other.parent) and one.resolve() == other.resolve()
 
 
+_FLAGS = ("-u", "-O", "-OO", "-P", "-I", "-s", "-S", "-E", "-B")
+
+
 def _script_in(words: Sequence[str]) -> str | None:
     """The script among an interpreter's words; None for ``-m`` and ``-c``, and where options hide it."""
-    for word in words:
-        if word in ("-u", "-O", "-OO", "-P", "-I", "-s", "-S", "-E", "-B"):
-            continue
-        return None if word.startswith("-") else word
-    return None
+    word = next((word for word in words if word not in _FLAGS), "-")
+    return None if word.startswith("-") else word
+
+
+def _module_in(words: Sequence[str]) -> str | None:
+    """The module behind ``-m``; None where there is none, or options hide it."""
+    rest = [word for word in words if word not in _FLAGS]
+    return rest[1] if rest[:1] == ["-m"] and rest[1:] else None
 
 
 def _imported(script: Path) -> list[str]:

@@ -56,6 +56,8 @@ def test_the_environment_of_the_run_counts_before_the_shells(tmp_path):
         (("./gone.py",), "there is no ./gone.py in"),
         (("no-such-launcher", "here.py"), "there is no program no-such-launcher in PATH"),
         (("{other}", "here.py"), "here.py imports torch and slurmft, which"),
+        (("python", "-m", "no_such.thing"), "-m no_such.thing needs no_such, which"),
+        (("{other}", "-u", "-m", "slurmft.examples.byte_gpt"), "-m slurmft.examples.byte_gpt needs slurmft, which"),
     ],
     ids=str,
 )
@@ -73,13 +75,18 @@ def test_what_cannot_start_is_refused_before_anything_is_made(tmp_path, monkeypa
     assert submit.plan(settings, (), strict=False, cluster="local", tell=lambda _: None, unchecked=True)
 
 
-@pytest.mark.parametrize("command", [("python", "-m", "anything"), ("python", "-c", "1"), ("true",)], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [("python", "-m", "json.tool"), ("python", "-u", "-m", "here"), ("python", "-c", "1"), ("true",)],
+    ids=str,
+)
 def test_what_it_cannot_judge_it_lets_pass(tmp_path, command):
+    (tmp_path / "here.py").write_text("")
     preflight.refuse_unusable(settings_of(tmp_path, *command), os.environ)
 
 
 def test_torchrun_is_started_by_slurmfts_own_interpreter(tmp_path, monkeypatch):
-    settings = settings_of(tmp_path, "python", "-m", "anything", launcher="torchrun")
+    settings = settings_of(tmp_path, "python", "-m", "json.tool", launcher="torchrun")
     preflight.refuse_unusable(settings, os.environ)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="launcher: torchrun"):
