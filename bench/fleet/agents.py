@@ -42,8 +42,7 @@ from slurmft.ipc.messages import (
     WorkerSections,
     parse_call,
 )
-from slurmft.ipc.pages import State
-from slurmft.ipc.stacks import MAX_FRAMES
+from slurmft.ipc.pages import MAX_FRAMES, State
 from slurmft.policy.judge import COLLECTIVE_DOING, Where
 
 CONNECTING_AT_ONCE = 32

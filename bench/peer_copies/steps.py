@@ -26,7 +26,7 @@ import psutil
 
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.storage.checkpoint_names import KEY_FILE, MEMORY_VARIABLE, announcement
-from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.system.files import write_json
 
 ATTEMPT = "1.0.0"

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import slurmft
-from slurmft.agent.rehearsal import SpareRehearsal
+from slurmft.agent.workers import SpareRehearsal
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import RehearsalReport
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,11 +29,11 @@ from slurmft.agent.container import Outside, limits_here
 from slurmft.agent.hangs import Forensics, HangWatch
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.ray import leave_token
-from slurmft.agent.rehearsal import SpareRehearsal
 from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import (
     LENDER_VARIABLE,
     VISIBLE_VARIABLE,
+    SpareRehearsal,
     Worker,
     Workers,
     common_environment,
@@ -79,6 +80,7 @@ from slurmft.ipc.messages import (
     StartWorkers,
     Synced,
     SyncFolders,
+    SyncReport,
     TakeEvidence,
     TimingsReport,
     Withdraw,
@@ -93,13 +95,106 @@ from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, announcement, copies_key
 from slurmft.storage.run_folder import RunFolder
-from slurmft.sync.node import NodeSync
-from slurmft.system.background import overslept_s
+from slurmft.system.background import Background, end_child, overslept_s
 from slurmft.system.files import open_regular, read_bytes, read_json, replace_atomically, trusted_owners, write_json
 from slurmft.system.processes import birth_of, is_stopped
 
 if TYPE_CHECKING:
     from slurmft.agent.inference import Replicas
+
+# --- Kept folders (``sync:``): their process is started here, what it says passed on; nothing waits for a store ---
+
+SYNC_COMMAND = (sys.executable, "-P", "-m", "slurmft.sync.folder")
+MAX_SYNC_LINE_BYTES = 1 << 16
+SYNC_RESTART_S = 10.0
+SYNC_END_S = 0.5
+"""How long its end is waited for: one that hangs in a filesystem cannot be killed, and is left behind."""
+
+
+class NodeSync:
+    """Starts the process when it is needed first, and again where it has ended by itself.
+
+    Args:
+        report: sends a report to the supervisor.
+    """
+
+    def __init__(self, config: RunConfig, environment: Mapping[str, str], report: Callable[[Sent], None]) -> None:
+        self._folders = config.sync
+        self._environment, self._report = environment, report
+        self._process: asyncio.subprocess.Process | None = None
+        self._background = Background()
+        self._number = 0
+        self._waiting: set[int] = set()
+        self._problems: list[str] = []
+        self._began: SyncFolders | None = None
+        """The attempt that the folders are kept for."""
+
+    async def handle(self, call: SyncFolders) -> Synced:
+        """Begin what is ordered, once, and say whether it is done."""
+        if call.number != self._number:
+            if not call.upload:
+                self._began = call
+            self._number, self._problems = call.number, []
+            self._waiting = set(range(len(self._folders)))
+            await self._send(call)
+        return Synced(done=not self._waiting, problem="; ".join(self._problems)[:4000])
+
+    async def close(self) -> None:
+        """End the process, whatever it does."""
+        process, self._process = self._process, None
+        if process is not None:
+            await end_child(process, SYNC_END_S)
+        await self._background.cancel_all()
+
+    async def _send(self, call: SyncFolders, *, resume: bool = False) -> None:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *SYNC_COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                env=dict(self._environment), limit=MAX_SYNC_LINE_BYTES,
+            )  # fmt: skip
+            self._write({"folders": [each.model_dump(mode="json") for each in self._folders]})
+            self._background.start(self._listen(self._process))
+            if call.upload and self._began is not None:  # it has forgotten what for
+                self._write(_sync_order(self._began, "resume"))
+        self._write(_sync_order(call, "resume" if resume else "upload" if call.upload else "restore"))
+
+    def _write(self, value: Mapping[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        while process.stdout is not None and (line := await process.stdout.readline()):
+            self._hear(json.loads(line))
+        code = await process.wait()
+        if self._process is not process:
+            return
+        self._process = None
+        reason = f"the process that keeps folders has ended with {code}"
+        self._problems += [reason] if self._waiting else []
+        self._waiting = set()
+        for each in self._folders:
+            self._report(SyncReport(what="failed", path=str(each.path), reason=reason))
+        await asyncio.sleep(SYNC_RESTART_S)
+        if self._process is None and self._began is not None:
+            await self._send(self._began, resume=True)
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        if message["kind"] == "done":
+            if message["number"] == self._number and message["folder"] in self._waiting:
+                self._waiting.discard(message["folder"])
+                self._problems += [message["problem"]] if message["problem"] else []
+            return
+        self._report(SyncReport(**{name: value for name, value in message.items() if name != "kind"}))
+
+
+def _sync_order(call: SyncFolders, action: str) -> Mapping[str, Any]:
+    return {
+        "action": action, "number": 0 if action == "resume" else call.number, "run": call.run, "place": call.place,
+        "generation": call.generation, "within_s": call.within_s,
+    }  # fmt: skip
+
+
+# ---  ---
 
 # --- Where an agent finds its supervisor ---
 

@@ -27,7 +27,7 @@ from msgspec import structs
 from slurmft.agent import workers as agent_workers
 from slurmft.agent.workers import Worker
 from slurmft.config.run import RunConfig
-from slurmft.ipc import flight_dump, stacks
+from slurmft.ipc import flight_dump, pages
 from slurmft.ipc.channel import encoded
 from slurmft.ipc.messages import DurationsReport, HangReport, RankEvidence, SectionsReply, WorkerSections
 from slurmft.ipc.pages import OpenSection, Page, SectionDurations, Slot, State, open_sections
@@ -40,7 +40,7 @@ from slurmft.system.processes import View, is_stopped, view
 # --- forensics ---
 # Evidence that an agent collects from its workers before they are killed: asked of them, and seen from outside.
 #
-# Each living worker is asked for its Python stacks (``ipc.stacks``), and looked at by way of /proc while it answers. A
+# Each living worker is asked for its Python stacks (``ipc.pages``), and looked at by way of /proc while it answers. A
 # worker that is stopped, or is not a Python process of ours, is only looked at. All of it takes some milliseconds, and
 # never exceeds its limits. Files go to the attempt's folder, without waiting for it:
 #
@@ -90,11 +90,11 @@ class _Look:
         """Take in what has come; whether that is all, or nothing can come."""
         if self.asked_from is None:
             return True
-        length = stacks.size(self.worker.stacks) - self.asked_from
+        length = pages.size(self.worker.stacks) - self.asked_from
         if length != self.length:
             self.length, self.changed_at = length, now
-            self.dump = stacks.read(self.worker.stacks, self.asked_from).decode(errors="replace")
-        return length > 0 and (stacks.is_complete(self.dump) or now - self.changed_at > QUIET_S)
+            self.dump = pages.read(self.worker.stacks, self.asked_from).decode(errors="replace")
+        return length > 0 and (pages.is_complete(self.dump) or now - self.changed_at > QUIET_S)
 
 
 class Forensics:
@@ -154,7 +154,7 @@ class Forensics:
         """Return when each of these ranks has a dump that grows no more, or the time is up."""
 
         def sizes() -> list[int]:
-            return [stacks.size(agent_workers.dump_of(folder, rank)) for rank in ranks]
+            return [pages.size(agent_workers.dump_of(folder, rank)) for rank in ranks]
 
         deadline, before = time.monotonic() + within_s, [0] * len(ranks)
         while time.monotonic() < deadline:
@@ -195,7 +195,7 @@ class Forensics:
 
 def _not_kept_yet(worker: Worker) -> str:
     """The stacks that a worker has written since the last time."""
-    dump = stacks.read(worker.stacks, worker.stacks_kept)
+    dump = pages.read(worker.stacks, worker.stacks_kept)
     worker.stacks_kept += len(dump)
     return dump.decode(errors="replace")
 
@@ -205,10 +205,10 @@ def _look_at(worker: Worker) -> _Look:
     pid = worker.trainer_pid if worker.alive and worker.pid else worker.pid
     kernel = view(pid) if worker.alive and pid else None
     look = _Look(worker, pid, kernel)
-    if kernel is not None and kernel.state not in "Tt" and kernel.catches(stacks.STACKS_SIGNAL):
-        before = stacks.size(worker.stacks)
+    if kernel is not None and kernel.state not in "Tt" and kernel.catches(pages.STACKS_SIGNAL):
+        before = pages.size(worker.stacks)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, stacks.STACKS_SIGNAL)
+            os.kill(pid, pages.STACKS_SIGNAL)
             look.asked_from = before
     return look
 
@@ -217,9 +217,9 @@ def _summary(look: _Look) -> RankEvidence:
     worker, page, now_ns = look.worker, look.worker.page, time.monotonic_ns()
     opened = [each for group in open_sections(page) for each in group]
     if look.kernel is None:
-        calls = stacks.crashed_thread(stacks.read(worker.stacks).decode(errors="replace"))
+        calls = pages.crashed_thread(pages.read(worker.stacks).decode(errors="replace"))
     else:
-        calls = stacks.main_thread(look.dump)
+        calls = pages.main_thread(look.dump)
     if worker.exit_code is not None or (look.kernel is None and worker.pid):
         where, doing = Where.DEAD, "is dead"
     elif look.kernel is None:
@@ -240,7 +240,7 @@ def _summary(look: _Look) -> RankEvidence:
         step=page[Slot.STEP],
         tick=page[Slot.TICK],
         sections=tuple(f"{each.name} ({(now_ns - each.began_ns) / 1e9:.1f} s)" for each in opened),
-        python_top=tuple(stacks.innermost(calls)),
+        python_top=tuple(pages.innermost(calls)),
         exit_code=worker.exit_code,
         killed=worker.killed,
     )
@@ -249,7 +249,7 @@ def _summary(look: _Look) -> RankEvidence:
 def as_reply(summaries: Sequence[RankEvidence]) -> list[RankEvidence]:
     """The summaries as far as a message holds them: with fewer calls and groups, and then fewer ranks."""
     kept = list(summaries)
-    for calls, groups in ((stacks.MAX_FRAMES, flight_dump.MAX_GROUPS), (2, 4), (1, 2), (0, 1), (0, 0)):
+    for calls, groups in ((pages.MAX_FRAMES, flight_dump.MAX_GROUPS), (2, 4), (1, 2), (0, 1), (0, 0)):
         kept = [
             structs.replace(each, python_top=each.python_top[:calls], collectives=each.collectives[:groups])
             for each in summaries

@@ -38,7 +38,7 @@ from slurmft.ipc.messages import (
     RouterSettings,
     Sent,
 )
-from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import devices_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.background import Background, overslept_s

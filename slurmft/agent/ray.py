@@ -41,8 +41,7 @@ from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, WorkerVerdict, write_verdict
 from slurmft.system import files
-from slurmft.system.files import replace_atomically
-from slurmft.system.private_folder import PrivateFolder, make_private_folder
+from slurmft.system.files import PrivateFolder, make_private_folder, replace_atomically
 from slurmft.system.processes import MARK_VARIABLE, session_members
 
 LOWEST = (2, 60)

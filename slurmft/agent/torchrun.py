@@ -30,9 +30,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurmft.ipc import stacks
-from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SUFFIX
-from slurmft.ipc.stacks import STACKS_SIGNAL
+from slurmft.ipc import pages
+from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SIGNAL, STACKS_SUFFIX
 from slurmft.storage.verdicts import VERDICT_VARIABLE
 from slurmft.system.processes import MARK_VARIABLE
 
@@ -102,7 +101,7 @@ def hold(command: Sequence[str], shutdown_timeout_s: str, environment: Mapping[s
             for event in events.wait():
                 if event is server:
                     stand_in, _ = server.accept()
-                    _sendstart_child(stand_in, command, environment)
+                    _send_start(stand_in, command, environment)
                     events.watch(stand_in)
                 elif event is stand_in:
                     return _after(torchrun, _exit_code(stand_in), float(shutdown_timeout_s))
@@ -120,7 +119,7 @@ def stand_in(environment: Mapping[str, str]) -> int:
     with contextlib.suppress(PermissionError):  # leads its session already
         os.setpgid(0, 0)
     with _connected(environment) as holder, _Events(holder) as events:
-        start = _receivestart_child(holder)
+        start = _receive_start(holder)
         told = trainers_environment(start["environment"], environment)
         try:
             trainer = start_child(start["command"], told, signal.SIGKILL, folder=start["folder"])
@@ -185,7 +184,7 @@ def start_child(
 
     def in_child() -> None:
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the signal would end a program
-        stacks.ignore_stop_signal(environment)
+        pages.ignore_stop_signal(environment)
         libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)
         if os.getppid() != parent:  # it died before
             os.kill(os.getpid(), at_death)
@@ -234,14 +233,14 @@ def _connected(environment: Mapping[str, str]) -> Iterator[socket.socket]:
         yield holder
 
 
-def _sendstart_child(stand_in: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _send_start(stand_in: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
     start = {"command": runnable(command, environment), "environment": dict(environment), "folder": str(Path.cwd())}
     content = json.dumps(start).encode()
     socket.send_fds(stand_in, [len(content).to_bytes(8, "big")], [1, 2])
     stand_in.sendall(content)
 
 
-def _receivestart_child(holder: socket.socket) -> dict[str, Any]:
+def _receive_start(holder: socket.socket) -> dict[str, Any]:
     """The start, with the rank's own log in the place of torchrun's output."""
     head, descriptors, _, _ = socket.recv_fds(holder, 8, 2)
     for number, descriptor in enumerate(descriptors, start=1):
@@ -277,7 +276,7 @@ def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str
 def _train(told: str, verdict: str, arguments: Sequence[str]) -> int:
     from slurmft.agent.zygote import run_python
 
-    stacks.arm(Path(told))
+    pages.arm(Path(told))
     return run_python(arguments, Path(verdict))
 
 

@@ -23,22 +23,36 @@ from pathlib import Path
 from slurmft.agent.zygote import LEFT_S, PACKET_BYTES, ForkRequest
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
-from slurmft.ipc.messages import StartWorkers, WorkerFacts
-from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SUFFIX, TIMING_PAGE_VARIABLE, Page, Slot, State, TimingPage
-from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.ipc.messages import RehearsalReport, StartWorkers, WorkerFacts
+from slurmft.ipc.pages import (
+    PAGE_VARIABLE,
+    STACKS_SUFFIX,
+    STOP_SIGNAL_VARIABLE,
+    TIMING_PAGE_VARIABLE,
+    Page,
+    Slot,
+    State,
+    TimingPage,
+)
 from slurmft.ipc.zygote_start import Zygote, shared_environment
 from slurmft.policy import hangs
 from slurmft.policy.hangs import STEP
 from slurmft.policy.reruns import RerunSettings
 from slurmft.policy.sbatch import worker_of_task
 from slurmft.policy.stop import Look
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
-from slurmft.scheduler.environment import TASKS_VARIABLE
+from slurmft.scheduler.parsing import TASKS_VARIABLE
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
-from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
-from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
-from slurmft.system.files import read_json
-from slurmft.system.private_folder import is_left_over, left_to, make_private_folder, remove_tree
+from slurmft.storage.verdicts import (
+    ERROR_DIR_VARIABLE,
+    EVIDENCE_VARIABLE,
+    GENERATION_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+    VERDICT_VARIABLE,
+)
+from slurmft.system.background import end_child
+from slurmft.system.files import is_left_over, left_to, make_private_folder, read_json, remove_tree
 from slurmft.system.processes import (
     MARK_VARIABLE,
     adopt_orphans,
@@ -206,7 +220,7 @@ class Worker:
     rank: int
     page: Page
     stacks: Path
-    """Where it writes its Python stacks when it is asked for them; no file where it cannot (``ipc.stacks``)."""
+    """Where it writes its Python stacks when it is asked for them; no file where it cannot (``ipc.pages``)."""
 
     timings: TimingPage | None = None
     """Where it leaves how long its work takes; None where timings are off."""
@@ -694,3 +708,122 @@ def settings_of(config: RunConfig, start: StartWorkers) -> WorkerSettings:
         checkpoint=config.checkpoint.settings(start.mtbf_s),
         rerun=RerunSettings.from_json(config.rerun.model_dump(mode="json")),
     )
+
+
+# --- A spare's rehearsal (``spares: rehearse``): its node runs the trainer for two steps, in a world of its own ---
+# Nothing of it is kept: no agent's page, an empty checkpoint folder of its own, and the session ends the trainer before
+# it would save. The node's caches (compiled kernels, files of modules and data) stay warm: a takeover costs no compile.
+
+LIMIT_S = 1800.0
+"""A rehearsal that takes longer is ended: compiling takes minutes."""
+
+_LAST_BYTES = 4096
+
+_BECOME = """\
+import os, sys
+from slurmft.system.processes import die_with_parent
+die_with_parent()
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""One rank of it, which dies with the agent."""
+
+_OF_THE_RUN = (
+    RUN_FOLDER_VARIABLE, GENERATION_VARIABLE, VERDICT_VARIABLE, EVIDENCE_VARIABLE, ERROR_DIR_VARIABLE,
+    "SLURMFT_ATTEMPT", "TORCHELASTIC_ERROR_FILE",
+)  # fmt: skip
+
+
+class SpareRehearsal:
+    """The rehearsal of this node; at most one, and once it went well no other."""
+
+    def __init__(
+        self, config: RunConfig, environment: Mapping[str, str], folder: Path, report: Callable[[RehearsalReport], None]
+    ) -> None:
+        self._config, self._environment, self._report = config, environment, report
+        self._folder = folder / "rehearsal"
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._task: asyncio.Task[None] | None = None
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Rehearse, unless that is done or under way; returns at once."""
+        if not self._is_done and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._rehearse())
+
+    async def stop(self) -> None:
+        """End it: the node is needed. Returns when none of its processes is left."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _rehearse(self) -> None:
+        began_s = time.monotonic()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._folder.mkdir(mode=0o700)
+            holder, port = reserve_port()
+            with holder:
+                codes, words = await asyncio.wait_for(self._run(port), LIMIT_S)
+        except TimeoutError:
+            codes, words = [], f"not done in {LIMIT_S:.0f} s"
+        except OSError as error:
+            codes, words = [], f"it could not be started: {error}"
+        finally:
+            await self._end_all()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        is_well = bool(codes) and set(codes) <= {0, EXIT_TEMPORARY}
+        self._is_done = True  # what failed once fails again, and would only keep the node busy
+        self._report(RehearsalReport(took_s=time.monotonic() - began_s, problem="" if is_well else words[:255]))
+
+    async def _run(self, port: int) -> tuple[list[int], str]:
+        """The exit codes of all ranks, and the last line of the first one that failed."""
+        config = self._config
+        arguments = zygote_arguments(config.command)  # by this interpreter, where a worker would be
+        command = config.command if arguments is None else [sys.executable, *arguments]
+        for rank in range(config.nproc_per_node):
+            self._processes.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-c", _BECOME, *command,
+                    env=self._environment_of(rank, port), cwd=config.trainer_directory, start_new_session=True,
+                    stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT, limit=_LAST_BYTES,
+                )
+            )  # fmt: skip
+        ends = await asyncio.gather(*map(_end_of, self._processes))
+        failed = [(code, words) for code, words in ends if code not in (0, EXIT_TEMPORARY)]
+        return [code for code, _ in ends], f"exit code {failed[0][0]}: {failed[0][1]}" if failed else ""
+
+    def _environment_of(self, rank: int, port: int) -> dict[str, str]:
+        start = StartWorkers(
+            attempt="rehearsal",
+            cycle=0,
+            first_rank=0,
+            nodes=1,
+            generation=0,
+            nodelist=self._environment.get("SLURMD_NODENAME"),
+            master_addr="127.0.0.1",
+            master_port=port,
+        )
+        environment = worker_environment(self._config, self._environment, start, rank, "rehearsal")
+        for name in _OF_THE_RUN:
+            environment.pop(name, None)
+        settings = json.loads(environment[WORKER_VARIABLE])
+        return environment | {
+            WORKER_VARIABLE: json.dumps({**settings, "rehearsal": True}),
+            "SLURMFT_CHECKPOINT_DIR": str(self._folder / "checkpoints"),
+            "WANDB_MODE": "disabled",
+        }
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(*map(end_child, self._processes), return_exceptions=True)
+        self._processes = []
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> tuple[int, str]:
+    """Its exit code, and the last line that it wrote."""
+    last = b""
+    assert process.stdout is not None
+    while part := await process.stdout.read(_LAST_BYTES):
+        last = (last + part)[-_LAST_BYTES:]
+    lines = last.decode("utf-8", "replace").split("\n")
+    return await process.wait(), next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from slurmft.errors import SlurmftError, StorageError
-from slurmft.ipc import stacks
+from slurmft.ipc import pages
 from slurmft.policy.judge import claimed
 from slurmft.policy.symptoms import cause_of_text, last_words
 from slurmft.policy.verdict import EXIT_USAGE, Cause
@@ -299,7 +299,7 @@ def _become(request: ForkRequest, gpu_in_use: str = "") -> int:
     os.close(nothing)
     os.environ.clear()
     os.environ.update(request.environment)
-    stacks.ignore_stop_signal(os.environ)
+    pages.ignore_stop_signal(os.environ)
     for module, generator in (("numpy", "random"), ("torch", "default_generator")):
         if (owner := getattr(sys.modules.get(module), generator, None)) is not None:
             owner.seed()  # else all workers draw alike, after every start; Python's own generator does so by itself
@@ -312,7 +312,7 @@ def _become(request: ForkRequest, gpu_in_use: str = "") -> int:
     try:
         os.chdir(request.folder)
         if request.python:
-            stacks.arm(Path(request.stacks))
+            pages.arm(Path(request.stacks))
             return run_python(request.argv, Path(request.verdict))
         _execute(request.argv)
     except OSError as error:

@@ -54,7 +54,7 @@ from slurmft.storage.checkpoint_names import (
     read_digests,
     read_quarantine,
 )
-from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
+from slurmft.storage.verdicts import GENERATION_VARIABLE, check_fence
 from slurmft.system.files import UnsafeFile, fsync_folder, opened, read_json, trusted_owners, write_json
 
 log = logging.getLogger(__name__)

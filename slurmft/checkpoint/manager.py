@@ -48,8 +48,8 @@ from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity, memory_folder_of, ranks_of_this_node
-from slurmft.storage.fence import check_fence
-from slurmft.trainer import savers, stateful_loader
+from slurmft.storage.verdicts import check_fence
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS, Loaded, Outcome, weakly
 
 # --- Checkpoints by their name: one folder among others, or any plain state of a program that has no model ---
@@ -295,7 +295,7 @@ class CheckpointManager(NamedStates):
         if self.settings.best_mode not in ("min", "max"):
             raise UsageError(f"best_mode is {best_mode!r}; it is 'min' or 'max'")
         self.directory = Path(checkpoint_dir)
-        stateful_loader.mend()
+        savers.mend()
         self._extra = extra
         self._distrusted: set[Path] = set()
         self._compared: set[int] = set()

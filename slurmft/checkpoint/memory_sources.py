@@ -55,15 +55,14 @@ from slurmft.storage.checkpoint_names import (
     own_memory_folder,
     read_copies_key,
 )
-from slurmft.system.files import open_regular, read_bytes, write_bytes
-from slurmft.system.private_folder import TAG_BYTES, PieceTags, derived_key
+from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes, write_bytes
 from slurmft.system.processes import fits
 
 # --- Shards of a restart that lie in another node's memory travel to where they are needed, from memory to memory ---
 # Bytes in tensors of bounded size from one rank to another, one rank for each node; no pickles. Received shards lie in
 # the node's memory like a peer's copy, in a folder of its own, verified by the digests of its index.
 #
-# The process group authenticates nothing. So each piece carries a tag (``system.private_folder``) under a key that is
+# The process group authenticates nothing. So each piece carries a tag (``system.files``) under a key that is
 # derived from the run's key for copies, fresh nonces of both ranks, and the transfer's ranks and content; a piece
 # without the right one is neither parsed nor kept, and the shard counts as not supplied.
 

@@ -38,7 +38,7 @@ from slurmft.checkpoint.replicas import (
 from slurmft.checkpoint.state import as_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import PEERS, Identity, ranks_of_this_node, read_copies_key
-from slurmft.system.private_folder import TAG_BYTES, PieceTags, derived_key
+from slurmft.system.files import TAG_BYTES, PieceTags, derived_key
 from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 from slurmft.trainer.streams import is_on_device

@@ -31,17 +31,22 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.policy.checkpoints import Name, Tier, copy_holders
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import KEY_FILE, MAX_STEP, MEMORY_VARIABLE, Identity, announcement
-from slurmft.storage.fence import RUN_FOLDER_VARIABLE
-from slurmft.system.files import UnsafeFile, open_regular, opened, read_bytes, read_json, write_bytes
-from slurmft.system.private_folder import (
+from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE
+from slurmft.system.files import (
     NONCE_BYTES,
     TAG_BYTES,
     PieceTags,
+    UnsafeFile,
     check_private,
     derived_key,
     new_nonce,
+    open_regular,
+    opened,
     own_folders,
     prefix,
+    read_bytes,
+    read_json,
+    write_bytes,
 )
 from slurmft.system.processes import fits
 
@@ -224,7 +229,7 @@ def remove_stale(folder: Path, keep: Name | None = None) -> None:
 #
 # Each line and the index carry a HMAC under a key that is derived from the run's key and both nonces, bound to the
 # direction and the place in the sequence. The image's key is derived from that one and the index, which names run
-# generation, step, shard and length; its tags are those of ``system.private_folder``. So only holders of the run's key
+# generation, step, shard and length; its tags are those of ``system.files``. So only holders of the run's key
 # are accepted, recorded messages cannot be replayed, and a piece is checked before it is used. Nothing that is sent is
 # ever run: lines and indexes are JSON, the image is bytes. All of it is authentic, not confidential.
 #

@@ -32,8 +32,7 @@ from slurmft.errors import CheckpointError, Fenced, StorageError, UsageError
 from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity, ranks_of_this_node
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-from slurmft.system.files import open_regular
-from slurmft.system.private_folder import check_private, make_private_folder
+from slurmft.system.files import check_private, make_private_folder, open_regular
 from slurmft.system.processes import fits
 from slurmft.trainer import streams
 from slurmft.trainer.streams import Device

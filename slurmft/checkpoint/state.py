@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.trainer import savers, stateful_loader
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 from slurmft.trainer.streams import settle
 
@@ -316,7 +316,7 @@ class Trainee:
 
     def __post_init__(self) -> None:
         """Raises UsageError where some of it has no state that could be saved, or none that other ranks could use."""
-        stateful_loader.mend()
+        savers.mend()
         if not hasattr(self.model, "modules"):
             raise UsageError(f"the model is a {type(self.model).__name__}, no torch.nn.Module",
                              hint="several models: torch.nn.ModuleDict")  # fmt: skip

@@ -67,8 +67,8 @@ from slurmft.checkpoint.write_requests import (
 from slurmft.errors import Fenced, StorageError
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, is_the_runs
-from slurmft.storage.fence import check_fence
 from slurmft.storage.patience import PASSING
+from slurmft.storage.verdicts import check_fence
 from slurmft.system.files import UnsafeFile, fsync_folder, read_bytes, read_text, replace_atomically, trusted_owners
 from slurmft.system.foreign_text import log_to_stderr
 

@@ -13,8 +13,7 @@ import click
 from slurmft.cli.main import say
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
-from slurmft.storage.run_folder import RunFolder, find_run, list_runs, walk_runs
-from slurmft.storage.run_index import noted_runs
+from slurmft.storage.run_folder import RunFolder, find_run, list_runs, noted_runs, walk_runs
 
 if TYPE_CHECKING:
     from slurmft.config.run import RunConfig

@@ -23,8 +23,7 @@ from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import RunFolder, find_run
-from slurmft.storage.run_index import noted_runs
+from slurmft.storage.run_folder import RunFolder, find_run, noted_runs
 from slurmft.system.foreign_text import one_line
 from slurmft.system.processes import who
 

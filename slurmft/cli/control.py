@@ -165,11 +165,11 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
     elastic.min_nodes below. Options behind -- go to sbatch.
     """
     if here:
-        from slurmft.operations.join import lend
+        from slurmft.operations.control import lend
 
         return lend(run, os.environ)
     from slurmft.operations.run_configuration import configuration_of
-    from slurmft.scheduler import submission, successor
+    from slurmft.scheduler import own_jobs, submission
     from slurmft.supervisor import avoided_nodes
 
     settings = configuration_of(run)
@@ -182,11 +182,11 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
         raise UsageError(f"run {run.path.name} is finished ({done.get('reason')})")
     options = submission.parse_sbatch_options(sbatch_options)
     avoiding = avoided_nodes.for_submission(settings, options, os.environ, ())
-    argv = successor.lending_command(settings, run, nodes=nodes, options=options, avoid=frozenset(avoiding.nodes))
+    argv = own_jobs.lending_command(settings, run, nodes=nodes, options=options, avoid=frozenset(avoiding.nodes))
     if dry_run:
         say(shlex.join(argv))
         return 0
-    job = successor.submit_lender(argv)
+    job = own_jobs.submit_lender(argv)
     run.journal().append(EventName.JOINING, job=job, nodes=nodes, who=who())
     say(f"submitted job {job}, which lends {nodes} {'node' if nodes == 1 else 'nodes'} to {settings.name}")
     return 0

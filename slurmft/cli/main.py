@@ -97,20 +97,20 @@ def counted(number: int, noun: str) -> str:
 VERBS = {
     "advise": ("report", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
-    "convert": ("script", "Say what to use instead: a batch script is not converted any more, it is run as it is"),
+    "convert": ("submit", "Say what to use instead: a batch script is not converted any more, it is run as it is"),
     "doctor": ("nodes", "Say what will and will not work on this cluster, and what to do about it"),
     "drill": ("nodes", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),
     "endpoint": ("submit", "Print the address of a router of the endpoint RUN that lives"),
-    "examples": ("init", "Print the file NAME that comes with slurmft, or list all: configurations, alerts, "
+    "examples": ("submit", "Print the file NAME that comes with slurmft, or list all: configurations, alerts, "
                  "dashboards, a batch script"),
     "exclude": ("nodes", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("status", "Show the run's history: each event, each decision and its reason, from the journal"),
-    "ft-launch": ("script", "Submit a run by the command line of ft_launcher or torchrun"),
+    "ft-launch": ("submit", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("health", "Slurm's hooks: show the lines for slurm.conf"),
     "infer": ("submit", "Answer a batch of requests, or continue one that has stopped"),
-    "init": ("init", "Write a short configuration for a script, to be changed by hand and submitted"),
+    "init": ("submit", "Write a short configuration for a script, to be changed by hand and submitted"),
     "inject": ("control", "Inject a fault into a running RUN, to see what follows"),
     "join": ("control", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
@@ -126,7 +126,7 @@ VERBS = {
     "rm": ("control", "Remove a run that is not running: its folder, with journal, logs and the checkpoints in it"),
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("control", "Save a checkpoint now and go on training"),
-    "sbatch": ("script", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
+    "sbatch": ("submit", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
     "schema": ("submit", "Print the JSON schema of a configuration, for editors"),
     "serve": ("submit", "Serve a model: submit an endpoint, or continue one that has stopped"),
     "status": ("status", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
@@ -149,7 +149,7 @@ GROUPS = {
 }
 """The verbs as ``--help`` shows them."""
 
-HIDDEN_VERBS = {"agent": "run", "companion": "run", "launch": "script"}
+HIDDEN_VERBS = {"agent": "run", "companion": "run", "launch": "submit"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b
@@ -183,7 +183,7 @@ class Verbs(click.Group):
         """As click's; ends the program with exit code 2 where there is no such verb."""
         verb = args[0]
         if not verb.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, verb) is None:
-            from slurmft.policy.plain_values import did_you_mean, shown  # only mistakes pay for it
+            from slurmft.policy.values import did_you_mean, shown  # only mistakes pay for it
 
             known, meant = self.list_commands(ctx), OTHER_WORDS.get(verb)
             more = f"; did you mean {meant}?" if meant in known else did_you_mean(verb, known)

@@ -45,8 +45,7 @@ from slurmft.scheduler.own_jobs import preempt_argv, signal_argv
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.supervisor.avoided_nodes import list_path
 from slurmft.system.foreign_text import one_line
-from slurmft.system.isolation import bounded
-from slurmft.system.processes import who
+from slurmft.system.processes import bounded, who
 
 # --- ``slurmft exclude``: the exclusion list, for people ---
 

@@ -1,5 +1,5 @@
 """The verbs that begin a run, and what they take: ``slurmft submit``, ``infer``, ``serve``, ``endpoint``,
-``quickstart`` and ``schema``.
+``quickstart``, ``schema``, ``init``, ``examples``, ``sbatch``, ``launch`` and ``ft-launch``.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from pydantic import BaseModel
 
 import slurmft.examples
-from slurmft.cli.arguments import Amount, own_run_argument
+from slurmft.cli.arguments import Amount, own_run_argument, runs_root
 from slurmft.cli.main import say, say_block, say_json
 from slurmft.config.run import RunConfig
 from slurmft.errors import UsageError
@@ -28,7 +29,11 @@ from slurmft.operations import submit as submitting
 from slurmft.operations.run_configuration import load_given
 from slurmft.operations.submit import read_requests
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import mode_of_shown_files, read_text, replace_atomically
 from slurmft.system.processes import who
+
+if TYPE_CHECKING:
+    from slurmft.operations.script import Ranks
 
 # --- ``slurmft submit`` ---
 
@@ -155,7 +160,7 @@ def serve(
     if settings.inference is None or settings.inference.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
     if update:
-        from slurmft.operations.endpoint import engine_keys, update_engine
+        from slurmft.operations.run_handle import engine_keys, update_engine
 
         if sbatch_options or wait or cluster != "auto":
             raise UsageError("--update takes no options of a submission", hint="only --dry-run and --set")
@@ -165,7 +170,7 @@ def serve(
         say(update_engine(settings, say))
         return 0
     if not dry_run:
-        from slurmft.operations.endpoint import prepare_endpoint
+        from slurmft.operations.run_handle import prepare_endpoint
 
         folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
         own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.inference.serving.tls_own else ""
@@ -186,7 +191,7 @@ def serve(
 def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, forward: int | None) -> int:
     """Print the address of a router of the endpoint RUN that lives."""
     from slurmft.inference.endpoint import ca_file, headers_file
-    from slurmft.operations.endpoint import living_url
+    from slurmft.operations.run_handle import living_url
 
     if not (headers := headers_file(run.path)).is_file():
         raise UsageError(f"run {run.path.name} is no endpoint", hint="slurmft serve starts one")
@@ -254,21 +259,20 @@ def _train(context: click.Context, cluster: str, data: str | None) -> int:
 
 
 def _infer(context: click.Context, cluster: str, data: str | None) -> int:
-    from slurmft.operations import inference_demo as demo
 
-    if (model := demo.trained_model(Path("runs"))) is None:
+    if (model := submitting.trained_model(Path("runs"))) is None:
         if code := _train(context, cluster, data):
             return code
-        model = demo.trained_model(Path("runs"))
+        model = submitting.trained_model(Path("runs"))
     run = RunFolder(_new_folder("infer"))
     run.create()
     requests = run.path / "requests.jsonl"
-    demo.write_prompts(requests, PROMPTS)
+    submitting.write_prompts(requests, PROMPTS)
     settings = {"run_folder": run.path, "inference.input": requests, "environment.BYTE_GPT_CHECKPOINTS": model}
     overrides = tuple(f"{key}={value}" for key, value in settings.items())
     words = " ".join(f"--set {each}" for each in overrides)
     say(f"slurmft infer {INFER_CONFIG} --cluster local --wait {words}", err=True)
-    killer = demo.ReplicaKiller(run, KILL_AFTER)
+    killer = submitting.ReplicaKiller(run, KILL_AFTER)
     killer.start()
     try:
         code = context.invoke(infer, config=INFER_CONFIG, sbatch_options=(), dry_run=False, wait=True,
@@ -277,7 +281,7 @@ def _infer(context: click.Context, cluster: str, data: str | None) -> int:
         killer.stop()
     if code:
         return int(code)
-    found = demo.summary_of(run)
+    found = submitting.summary_of(run)
     rows = {
         "requests": found.requests, "answered": found.answered, "errors": found.errors,
         "replicas killed": f"{killer.killed} (died: {found.died}, started again: {found.restarted})",
@@ -352,3 +356,244 @@ def _texts(source: str) -> dict[tuple[str, str], str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[model.name, name] = inspect.cleandoc(text)
     return found
+
+
+_PLACES = ("*.py", "*.yaml", "sbatch/*.*", "configs/*.*", "configs/*/*.*")
+
+# --- ``slurmft init`` ---
+
+_PYTHON = "python is the one that your shell finds; another one is named by its path"
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]...]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: NAME.yaml here.")
+@click.option("--run-folder", help="Folder of the run, whose last part is its name; default: one below SLURMFT_RUNS.")
+@click.option("--nodes", type=click.IntRange(1, 100_000), help="Nodes; default: 1.")
+@click.option("--gpus", type=click.IntRange(0, 1024), help="GPUs of each node, with a worker each; default: 0, one "
+              "worker on the CPU.")  # fmt: skip
+@click.option("--partition", help="Slurm's partition; default: the cluster's own.")
+@click.option("--time", "limit", help="Time limit of one job, as sbatch takes it; the run may need many: 4:00:00.")
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing: what no option says is the default.")
+def init(
+    *, command: tuple[str, ...], output: Path | None, run_folder: str | None, nodes: int | None, gpus: int | None,
+    partition: str | None, limit: str | None, yes: bool,
+) -> int:  # fmt: skip
+    """Write a short configuration for a script, to be changed by hand and submitted.
+
+    On a terminal it asks for what no option says. A file that is there is not replaced.
+    """
+    from slurmft.config.base import parsed
+    from slurmft.config.run import from_values
+
+    asks = sys.stdin.isatty() and not yes
+    if not command:
+        if not asks:
+            raise UsageError("which script?", hint="slurmft init --gpus 8 train.py --steps 1000")
+        command = _words(click.prompt("script, with its arguments"))
+    stem = Path(next((word for word in command if word.endswith(".py")), command[0])).stem
+    name = re.sub(r"[^\w.-]+", "-", stem).lstrip("-.") or "run"
+    if command[0].endswith(".py"):
+        command = ("python", *command)
+    given: dict[str, tuple[Any, str, Any]] = {
+        "nodes": (nodes, "nodes", 1),
+        "gpus": (gpus, "GPUs of each node", 0),
+        "partition": (partition, "partition (empty: the cluster's own)", ""),
+        "limit": (limit, "time limit of one job", "4:00:00"),
+        "run_folder": (run_folder, "folder of the run, which all nodes see", str(runs_root().absolute() / name)),
+    }
+    answers: dict[str, Any] = {}
+    for key, (value, question, default) in given.items():
+        asked = click.prompt(question, default=default) if asks and value is None else default
+        answers[key] = asked if value is None else value
+    text = _configuration(command, **answers)
+    from_values(parsed(text, of="the configuration"), source="slurmft init")  # refuses what would not be submitted
+    path = output or Path(f"{name}.yaml")
+    if os.path.lexists(path):
+        raise UsageError(f"there is {path} already", hint="name another file with --output, or move it away")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", hint="name another file with --output, or make it")
+    replace_atomically(path, text, mode=mode_of_shown_files(), durable=False)
+    word = shlex.quote(str(path))
+    say(f"wrote {path}; next: slurmft doctor {word}, then slurmft submit {word}")
+    return 0
+
+
+def _words(line: str) -> tuple[str, ...]:
+    """As a shell splits them."""
+    try:
+        return tuple(shlex.split(line))
+    except ValueError as error:
+        raise UsageError(f"{line!r} is no command: {error}", hint="close the quotes") from error
+
+
+def _configuration(
+    command: tuple[str, ...], *, nodes: int, gpus: int, partition: str, limit: str, run_folder: str
+) -> str:
+    words = ", ".join(json.dumps(word) for word in command)
+    slurm = {"partition": partition, "time": limit, "gpus_per_node": gpus}
+    options = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in slurm.items() if value)
+    return f"""\
+# All keys, each with its default: slurmft examples reference.yaml
+
+command: [{words}]  # {_PYTHON}
+run_folder: {json.dumps(run_folder)}  # on a filesystem that all nodes share; its last part is the run's name
+nodes: {nodes}
+nproc_per_node: {gpus or 1}  # workers of each node{", one for each GPU" if gpus else ""}
+
+checkpoint:
+  interval_steps: 500  # for scripts that save with slurmft; the others save as they do without it
+
+slurm:  # sbatch's long options, with _ for -
+{options}
+"""
+
+
+# --- ``slurmft examples`` ---
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--path", "only_path", is_flag=True, help="Print where it lies, instead of what is in it.")
+def examples(*, name: str | None, only_path: bool) -> int:
+    """Print the file NAME that comes with slurmft, or list all: configurations, alerts, dashboards, a batch script."""
+    files = {path.name: path for place in _PLACES for path in sorted(EXAMPLES.glob(place)) if path.stem != "__init__"}
+    if name is None:
+        for each, path in sorted(files.items()):
+            say(f"{each:<22} {path}" if only_path else f"{each:<22} {_purpose(path)}")
+        return 0
+    if name not in files:
+        from slurmft.policy.values import did_you_mean, shown
+
+        raise UsageError(f"no file {shown(name)} comes with slurmft{did_you_mean(name, sorted(files))}",
+                         hint="slurmft examples lists them")  # fmt: skip
+    if only_path:
+        say(str(files[name]))
+    else:
+        say_block(read_text(files[name]).removesuffix("\n"))
+    return 0
+
+
+def _purpose(path: Path) -> str:
+    """The first sentence of its first comment, or of its docstring."""
+    if path.suffix == ".json":
+        return "the schema of a configuration, for editors" if path.stem == "schema" else "a dashboard for Grafana"
+    lines = [line for line in read_text(path).splitlines() if not line.startswith(("#!", "# yaml-language"))]
+    words = (line.strip('#" ').removeprefix("Purpose: ") for line in lines)
+    found = next(filter(None, words), "")
+    return re.split(r"[.:](?: |$)|, so that", found)[0]
+
+
+# --- ``slurmft sbatch``: the batch script that one has, submitted as it is; and what it launches, in the job ---
+
+# no -h: click would find it in sbatch's -Jhello
+_AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
+
+
+@click.command(context_settings=_AS_GIVEN)
+@click.option("--again", is_flag=True, help="Repeat launches that have finished in an earlier start of the job.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set one key of the configuration of each run, such as checkpoint.interval_steps=50.")  # fmt: skip
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF SBATCH] SCRIPT [ARGUMENTS]...")
+def sbatch(*, again: bool, overrides: tuple[str, ...], words: tuple[str, ...]) -> int:
+    """Submit the batch script that you have, as sbatch would; what it launches is supervised.
+
+    Takes what sbatch takes: its options, #SBATCH lines and variables, --wrap, a script from standard input. Only where
+    you set nothing, --requeue, --open-mode=append and --signal=USR2@120 are added. The options below come first.
+
+    In the job the script runs as it is. A launch that trains is restarted where ranks or nodes fail, and goes on
+    through the queue: torchrun, ft_launcher, python -m torch.distributed.run, accelerate launch, deepspeed, and srun
+    where its command runs a Python program. SLURMFT=off in front of a launch, or #SLURMFT off above it, leaves it
+    alone; SLURMFT=train and #SLURMFT train supervise any other command of these names, or of python.
+    """
+    from slurmft.operations.script import submit_script
+
+    return submit_script(
+        words, os.environ, overrides=overrides, again=again, tell=lambda line: say(f"slurmft: {line}", err=True)
+    )
+
+
+@click.command(hidden=True, context_settings=_AS_GIVEN)
+@click.option("--last-word", is_flag=True)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def launch(*, last_word: bool, words: tuple[str, ...]) -> int:
+    """Stand for a launcher of a batch script (called by the functions of slurmft/launchers)."""
+    from slurmft.operations import script
+
+    def tell(line: str) -> None:
+        say(f"slurmft: {line}", err=True)
+
+    if last_word:
+        if word := script.last_word(os.environ):
+            tell(word)
+        return 0
+    return script.launch(words[0], words[1:], os.environ, read_ranks=_ranks, tell=tell)
+
+
+def _ranks(words: Sequence[str]) -> Ranks:
+    from slurmft.compat import neighbours
+    from slurmft.operations.script import Ranks
+
+    found = neighbours.parse(words)
+    return Ranks(settings=found.settings, remarks=found.remarks)
+
+
+# --- ``slurmft convert``: what there is in its place ---
+
+
+@click.command(context_settings=_AS_GIVEN)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT]")
+def convert(*, words: tuple[str, ...]) -> int:
+    """Say what to use instead: a batch script is not converted any more, it is run as it is."""
+    script = words[0] if words else "job.sh"
+    raise UsageError("batch scripts are not converted to configurations any more: they run as they are",
+                     hint=f"slurmft sbatch {script}; slurmft init writes a configuration")  # fmt: skip
+
+
+# --- ``slurmft ft-launch``: a command line of ``ft_launcher`` or torchrun becomes a run ---
+
+
+@click.command(
+    name="ft-launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)  # fmt: skip
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[LAUNCHER OPTIONS] SCRIPT [ARGUMENTS]...")
+@click.option("--run-folder", type=click.Path(path_type=Path),
+              help="Folder of the run; default: runs/ and the --rdzv-id, or the script's name.")  # fmt: skip
+@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default=None,
+              help="Where to run; auto: Slurm where its commands are, else this machine. "
+              "Default: local with --standalone, else auto.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one key, such as slurm.time=30.")
+@click.option("--print-config", is_flag=True, help="Print the configuration for slurmft submit, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
+def ft_launch(
+    *, words: tuple[str, ...], run_folder: Path | None, cluster: str | None, overrides: tuple[str, ...],
+    print_config: bool, dry_run: bool, wait: bool,
+) -> int:  # fmt: skip
+    """Submit a run by the command line of ft_launcher or torchrun.
+
+    Called once, and not on every node. Takes torchrun's options (--nnodes, --nproc-per-node, --max-restarts, -m, ...)
+    and --ft-* or --ft-param-* of nvidia-resiliency-ext behind the options below. Options without a counterpart are
+    named.
+    """
+    from slurmft.cli.submit import submit_run  # not for a launch, whose training waits for it
+    from slurmft.compat import neighbours
+    from slurmft.config.run import from_values
+    from slurmft.scheduler.slurm import known_options
+
+    if "SLURM_PROCID" in os.environ:
+        raise UsageError("this is inside of a job, where each task would submit a run of its own",
+                         hint="call slurmft ft-launch once, where you would call sbatch")  # fmt: skip
+    launch = neighbours.parse(words)
+    for remark in launch.remarks:
+        if not remark.startswith("FaultToleranceConfig"):  # which has said it
+            say(f"ft-launch: {remark}", err=True)
+    values = {**launch.settings, **({"run_folder": str(run_folder)} if run_folder is not None else {})}
+    settings = from_values(values, overrides, source="ft-launch", known_here=known_options)
+    if print_config:
+        say_block(settings.as_yaml())
+        return 0
+    return submit_run(
+        settings, (), dry_run=dry_run, strict=False, wait=wait,
+        cluster=cluster or ("local" if launch.standalone else "auto"),
+    )  # fmt: skip

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurmft.compat.health_checker import HealthChecker as HealthChecker
     from slurmft.compat.megatron import RerunStateMachine as RerunStateMachine
     from slurmft.compat.megatron import destroy_rerun_state_machine as destroy_rerun_state_machine
     from slurmft.compat.megatron import get_rerun_state_machine as get_rerun_state_machine
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from slurmft.compat.neighbours import configuration as configuration
     from slurmft.compat.serving_names import AutoRestartManager as AutoRestartManager
     from slurmft.compat.serving_names import GracefulDegradation as GracefulDegradation
+    from slurmft.compat.serving_names import HealthChecker as HealthChecker
     from slurmft.compat.serving_names import HighAvailabilityCluster as HighAvailabilityCluster
     from slurmft.compat.serving_names import RequestCheckpointer as RequestCheckpointer
     from slurmft.compat.serving_names import RequestRedistributor as RequestRedistributor
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from slurmft.worker.rerun_data import RerunDataIterator as RerunDataIterator
 
 _NAMES = (
-    ("slurmft.compat.health_checker", "HealthChecker"),
+    ("slurmft.compat.serving_names", "HealthChecker"),
     (
         "slurmft.compat.serving_names",
         "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "

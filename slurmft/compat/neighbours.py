@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 from slurmft.config.run import RunConfig, read, validate
 from slurmft.errors import ConfigError, UsageError
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 from slurmft.policy.reruns import Injection, Mode
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
 

@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from slurmft.errors import ConfigError
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 
 # --- The base of every section of the configuration, and the types of its values ---
 

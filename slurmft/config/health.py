@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from slurmft.config.base import Count, Folder, Positive, Seconds, Section, Text
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 from slurmft.policy.node_health import HealthRules
 
 Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]

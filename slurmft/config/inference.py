@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slurmft.config.base import Count, Folder, Fraction, Positive, Seconds, Section, Text, Words
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 from slurmft.policy.inference import OF_ENGINES, OPENAI, engine_kind, with_another_path
 
 # --- The section ``inference.serving`` of the configuration: an endpoint in front of the replicas ---

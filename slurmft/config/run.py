@@ -48,8 +48,8 @@ from slurmft.config.sections import (
 )
 from slurmft.config.sections import problem_of as sync_problem_of
 from slurmft.errors import ConfigError
-from slurmft.policy import plain_values as plain
 from slurmft.policy import sbatch
+from slurmft.policy import values as plain
 from slurmft.policy.container import Container, problem_of
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch import second_owner, unknown_options

@@ -36,7 +36,7 @@ from slurmft.config.base import (
     Text,
     Words,
 )
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 from slurmft.policy.container import SHARED_MEMORY, STARTED_BY_SRUN, Container, Mount, all_mounts
 from slurmft.policy.hangs import CHECKPOINTING, EVALUATION, SETUP, STEP, Limits
 from slurmft.policy.membership import Size

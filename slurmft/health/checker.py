@@ -39,15 +39,14 @@ from slurmft.health.node import (
     text_of,
 )
 from slurmft.health.probes import Probe, known_names, probes_for
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.node_health import Checkup, ProbeResult, Problem, Status, drain_reason
 from slurmft.scheduler import slurm
 from slurmft.scheduler.own_jobs import SOONEST_S, begin_in
 from slurmft.scheduler.parsing import JobRecord
-from slurmft.system.files import read_json, write_json
-from slurmft.system.isolation import Answer, Errand, run_all
-from slurmft.system.private_folder import remove_tree
+from slurmft.system.files import read_json, remove_tree, write_json
+from slurmft.system.processes import Answer, Errand, run_all
 
 # --- Results of the probes on a shared folder: one file for each node, which only that node's probes write ---
 #     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last (KEEP), and the newest long one]}

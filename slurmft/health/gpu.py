@@ -291,7 +291,7 @@ def brief(names: Sequence[int]) -> str:
 # --- gpu work ---
 # The long probes: GPUs that must compute and remember correctly, NVIDIA's own diagnosis, pairs that must reduce.
 #
-# torch runs in programs of their own (``worker.gpu_check``, ``worker.pair_check``), and only where it is needed.
+# torch runs in programs of their own (``worker.gpu_check``), and only where it is needed.
 
 WORK_S, DIAGNOSE_S, PAIR_S = 150.0, 180.0, 60.0
 CPU_SIZE = 512
@@ -391,7 +391,7 @@ def all_reduce(scene: Scene) -> list[ProbeResult]:
     if pair is None:
         return []
     address, port, rank = pair
-    argv = [sys.executable, "-P", "-m", "slurmft.worker.pair_check", address, str(port), str(rank)]
+    argv = [sys.executable, "-P", "-m", "slurmft.worker.gpu_check", "--pair", address, str(port), str(rank)]
     return [judge_pair(_asked(argv, PAIR_S - 5, scene.environment), scene.config.network.min_all_reduce_mbps)]
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from slurmft.config.health import HealthConfig
 from slurmft.errors import StorageError
 from slurmft.policy.node_health import ProbeResult, Problem, Sample, Status, growth, with_sample, worst
-from slurmft.system.files import read_json, write_json
-from slurmft.system.private_folder import MAX_DEPTH, is_left_over
+from slurmft.system.files import MAX_DEPTH, is_left_over, read_json, write_json
 
 # --- How numbers become results: pure, and the same for all probes ---
 

@@ -46,8 +46,7 @@ from slurmft.health.node import (
     unknown,
 )
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
-from slurmft.system.isolation import Answer, Errand, run_all
-from slurmft.system.processes import end_group, output_of
+from slurmft.system.processes import Answer, Errand, end_group, output_of, run_all
 
 # --- Probes of local filesystems: space and inodes, remounts after errors, bytes that come back ---
 

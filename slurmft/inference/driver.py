@@ -42,7 +42,7 @@ from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import JoinGang, ReplicaPlace
-from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import (
     Outcome,
     Slots,
@@ -59,7 +59,7 @@ from slurmft.policy.inference import (
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
 from slurmft.storage.shared_weights import stage_in_memory
 from slurmft.system.background import run_below_agent
-from slurmft.system.private_folder import PrivateFolder, make_private_folder, token_in
+from slurmft.system.files import PrivateFolder, make_private_folder, token_in
 from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
 
 if TYPE_CHECKING:

@@ -29,8 +29,16 @@ from typing import Self
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.patience import write_state, writing
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.files import read_as, read_bytes, read_text, replace_atomically, trusted_owners, write_json
-from slurmft.system.private_folder import shared_memory, token_in
+from slurmft.system.files import (
+    read_as,
+    read_bytes,
+    read_text,
+    replace_atomically,
+    shared_memory,
+    token_in,
+    trusted_owners,
+    write_json,
+)
 
 # --- The files of an endpoint in its run folder, and the cluster of its routers ---
 

@@ -25,7 +25,7 @@ from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, written
 from slurmft.policy.values import Strangers
 from slurmft.system.background import overslept_s
-from slurmft.system.private_folder import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
+from slurmft.system.files import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
 
 # --- handshake ---
 # How a router and a replica's gate prove to each other that they hold the run's key, before a byte of a request flows.

@@ -81,8 +81,7 @@ from slurmft.policy.serving import (
 from slurmft.policy.values import Strangers
 from slurmft.system.background import run_below_agent
 from slurmft.system.exposition import registry_text
-from slurmft.system.files import write_bytes
-from slurmft.system.private_folder import token_in
+from slurmft.system.files import token_in, write_bytes
 from slurmft.system.processes import allow_descriptors
 
 # --- One client's request: the tries until a replica answers it, and the answer on its way to the client ---

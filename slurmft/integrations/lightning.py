@@ -38,11 +38,11 @@ from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.integrations.folders import MarkedFolders, packed, verify, with_digest
 from slurmft.ipc.pages import PAGE_VARIABLE
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.storage.fence import check_fence
 from slurmft.storage.run_folder import followed
+from slurmft.storage.verdicts import check_fence
 from slurmft.system import files
 from slurmft.system.files import replace_atomically
-from slurmft.trainer import savers, stateful_loader
+from slurmft.trainer import savers
 from slurmft.worker.session import Session, settle_order_of_gradients, start_session
 
 # --- lightning data ---
@@ -65,7 +65,7 @@ class EpochData:
     def state(self, *, between_epochs: bool) -> dict[str, Any]:
         """To save: batches of the epoch that are done, generators before it, and states of loaders that have one."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        stateful_loader.mend()
+        savers.mend()
         loaders = [] if between_epochs else self._trainer.fit_loop._combined_loader._state_dicts()
         return {"batches": 0 if between_epochs else batches, "epoch_rng": self._epoch_rng, "loaders": loaders}
 
@@ -90,7 +90,7 @@ class EpochData:
             savers.restore(saved["epoch_rng"])
         self._epoch_rng = savers.capture()
         if is_first:
-            stateful_loader.mend()
+            savers.mend()
             data_fetcher.combined_loader._load_state_dicts(loaders := saved.get("loaders", []))
             iter(data_fetcher)
             if saved and not loaders:

@@ -40,8 +40,18 @@ from slurmft.ipc.channel import (
 from slurmft.ipc.channel import Report as Report  # noqa: PLC0414 - it is exported from here, too
 from slurmft.ipc.channel import Sent as Sent  # noqa: PLC0414
 from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
-from slurmft.ipc.pages import CUDA, DEPTH, ELSEWHERE, ENTRIES, MAX_NAME, MAX_NAMES, MAX_SECTIONS, State
-from slurmft.ipc.stacks import MAX_FRAME, MAX_FRAMES
+from slurmft.ipc.pages import (
+    CUDA,
+    DEPTH,
+    ELSEWHERE,
+    ENTRIES,
+    MAX_FRAME,
+    MAX_FRAMES,
+    MAX_NAME,
+    MAX_NAMES,
+    MAX_SECTIONS,
+    State,
+)
 from slurmft.policy.hangs import WorkerLook
 from slurmft.policy.judge import Progress, Where
 

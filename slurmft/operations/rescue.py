@@ -41,7 +41,7 @@ from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Evidence, Kind, Suspect
-from slurmft.scheduler import nodes, own_jobs, successor
+from slurmft.scheduler import nodes, own_jobs
 from slurmft.scheduler.nodes import NotPermitted, Refusal, compress
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist, is_held_by_launch, is_held_by_requeue
 from slurmft.scheduler.slurm import undisturbed
@@ -566,7 +566,7 @@ def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: 
         )
     folders = [event.details.get("folder") for event in reversed(events) if event.event == EventName.ATTEMPT_STARTED]
     options = [] if placement is None else [f"--exclude={compress(placement.excluded)}"]
-    job_id = successor.submit_script(
+    job_id = own_jobs.submit_script(
         run.script, known=run.own_jobs(), options=options, environment=_as_submitted(events),
         folder=Path(next(filter(None, folders), run.path)),
     )  # fmt: skip

@@ -33,8 +33,8 @@ from slurmft.errors import SlurmftError, UsageError
 from slurmft.policy import sbatch as policy
 from slurmft.policy.sbatch import Known, Line, Places, split_line
 from slurmft.scheduler import slurm
-from slurmft.scheduler.environment import PART_VARIABLE, TASKS_VARIABLE, current_job
-from slurmft.storage import run_index
+from slurmft.scheduler.parsing import PART_VARIABLE, TASKS_VARIABLE, current_job
+from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
@@ -526,7 +526,7 @@ def _prepared(
         supervisors["SLURM_CPUS_PER_TASK"] = plan.places.cpus_per_node
     if code is None:
         run.create()
-        run_index.note(run.path, script.own)
+        run_folder.note_run(run.path, script.own)
         replace_atomically(run.config, config.as_yaml())
         _leave_tasks(run.path / "tasks.json", plan, config, supervisors)
     relay = _Relay(run, line, plan, script, own_errors=own_errors)

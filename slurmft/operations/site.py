@@ -25,7 +25,7 @@ from slurmft.config.sections import CheckpointConfig, ElasticConfig
 from slurmft.errors import ConfigError, LabUnavailable, LaunchError, SlurmError, SlurmUnavailable, StorageError
 from slurmft.health.checker import CONFIG_VARIABLE, SYSTEM_CONFIG, load_config, read_results
 from slurmft.health.node import Scene, mounts
-from slurmft.operations import preflight
+from slurmft.operations import submit
 from slurmft.policy import site as policy
 from slurmft.policy import stop as grace_policy
 from slurmft.policy.container import Container, command_prefix, srun_options, starting
@@ -165,7 +165,7 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
     """Look at the site around us, for this run or for any; ``here`` stands for its folder where there is no run."""
     folder = try_folder(here if config is None else config.run_folder)
     found = [*policy.judge_folder(folder)]
-    command = None if config is None else preflight.finding_of(config, environment)
+    command = None if config is None else submit.command_finding(config, environment)
     found += [] if command is None else [command]
     container = None if config is None else look_at_container(config, environment)
     found += [] if container is None else policy.judge_container(container)

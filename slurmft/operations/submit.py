@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.machinery
+import importlib.util
+import json
 import os
-from collections.abc import Callable, Iterator
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
-from slurmft.operations import preflight
-from slurmft.operations.run_configuration import refuse_shared
+from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.site import Finding, Level
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import compress
-from slurmft.storage import run_index
+from slurmft.scheduler.parsing import asked_for
+from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import avoided_nodes, grace
 from slurmft.supervisor.avoided_nodes import Avoidance
 from slurmft.system import processes
-from slurmft.system.files import refuse_uncreatable, replace_atomically
+from slurmft.system.files import read_bytes, read_text, refuse_uncreatable, replace_atomically
+from slurmft.system.processes import end_group, output_of
 
 Tell = Callable[[str], None]
 """Takes a line for the user: a warning, or what is avoided."""
@@ -92,7 +107,7 @@ def submit_run(
         _prepare(run, settings, tell, call)
         before = len(run.journal().read())
         job = _submit(where, settings, run, options, avoiding, named=named, who=who, command=command)
-    run_index.note(run.path, os.environ)
+    run_folder.note_run(run.path, os.environ)
     return Submitted(run, job, where, before, settings)
 
 
@@ -139,8 +154,8 @@ def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsR
 
 def _with_a_command_that_works(settings: RunConfig, *, unchecked: bool) -> RunConfig:
     if not unchecked:
-        preflight.refuse_unusable(settings, os.environ)
-    return preflight.with_the_shells_python(settings, os.environ)
+        refuse_unusable_command(settings, os.environ)
+    return with_the_shells_python(settings, os.environ)
 
 
 def _considered(
@@ -291,3 +306,270 @@ def _withdrawn(job: OwnJob, error: StorageError) -> StorageError:
         return StorageError(f"{error.what}; job {job}, just submitted, cannot be cancelled: {refusal.what}",
                             hint=f"scancel {job}, or the next submission makes a second job of this run")  # fmt: skip
     return type(error)(f"{error.what}; job {job}, just submitted, is cancelled", hint=error.hint)
+
+
+# --- What can be seen of a run's command before it is submitted: its interpreter, its script, and what that imports ---
+
+PYTHONS = ("python", "python3")
+ASK_S = 30.0
+_FIND = """\
+import sys
+sys.path = [each for each in sys.path if each]  # the script would import nothing of the current folder either
+import importlib.util
+sys.path.insert(0, sys.argv[1])
+print("missing:", *[name for name in sys.argv[2:] if importlib.util.find_spec(name) is None])
+"""
+
+
+def with_the_shells_python(settings: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+    """The settings with ``python`` in the command as the path that the user's shell finds.
+
+    Unchanged where that is slurmft's own, which workers are forked from, where there is none, and in a container, whose
+    ``python`` is its own.
+    """
+    if not settings.command or settings.command[0] not in PYTHONS or settings.contained() is not None:
+        return settings
+    found = _found(settings, environment)
+    if found is None or _is_own(found):
+        return settings
+    return settings.model_copy(update={"command": (found, *settings.command[1:])})
+
+
+def refuse_unusable_command(settings: RunConfig, environment: Mapping[str, str]) -> None:
+    """Return where nothing is wrong with the command, as far as this machine can see.
+
+    Raises:
+        UsageError: its program, its script or a package is not here; names what to do.
+    """
+    found = command_finding(settings, environment)
+    if found is not None and found.level is Level.PROBLEM:
+        raise UsageError(f"{found.check}: {found.text}", hint=f"{found.remedy}; --unchecked submits it all the same")
+
+
+def command_finding(settings: RunConfig, environment: Mapping[str, str]) -> Finding | None:
+    """The command's program, script and packages; None where a container has them, or where there is no command."""
+    if not settings.command or settings.contained() is not None:
+        return None
+    where, (program, *rest) = settings.trainer_directory, settings.command
+    if settings.launcher == "torchrun" and _missing(sys.executable, ["torch"], where=where):
+        return _problem(
+            f"launcher: torchrun is started by {sys.executable}, which does not have torch",
+            "submit with a slurmft that is installed beside torch, or leave out the launcher",
+        )
+    found = sys.executable if program.endswith(".py") else _found(settings, environment)
+    if found is None and program not in PYTHONS:
+        return _problem(f"there is no program {program} in PATH",
+                        "correct its name, or activate the environment that has it")  # fmt: skip
+    is_python = program.endswith(".py") or re.fullmatch(r"python[\d.]*t?", Path(program).name) is not None
+    script = program if program.endswith(".py") else _script_in(rest) if is_python else None
+    module = _module_in(rest) if is_python and script is None else None
+    if script is None and module is None:
+        return Finding(check="command", level=Level.OK, text=f"{found or sys.executable}")
+    if script is not None and not (where / script).exists():
+        return _problem(f"there is no {script} in {where}",
+                        "submit from the folder that it lies in, or give its whole path")  # fmt: skip
+    interpreter = sys.executable if found is None or _is_own(found) else found
+    own = settings.environment
+    given = {**environment, **own} if interpreter != sys.executable or "PYTHONPATH" in own else None
+    if script is None:
+        what, wanted, beside = f"-m {module} needs", [str(module).partition(".")[0]], where
+    else:
+        what, wanted, beside = f"{script} imports", _imported(where / script), (where / script).parent
+    if missing := _missing(interpreter, wanted, where=beside, environment=given):
+        return _problem(
+            f"{what} {' and '.join(missing)}, which {interpreter} does not have",
+            "activate the environment that has it, install it there, or name the interpreter in command",
+        )
+    return Finding(check="command", level=Level.OK, text=f"{script or f'-m {module}'} with {interpreter}")
+
+
+def _problem(text: str, remedy: str) -> Finding:
+    return Finding(check="command", level=Level.PROBLEM, text=text, remedy=remedy)
+
+
+def _found(settings: RunConfig, environment: Mapping[str, str]) -> str | None:
+    path = settings.environment.get("PATH", environment.get("PATH"))
+    found = shutil.which(str(settings.trainer_directory / settings.command[0]) if "/" in settings.command[0]
+                         else settings.command[0], path=path)  # fmt: skip
+    return None if found is None else os.path.abspath(found)  # noqa: PTH100 - the links of an environment are its names
+
+
+def _is_own(found: str) -> bool:
+    """Whether that is this interpreter, by any of the names that it has in its folder."""
+    one, other = Path(found), Path(sys.executable)
+    return os.path.realpath(one.parent) == os.path.realpath(other.parent) and one.resolve() == other.resolve()
+
+
+_FLAGS = ("-u", "-O", "-OO", "-P", "-I", "-s", "-S", "-E", "-B")
+
+
+def _script_in(words: Sequence[str]) -> str | None:
+    """The script among an interpreter's words; None for ``-m`` and ``-c``, and where options hide it."""
+    word = next((word for word in words if word not in _FLAGS), "-")
+    return None if word.startswith("-") else word
+
+
+def _module_in(words: Sequence[str]) -> str | None:
+    """The module behind ``-m``; None where there is none, or options hide it."""
+    rest = [word for word in words if word not in _FLAGS]
+    return rest[1] if rest[:1] == ["-m"] and rest[1:] else None
+
+
+def _imported(script: Path) -> list[str]:
+    """Which of the packages that a worker needs the script needs as well: no import in a ``try`` counts."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            body = ast.parse(read_bytes(script)).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    found = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level}
+    return [name for name in ("torch", "slurmft") if name in {each.partition(".")[0] for each in found}]
+
+
+def _missing(
+    interpreter: str, names: Sequence[str], *, where: Path, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """Those that the interpreter finds neither among its packages nor in the folder ``where``; none where it could not
+    be asked. Without an ``environment`` this process looks itself.
+    """
+    if environment is None:
+        beside = importlib.machinery.PathFinder
+        return [
+            name for name in names
+            if importlib.util.find_spec(name) is None and beside.find_spec(name, [str(where)]) is None
+        ]  # fmt: skip
+    if not names:
+        return []
+    try:
+        process = subprocess.Popen(
+            [interpreter, "-c", _FIND, str(where), *names], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True, env=environment,
+        )  # fmt: skip
+    except OSError:
+        return []
+    try:
+        (said,), code = output_of(process, ASK_S, 1 << 16)
+    finally:
+        end_group(process, 1.0)  # one that hangs, with what it has started
+    _, asked, answer = said.decode(errors="replace").rpartition("missing:")
+    return [name for name in names if name in answer.split()] if asked and code == 0 else []
+
+
+# --- Batch inference to look at: prompts, a replica that is killed on the way, and what came of it ---
+
+PROMPT_BYTES = 48
+KILLER_LOOK_S = 0.05
+
+
+def trained_model(runs: Path) -> Path | None:
+    """The checkpoints of the newest finished run of the quickstart below ``runs``."""
+    for folder in sorted(runs.glob("quickstart-[0-9]*"), reverse=True):
+        run = RunFolder(folder)
+        with contextlib.suppress(StorageError):
+            if run.exists() and run.done() is not None:
+                return configuration_of(run).checkpoint_dir
+    return None
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """Requests for the byte GPT: beginnings of lines of Python's own source.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    lines = [line for line in read_text(Path(textwrap.__file__)).splitlines() if len(line.strip()) > 8]
+    requests = [
+        {"custom_id": f"prompt-{number}", "prompt": lines[number % len(lines)][:PROMPT_BYTES]}
+        for number in range(count)
+    ]  # fmt: skip
+    replace_atomically(path, "".join(json.dumps(request) + "\n" for request in requests))
+
+
+class ReplicaKiller:
+    """Kills the process of one replica, once, when some answers are there; a thread of its own.
+
+    Args:
+        run: on this machine.
+        after: answers that must be committed before.
+    """
+
+    def __init__(self, run: RunFolder, after: int) -> None:
+        self._run, self._after = run, after
+        self._over = threading.Event()
+        self.killed = 0
+        """Processes that it has killed."""
+
+        self._thread = threading.Thread(target=self._work, name="replica killer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch the run."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Kill nothing any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._over.wait(KILLER_LOOK_S):
+            with contextlib.suppress(StorageError):
+                if ((self._run.progress() or {}).get("step") or 0) >= self._after and self._kill_one():
+                    return
+
+    def _kill_one(self) -> bool:
+        import psutil
+
+        logs = re.compile(rf"{re.escape(str(self._run.path.resolve()))}/.*/rank-\d+\.log")
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if logs.fullmatch(str(Path(f"/proc/{pid}/fd/1").readlink())):
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed += 1
+                    return True
+        return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A batch, from its journal and its files."""
+
+    requests: int
+    answered: int
+    errors: int
+    died: int
+    """Replicas that ended without being asked to."""
+
+    restarted: int
+    twice: int
+    """Answers that were computed more than once; one of each counts."""
+
+    seconds: float
+    output: Path
+
+
+def summary_of(run: RunFolder) -> Summary:
+    """How the batch of a finished run went.
+
+    Raises:
+        StorageError: its files cannot be read.
+    """
+    from slurmft.inference.ledger import segments_of  # numpy and more, which no other submission needs
+    from slurmft.inference.requests import folder_of, read
+
+    events = run.journal().read()
+    written = [event for event in events if event.event == EventName.OUTPUT_WRITTEN]
+    if not written:
+        raise StorageError(f"run {run.path.name} has no output yet", hint=f"slurmft explain {run.path}")
+    begun = [event for event in events if event.event == EventName.REQUESTS_OPENED]
+    starts = [event.details["start"] for event in events if event.event == EventName.REPLICA_READY]
+    seen: Counter[int] = Counter()
+    for path in segments_of(folder_of(run.path)).iterdir():
+        seen.update(record.value["index"] for record in read(path) if "index" in record.value)
+    facts = written[-1].details
+    return Summary(
+        requests=begun[0].details["total"], answered=facts["answers"], errors=facts["errors"],
+        died=sum(event.event == EventName.REPLICA_DIED for event in events),
+        restarted=sum(start > 1 for start in starts), twice=sum(count - 1 for count in seen.values()),
+        seconds=written[-1].seconds() - begun[0].seconds(), output=Path(facts["folder"]),
+    )  # fmt: skip

@@ -27,7 +27,7 @@ from slurmft.config.run import RunConfig, load, load_section
 from slurmft.errors import UsageError
 from slurmft.operations.advise import counsel
 from slurmft.policy import interval, suspicion
-from slurmft.policy import plain_values as plain
+from slurmft.policy import values as plain
 from slurmft.policy.decide import PastEnd, budget_for, decide
 from slurmft.policy.interval import typical_cost_s
 from slurmft.policy.judge import held_against

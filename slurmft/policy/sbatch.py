@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmft.errors import UsageError
-from slurmft.policy.plain_values import CONTROL, did_you_mean, shown
+from slurmft.policy.values import CONTROL, did_you_mean, shown
 
 # --- A command that is a launcher itself: torchrun, or nvidia-resiliency-ext's, inside of a run ---
 

@@ -48,9 +48,8 @@ from slurmft.storage.journal import Entry, EventName, JournalTail, Place
 from slurmft.storage.run_folder import LOCAL_PREFIX, Progress, RunFolder, progress_of, user_name
 from slurmft.system import processes
 from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample, encoded, text
-from slurmft.system.files import read_json, read_text, replace_atomically, write_json
+from slurmft.system.files import read_json, read_text, replace_atomically, token_in, write_json
 from slurmft.system.foreign_text import one_line
-from slurmft.system.private_folder import token_in
 
 # --- What is counted of a run, from its journal alone: so counts survive requeues and never go back ---
 

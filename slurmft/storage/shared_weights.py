@@ -23,8 +23,7 @@ from pathlib import Path
 
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import own_memory_folder
-from slurmft.system.files import check_regular, open_regular, opened, read_json, write_json
-from slurmft.system.private_folder import check_private, remove_tree
+from slurmft.system.files import check_private, check_regular, open_regular, opened, read_json, remove_tree, write_json
 from slurmft.system.processes import fits
 
 WEIGHTS = "weights"

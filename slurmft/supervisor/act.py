@@ -41,7 +41,7 @@ from slurmft.policy.verdict import (
     why_superfluous,
 )
 from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
-from slurmft.scheduler import own_jobs, slurm, successor
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
@@ -221,10 +221,10 @@ class Continuation:
 
     def _sbatch(self, options: Sequence[str]) -> str:
         job, script = self._cluster.own, self._run.script
-        command = successor.successor_command(script, after=job, options=options)
+        command = own_jobs.successor_command(script, after=job, options=options)
         self._journal.append(EventName.RESUBMITTING, command=shlex.join(command))
         self._flush()
-        return successor.submit_successor(
+        return own_jobs.submit_successor(
             script, after=job, options=options, environment=os.environ, patience_s=self._patience_s(),
             known=in_folder(self._start, self._run.own_jobs) or [], tried=self._began_to_resubmit(),
         )  # fmt: skip
@@ -280,10 +280,10 @@ def successor_options(config: RunConfig, script: Path, cluster: SlurmCluster) ->
     """
     options = [f"--chdir={Path.cwd()}"]
     if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
-        replace_atomically(script, successor.batch_script(cluster.own))
+        replace_atomically(script, own_jobs.batch_script(cluster.own))
         section = config.preemption
         signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
-        options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
+        options += ["--requeue", "--open-mode=append", signal_option, *own_jobs.inherited_options(os.environ)]
     return options
 
 

@@ -16,11 +16,11 @@ from slurmft.errors import SlurmError, StorageError
 from slurmft.policy.suspicion import Candidate, Dropped, Place, Rules, State, Strength, choose, standing
 from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
-from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import NodeRecord
+from slurmft.scheduler.parsing import asked_for
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.patience import FolderThread
-from slurmft.storage.run_index import state_folder
+from slurmft.storage.run_folder import state_folder
 
 CLUSTER_VARIABLE = "SLURM_CLUSTER_NAME"
 OFF_SLURM = "local"

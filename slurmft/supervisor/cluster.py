@@ -28,8 +28,7 @@ from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import nodes as scheduler_nodes
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.environment import SlurmJob, current_job
-from slurmft.scheduler.parsing import JobEnding
+from slurmft.scheduler.parsing import JobEnding, SlurmJob, current_job
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, writing
 from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, RunFolder

@@ -12,7 +12,7 @@ from slurmft.errors import SlurmError, UsageError
 from slurmft.policy import interval, stop
 from slurmft.policy.stop import Finding, GraceNeed, GraceOffer, Severity
 from slurmft.scheduler import slurm
-from slurmft.scheduler.environment import asked_for
+from slurmft.scheduler.parsing import asked_for
 from slurmft.scheduler.slurm import Partition, Site, parse_limit_s
 from slurmft.storage import history
 

@@ -20,7 +20,7 @@ from slurmft.ipc.messages import ReplicaPlace
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.serving import PAUSE_S, Situation, Step, Successor, due_s, lead_s, next_step
 from slurmft.policy.verdict import End
-from slurmft.scheduler import own_jobs, successor
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, Journal
@@ -393,7 +393,7 @@ class Giver:
             options.append(f"--exclude={compress(excluded)}")
         with self._run.lock():
             known = self._run.own_jobs()
-        job = successor.submit_beside(script, beside=self._cluster.own, options=options, environment=os.environ,
+        job = own_jobs.submit_beside(script, beside=self._cluster.own, options=options, environment=os.environ,
                                       patience_s=PATIENCE_S, known=known, tried=tried)  # fmt: skip
         self._journal.append(EventName.SUCCESSOR_SUBMITTED, job=job, excluded=sorted(excluded))
         return job

@@ -28,7 +28,7 @@ from slurmft.policy.verdict import (
     Verdict,
 )
 from slurmft.scheduler import nodes as scheduler_nodes
-from slurmft.scheduler import own_jobs, successor
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import NamedNodes
 from slurmft.storage.exclusions import ExclusionList, Exclusions
@@ -262,7 +262,7 @@ def _accepted(config: RunConfig, found: Avoidance, own: frozenset[str]) -> Avoid
     """``found`` without the nodes that Slurm, which knows more of the request than we do, cannot spare."""
 
     def ask(nodes: frozenset[str]) -> str:
-        return successor.test_placement(RunFolder(config.run_folder).script, excluded=own | nodes)
+        return own_jobs.test_placement(RunFolder(config.run_folder).script, excluded=own | nodes)
 
     if not found.nodes:
         return found

@@ -35,7 +35,7 @@ from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, Rep
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import own_jobs, successor
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import expand
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
@@ -616,8 +616,8 @@ class ServingAttempt(InferenceAttempt):
         assert isinstance(self._cluster, SlurmCluster)
         avoid = set(expand(self._cluster.job.nodes)) | self._cluster.lost  # not beside the replicas that there are
         avoid |= set(avoided_nodes.for_submission(self._config, options, os.environ).nodes)
-        argv = successor.lending_command(self._config, self._run, nodes=count, options=options, avoid=frozenset(avoid))
-        return successor.submit_lender(argv)
+        argv = own_jobs.lending_command(self._config, self._run, nodes=count, options=options, avoid=frozenset(avoid))
+        return own_jobs.submit_lender(argv)
 
     # The end
 

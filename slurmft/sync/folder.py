@@ -46,9 +46,8 @@ from slurmft.errors import Fenced, NewerFormat, StorageError, StorageUnavailable
 from slurmft.policy.values import NONE, Choice, Local, Version, decide
 from slurmft.storage.patience import translated, writing
 from slurmft.sync.stores import CHUNK_BYTES, FolderStore, Store, open_store
-from slurmft.system.files import UnsafeFile, open_regular, read_json, write_json
+from slurmft.system.files import UnsafeFile, check_private, open_regular, read_json, write_json
 from slurmft.system.foreign_text import log_to_stderr
-from slurmft.system.private_folder import check_private
 from slurmft.system.processes import die_with_parent
 
 # --- manifest ---

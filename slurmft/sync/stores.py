@@ -14,8 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.storage.patience import translated
-from slurmft.system.files import fsync_folder, naming, open_regular, read_bytes
-from slurmft.system.private_folder import open_folder
+from slurmft.system.files import fsync_folder, naming, open_folder, open_regular, read_bytes
 
 # --- object store ---
 # Versions in anything that fsspec reaches: S3, GCS, and others. Home of fsspec.

@@ -12,9 +12,11 @@ import json
 import math
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 REPEATS = 20
 BLOCK_BYTES = 1 << 30
@@ -105,5 +107,45 @@ def main() -> int:
     return 0
 
 
+# --- ``python -m slurmft.worker.gpu_check --pair ADDRESS PORT RANK``: a short all-reduce between two nodes, as JSON ---
+# NCCL where both have a GPU, else gloo. It reduces integers, so that the sum is exact.
+
+MEGABYTES, PAIR_REPEATS, PAIR_TIMEOUT_S = 32, 5, 40
+
+
+def reduce(address: str, port: int, rank: int) -> dict[str, Any]:
+    """Megabytes in a second, or what is wrong with the sums."""
+    has_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = "nccl" if has_gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=PAIR_TIMEOUT_S))  # fmt: skip
+    device = torch.device("cuda:0" if has_gpu else "cpu")
+    count = MEGABYTES * 1_000_000 // 4
+    mine = torch.arange(count, dtype=torch.int32, device=device) + rank
+    expected = 2 * torch.arange(count, dtype=torch.int32, device=device) + 1
+    took = []
+    for _ in range(PAIR_REPEATS):
+        tensor = mine.clone()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        wrong = int((tensor != expected).sum())  # waits for the device
+        took.append(time.perf_counter() - began)
+        if wrong:
+            return {"wrong": f"{wrong} of {count} sums are wrong", "backend": backend}
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"mbps": MEGABYTES / sorted(took)[PAIR_REPEATS // 2], "backend": backend}
+
+
+def check_pair(address: str, port: str, rank: str) -> int:
+    """Reduce with the other half of the pair."""
+    try:
+        answer = reduce(address, int(port), int(rank))
+    except (RuntimeError, ValueError) as error:
+        answer = {"error": " ".join(str(error).split())[:300]}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_pair(*sys.argv[2:5]) if sys.argv[1:2] == ["--pair"] else main())

@@ -23,9 +23,9 @@ from slurmft.ipc.pages import NOTHING, Page, Phase, SectionStack, Slot, State
 from slurmft.policy import interval as policy_interval
 from slurmft.policy.worker_settings import CheckpointSettings, WorkerSettings
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
-from slurmft.storage.fence import RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back
 from slurmft.storage.patience import PASSING
+from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE, check_fence
 from slurmft.trainer.savers import SAVERS, Outcome, host_group
 from slurmft.worker.digests import ReplicaDigests
 

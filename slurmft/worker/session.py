@@ -56,7 +56,7 @@ from slurmft.storage.checkpoint_names import MAX_STEP
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, note_batches
 from slurmft.system.files import read_json
 from slurmft.system.foreign_text import log_to_stderr
-from slurmft.trainer import savers, stateful_loader
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS, any_rank
 from slurmft.worker.digests import ReplicaDigests
 from slurmft.worker.groups import ProcessGroups, take_place_of_task
@@ -730,7 +730,7 @@ def _warn_of_steps_ahead() -> None:
     if (loaded := SAVERS.loaded) is None:
         return
     what = ""
-    if stateful_loader.has_handed_out(loaded.loader):
+    if savers.has_handed_out(loaded.loader):
         what = "a batch was taken from the data loader"
     elif savers.has_drawn(loaded.random):
         what = "random numbers were drawn"

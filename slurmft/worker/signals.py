@@ -12,11 +12,14 @@ to programs that it starts itself: it ends them with ``kill()``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
+import logging
 import multiprocessing.context
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +30,11 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from slurmft.ipc.pages import Page, Slot, StopAction
-from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE, Page, Slot, StopAction
 from slurmft.policy.stop import END, step_of, tick_of
-from slurmft.system.siginfo import redelivery
 from slurmft.trainer.savers import SAVERS, any_rank
+
+log = logging.getLogger(__name__)
 
 # --- signals ---
 
@@ -252,3 +255,62 @@ class AgreementByCollective:
 
     def answered(self, tick: int) -> None:
         """Nothing to do: there is no agent."""
+
+
+# --- Delivering a blocked signal to the calling thread as it came: with its first sender ---
+# torch's handler in data-loader workers asks for it: one that its parent ends exits with 0, others die of the signal.
+# Python has no call for it: the kernel's record is laid out here, for rt_tgsigqueueinfo(2), the only system call that
+# takes a sender, and that only from the process itself.
+
+RECORD = struct.Struct("=6i104x")
+"""si_signo, si_errno, si_code, padding, si_pid, si_uid: siginfo_t of kill(2) on 64-bit Linux, 128 bytes."""
+
+CALLS = {"x86_64": 297, "aarch64": 240, "ppc64le": 322}
+"""The number of rt_tgsigqueueinfo, by machine."""
+
+Deliver = Callable[[signal.struct_siginfo], None]
+
+
+def redelivery(number: signal.Signals, machine: str | None = None) -> Deliver:
+    """How to deliver signal ``number``, which this thread has blocked, to this thread.
+
+    With its sender where a signal with a made-up one arrives as it was sent, which is tried here; else as this
+    process's own, and the log says so.
+    """
+    call = CALLS.get(machine or os.uname().machine)
+    if call is None or not _arrives(call, number):
+        log.warning(
+            "a forwarded %s will have this process as its sender: rt_tgsigqueueinfo is not known here", number.name
+        )
+        return functools.partial(_plainly, number)
+    return functools.partial(_with_sender, call)
+
+
+def _arrives(call: int, number: int) -> bool:
+    """Whether a record that is laid out here is read as it was meant; this thread's own queue goes before others."""
+    if number not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        return False
+    sender, user = os.getppid() + 1, os.getuid() + 1
+    if not _queue(call, RECORD.pack(number, 0, 0, 0, sender, user), number):
+        return False
+    came = signal.sigtimedwait({number}, 0)
+    return came is not None and (came.si_pid, came.si_uid, came.si_code) == (sender, user, 0)
+
+
+def _queue(call: int, record: bytes, number: int) -> bool:
+    where = (ctypes.c_long(os.getpid()), ctypes.c_long(threading.get_native_id()), ctypes.c_long(number))
+    return bool(ctypes.CDLL(None).syscall(ctypes.c_long(call), *where, record) == 0)
+
+
+def _with_sender(call: int, came: signal.struct_siginfo) -> None:
+    record = RECORD.pack(came.si_signo, came.si_errno, came.si_code, 0, came.si_pid, came.si_uid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {came.si_signo})
+    if not _queue(call, record, came.si_signo):
+        signal.raise_signal(came.si_signo)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {came.si_signo})
+
+
+def _plainly(number: signal.Signals, _came: signal.struct_siginfo) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    signal.raise_signal(number)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})

@@ -23,7 +23,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 SLURM_COMMANDS = {"squeue", "sbatch", "scontrol", "scancel", "sacct", "sinfo", "srun", "sacctmgr", "salloc"}
 
 _SHARED = {"errors", "system", "policy", "config", "storage", "scheduler", "ipc"}
-_BESIDE_THE_TRAINER = {"errors", "system", "policy", "storage", "ipc.pages", "ipc.stacks"}
+_BESIDE_THE_TRAINER = {"errors", "system", "policy", "storage", "ipc.pages"}
 
 ALLOWED = {
     "errors": set(),
@@ -216,7 +216,6 @@ def test_no_arrow_back_up_is_listed_without_need():
 SMALL = {
     "__main__": "`python -m slurmft`",
     "checkpoint/warm_up": "a program, imported by its name in a process that waits",
-    "worker/pair_check": "a program of its own (python -m)",
     "worker/shared_weights": "a public name, which must not import the rest of the worker",
     "integrations/accelerate": "public names of its own, for loops of Accelerate",
     "examples/byte_gpt_engine": "an example, to be copied",
@@ -275,7 +274,7 @@ def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
     assert set(lazy) <= {
         "config/sections.py", "agent/torchrun.py", "agent/workers.py", "agent/zygote.py",
         "cli/checkpoint.py", "cli/submit.py", "policy/sbatch.py",
-        "operations/preflight.py",  # looks whether it is there
+        "operations/submit.py",  # looks whether it is there
         "agent/inference.py", "inference/driver.py",
     }  # fmt: skip
 
@@ -323,7 +322,7 @@ def test_only_the_command_line_has_a_broad_except():
         # one's own, is the user's code; and every
         # filesystem of fsspec has errors of its own; a module imported ahead of the workers may raise anything
         and not module.startswith(
-            ("cli/", "checkpoint/", "system/isolation", "operations/rescue", "inference/driver.py",
+            ("cli/", "checkpoint/", "system/processes", "operations/rescue", "inference/driver.py",
              "sync/stores.py", "agent/zygote.py", "compat/serving_names.py")
         )
     ]  # fmt: skip
@@ -331,17 +330,15 @@ def test_only_the_command_line_has_a_broad_except():
 
 
 OPENERS = {
-    "system/files.py": "the one opener; folders, to make renames durable",
+    "system/files.py": "the one opener; folders, to make renames durable; private folders, checked in its own way",
     "worker/standalone.py": "/proc and cgroups",
-    "system/processes.py": "/proc and cgroups",
+    "system/processes.py": "/proc and cgroups; its own folder, opened as one and without following links",
     "sync/folder.py": "/proc",
     "agent/notices.py": "/sys",
     "health/node.py": "/proc and /sys, without waiting and in bounds",
     "health/gpu.py": "/dev/kmsg, without waiting and in bounds",
-    "system/isolation.py": "its own folder, opened as one and without following links",
     "operations/site.py": "a folder that the drill has just made for itself"
     "; a folder that the test has just made for itself",
-    "system/private_folder.py": "private folders, checked in its own way",
     "ipc/pages.py": "pages in the agent's private folder",
     "agent/workers.py": "the agent's private folder; torch's pipe, without waiting",
     "agent/zygote.py": "requests in the agent's private folder, and the user's own program",

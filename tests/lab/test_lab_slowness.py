@@ -7,7 +7,7 @@ import time
 import pytest
 
 from slurmft.errors import LabError
-from slurmft.lab import slowness
+from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab
 
 pytestmark = pytest.mark.slurm
@@ -43,7 +43,7 @@ def test_it_ends_by_itself_and_leaves_nothing(own_lab: Lab):
         own_lab.slow_node("n2", cpus=0.05, for_s=1)
     except LabError as error:
         pytest.skip(str(error))
-    group = slowness._group(own_lab.folder, "n2")
+    group = cluster._cpu_group(own_lab.folder, "n2")
     deadline = time.monotonic() + 10
     while group.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -15,7 +15,7 @@ import yaml
 
 from slurm.conftest import eventually
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.private_folder import KEPT_S, LOCK
+from slurmft.system.files import KEPT_S, LOCK
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 REQUESTS = 400

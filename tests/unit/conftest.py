@@ -14,7 +14,7 @@ from worker_variable import set_settings
 
 from slurmft.checkpoint.write_requests import WriterClient
 from slurmft.ipc.pages import PAGE_VARIABLE, Page
-from slurmft.system import private_folder
+from slurmft.system import files
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,7 +77,7 @@ def pages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages live in /dev/shm, where an agent tidies up after dead ones: keep out of other people's way."""
     memory = tmp_path / "shm"
     memory.mkdir()
-    monkeypatch.setattr(private_folder, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(files, "SHARED_MEMORY", memory)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from waiting import until_async
 from slurmft.agent import workers as agent_workers
 from slurmft.agent.hangs import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_reply
 from slurmft.agent.workers import Workers
-from slurmft.ipc import stacks as ipc_stacks
+from slurmft.ipc import pages
 from slurmft.ipc.channel import encoded
 from slurmft.ipc.messages import EvidenceReply, RankEvidence, TakeEvidence
 from slurmft.policy.judge import Progress, Where
@@ -160,7 +160,7 @@ def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):
 
 def test_one_that_blocks_the_signal_costs_no_more_than_the_limit(tmp_path):
     async def work(node: Node) -> None:
-        number = int(ipc_stacks.STACKS_SIGNAL)
+        number = int(pages.STACKS_SIGNAL)
         await node.start(f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])\n{SLEEPS}")
         began = time.monotonic()
         (each,) = await node.look(0.1)
@@ -259,7 +259,7 @@ def test_a_reply_fits_into_a_message_however_many_ranks_there_are():
     group = Progress(group="z" * 100, description="z" * 100, operation="z" * 100, called_from="z" * 100)
     one = RankEvidence(
         rank=0, pid=1, kind=Where.ELSEWHERE, doing="x" * 200, process="S", wchan="", attached=True, state=1, step=1,
-        tick=1, sections=(), python_top=("y" * 200,) * ipc_stacks.MAX_FRAMES, exit_code=None, killed=False,
+        tick=1, sections=(), python_top=("y" * 200,) * pages.MAX_FRAMES, exit_code=None, killed=False,
         collectives=(group,) * 16,
     )  # fmt: skip
     for number in (1, 100, 300, 1024):
@@ -366,7 +366,7 @@ Current thread 0x00007f279361fb80 (most recent call first):
     ],
 )  # fmt: skip
 def test_the_main_threads_calls(dump, frames):
-    assert ipc_stacks.innermost(ipc_stacks.main_thread(dump)) == frames
+    assert pages.innermost(pages.main_thread(dump)) == frames
 
 
 def test_the_thread_of_a_crash_is_the_one_that_it_happened_in():
@@ -375,12 +375,12 @@ def test_the_thread_of_a_crash_is_the_one_that_it_happened_in():
         'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "/x.py", line 1 in g\n\n'
     )
     for text in (crash, other + crash + other, crash + other + "Extension modules: a (total: 1)\n", DUMP + crash):
-        assert ipc_stacks.innermost(ipc_stacks.crashed_thread(text)) == ["/x.py:1 g"]
-    assert ipc_stacks.crashed_thread(DUMP) == ipc_stacks.crashed_thread("") == ()
+        assert pages.innermost(pages.crashed_thread(text)) == ["/x.py:1 g"]
+    assert pages.crashed_thread(DUMP) == pages.crashed_thread("") == ()
 
 
 def test_the_signal_is_a_real_time_one_that_python_knows():
-    assert signal.SIGRTMIN < ipc_stacks.STACKS_SIGNAL < signal.SIGRTMAX
+    assert signal.SIGRTMIN < pages.STACKS_SIGNAL < signal.SIGRTMAX
 
 
 def test_arming_costs_next_to_nothing_and_a_folder_that_is_gone_nothing_at_all(tmp_path):

@@ -97,7 +97,7 @@ def held_with(start: str, folder: Path, rank: int, *, more: str = "") -> tuple[i
 import sys
 from pathlib import Path
 from slurmft.agent import ray
-from slurmft.system.private_folder import PrivateFolder
+from slurmft.system.files import PrivateFolder
 ray.start_argv = lambda given, address, folder: [sys.executable, "-c", {start!r}, str(folder)]
 ray._answers = lambda address, terms: True
 {more}

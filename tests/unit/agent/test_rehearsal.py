@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waiting import until_async
 
-from slurmft.agent.rehearsal import SpareRehearsal
+from slurmft.agent.workers import SpareRehearsal
 from slurmft.config.run import RunConfig
 from slurmft.errors import ConfigError
 from slurmft.ipc.messages import RehearsalReport

@@ -25,9 +25,8 @@ from slurmft.config.run import validate
 from slurmft.config.sections import PRELOAD
 from slurmft.errors import ConfigError
 from slurmft.ipc.messages import StartWorkers
-from slurmft.ipc.pages import Slot, State
-from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
-from slurmft.system import private_folder
+from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE, Slot, State
+from slurmft.system import files
 
 WAIT_S = 20.0
 
@@ -678,8 +677,8 @@ def test_the_next_agent_ends_what_an_agent_and_its_zygote_have_left(tmp_path):
     sys.path.insert(0, {str(Path(__file__).parent)!r})
     from pathlib import Path
     from slurmft.agent.workers import Workers
-    from slurmft.system import private_folder
-    private_folder.SHARED_MEMORY = Path({str(private_folder.SHARED_MEMORY)!r})
+    from slurmft.system import files
+    files.SHARED_MEMORY = Path({str(files.SHARED_MEMORY)!r})
     async def main():
         workers = Workers(lambda worker: None)
         workers.start_zygote(dict(os.environ), [])
@@ -823,9 +822,9 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
             import asyncio, os, sys
             from pathlib import Path
             from slurmft.agent import workers
-            from slurmft.system import private_folder
+            from slurmft.system import files
             here = Path(sys.argv[1])
-            private_folder.SHARED_MEMORY = here
+            files.SHARED_MEMORY = here
 
             async def main():
                 node = workers.Workers(print)
@@ -862,7 +861,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
 
 
 def test_the_pages_of_a_dead_agent_are_removed_and_those_of_a_living_one_are_kept(tmp_path):
-    dead = tmp_path / "shm" / f"{private_folder.prefix()}dead"
+    dead = tmp_path / "shm" / f"{files.prefix()}dead"
     dead.mkdir()
     (dead / "lock").touch()
     (dead / "rank-0").touch()

@@ -71,9 +71,7 @@ def test_every_verb_answers_to_its_name():
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"], []], ids=" ".join)
 def test_what_needs_no_verb_imports_none(arguments, tmp_path):
     modules = modules_after(*arguments, cwd=tmp_path)
-    mistake = (
-        {"slurmft.policy", "slurmft.policy.plain_values"} if arguments == ["nonsense"] else set()
-    )  # the nearest verb
+    mistake = {"slurmft.policy", "slurmft.policy.values"} if arguments == ["nonsense"] else set()  # the nearest verb
     assert {name for name in modules if name.partition(".")[0] == "slurmft"} - mistake == {
         "slurmft", "slurmft.cli", "slurmft.cli.main", "slurmft.errors", "slurmft.system",
         "slurmft.system.foreign_text",

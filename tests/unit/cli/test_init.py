@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from slurmft.cli import init as module
+from slurmft.cli import submit as module
 from slurmft.cli.main import cli
 from slurmft.config import run as configuration
 from slurmft.errors import ConfigError, UsageError

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from slurmft.cli.main import cli
 from slurmft.config.run import RunConfig, validate
 from slurmft.errors import StorageError, UsageError
-from slurmft.operations.join import crew_of, lend
-from slurmft.scheduler.successor import lending_command
+from slurmft.operations.control import crew_of, lend
+from slurmft.scheduler.own_jobs import lending_command
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 
 ELASTIC = {"nodes": 2, "elastic": {"max_nodes": 4}, "slurm": {"partition": "low", "hold": True, "requeue": False}}
@@ -102,8 +102,8 @@ def test_a_run_that_was_stopped_wants_no_nodes_until_it_is_queued_again(tmp_path
         decision = {"action": event} if event in ("stop", "continue") else {}
         run.journal().append("decision" if decision else event, **decision)
     looks: list[float] = []
-    monkeypatch.setattr("slurmft.operations.join.time.sleep", looks.append)
-    monkeypatch.setattr("slurmft.operations.join.PATIENCE_S", 0.2)
+    monkeypatch.setattr("slurmft.operations.control.time.sleep", looks.append)
+    monkeypatch.setattr("slurmft.operations.control.PATIENCE_S", 0.2)
     assert lend(run, {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n9"}) == 0
     assert bool(looks) != is_over
 

@@ -185,7 +185,7 @@ def test_within_a_job_it_is_refused(tmp_path):
 
 
 def test_the_verbs_own_options_are_known():
-    from slurmft.cli.script import ft_launch
+    from slurmft.cli.submit import ft_launch
 
     own = {name.lstrip("-") for param in ft_launch.params for name in param.opts if name.startswith("--")}
     assert own == set(OURS)

@@ -8,7 +8,7 @@ import pytest
 
 from slurmft import health as health_health
 from slurmft.compat import HealthChecker
-from slurmft.compat.health_checker import PROBES
+from slurmft.compat.serving_names import PROBES
 from slurmft.config.health import HealthConfig
 from slurmft.errors import ConfigError, UsageError
 from slurmft.health.checker import scene_here

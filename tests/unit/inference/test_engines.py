@@ -19,7 +19,7 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import LaunchError, UsageError
 from slurmft.inference import driver
 from slurmft.inference.driver import Again, CallableEngine, Closed, HttpEngine, OutOfMemory
-from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
+from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 

@@ -11,7 +11,7 @@ import pytest
 
 from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import UsageError
-from slurmft.operations import preflight, submit
+from slurmft.operations import submit
 
 
 def python_in(folder: Path, name: str = "python", body: str = 'shift 3; echo "missing: $@"') -> Path:
@@ -31,21 +31,21 @@ def settings_of(folder: Path, *command: str, **more: object) -> RunConfig:
 def test_python_is_the_one_that_the_shell_finds(tmp_path):
     other = python_in(tmp_path / "bin")
     settings = settings_of(tmp_path, "python", "train.py")
-    changed = preflight.with_the_shells_python(settings, {"PATH": str(other.parent)})
+    changed = submit.with_the_shells_python(settings, {"PATH": str(other.parent)})
     assert changed.command == (str(other), "train.py")
 
 
 def test_ones_own_python_stays_a_word_so_that_workers_are_forked(tmp_path):
     settings = settings_of(tmp_path, "python3", "train.py")
     own = {"PATH": str(Path(sys.executable).parent)}
-    assert preflight.with_the_shells_python(settings, own) is settings
-    assert preflight.with_the_shells_python(settings, {"PATH": str(tmp_path)}) is settings  # there is none
+    assert submit.with_the_shells_python(settings, own) is settings
+    assert submit.with_the_shells_python(settings, {"PATH": str(tmp_path)}) is settings  # there is none
 
 
 def test_the_environment_of_the_run_counts_before_the_shells(tmp_path):
     mine, shells = python_in(tmp_path / "mine"), python_in(tmp_path / "shells")
     settings = settings_of(tmp_path, "python", "train.py", environment={"PATH": str(mine.parent)})
-    assert preflight.with_the_shells_python(settings, {"PATH": str(shells.parent)}).command[0] == str(mine)
+    assert submit.with_the_shells_python(settings, {"PATH": str(shells.parent)}).command[0] == str(mine)
 
 
 @pytest.mark.parametrize(
@@ -82,26 +82,26 @@ def test_what_cannot_start_is_refused_before_anything_is_made(tmp_path, monkeypa
 )
 def test_what_it_cannot_judge_it_lets_pass(tmp_path, command):
     (tmp_path / "here.py").write_text("")
-    preflight.refuse_unusable(settings_of(tmp_path, *command), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, *command), os.environ)
 
 
 def test_torchrun_is_started_by_slurmfts_own_interpreter(tmp_path, monkeypatch):
     settings = settings_of(tmp_path, "python", "-m", "json.tool", launcher="torchrun")
-    preflight.refuse_unusable(settings, os.environ)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _name: None)
+    submit.refuse_unusable_command(settings, os.environ)
+    monkeypatch.setattr(submit.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="launcher: torchrun"):
-        preflight.refuse_unusable(settings, os.environ)
+        submit.refuse_unusable_command(settings, os.environ)
 
 
 def test_a_script_that_is_no_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "train.py")
-    preflight.refuse_unusable(settings_of(tmp_path, "python", "train.py"), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, "python", "train.py"), os.environ)
 
 
 def test_an_interpreter_that_answers_nonsense_is_not_judged(tmp_path):
     broken = python_in(tmp_path / "bin", body="echo nonsense; exit 3")
     (tmp_path / "train.py").write_text("import torch\n")
-    preflight.refuse_unusable(settings_of(tmp_path, str(broken), "train.py"), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, str(broken), "train.py"), os.environ)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_an_interpreter_that_answers_nonsense_is_not_judged(tmp_path):
 def test_only_an_import_that_must_succeed_counts(tmp_path, text):
     other = python_in(tmp_path / "bin")
     (tmp_path / "train.py").write_text(text)
-    preflight.refuse_unusable(settings_of(tmp_path, str(other), "train.py"), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, str(other), "train.py"), os.environ)
 
 
 def test_words_that_an_interpreter_prints_at_its_start_are_no_answer(tmp_path):
     loud = python_in(tmp_path / "bin", body='echo loaded module torch; shift 3; [ "$1" = torch ] && echo missing:')
     (tmp_path / "train.py").write_text("import torch\n")
-    preflight.refuse_unusable(settings_of(tmp_path, str(loud), "train.py"), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, str(loud), "train.py"), os.environ)
 
 
 def another_python(folder: Path) -> Path:
@@ -138,7 +138,7 @@ def test_nothing_of_the_current_folder_runs_when_an_interpreter_is_asked(tmp_pat
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text("import torch\n")
     with pytest.raises(UsageError, match=r"train\.py imports torch, which"):
-        preflight.refuse_unusable(settings_of(tmp_path, str(other), "src/train.py"), os.environ)
+        submit.refuse_unusable_command(settings_of(tmp_path, str(other), "src/train.py"), os.environ)
     assert not (tmp_path / "ran").exists()
 
 
@@ -146,24 +146,24 @@ def test_nothing_of_the_current_folder_runs_when_an_interpreter_is_asked(tmp_pat
 @pytest.mark.parametrize("way", ["beside", "PYTHONPATH"])
 def test_packages_beside_the_script_and_in_the_runs_own_path_are_found(tmp_path, monkeypatch, own, way):
     other = sys.executable if own else str(another_python(tmp_path / "bin"))
-    monkeypatch.setattr(preflight, "_imported", lambda _script: ["only_here"])
+    monkeypatch.setattr(submit, "_imported", lambda _script: ["only_here"])
     folder = tmp_path / "src" if way == "beside" else tmp_path / "lib"
     (folder / "only_here").mkdir(parents=True)
     (folder / "only_here" / "__init__.py").touch()
     (tmp_path / "src").mkdir(exist_ok=True)
     (tmp_path / "src" / "train.py").touch()
     with_path = {"environment": {"PYTHONPATH": str(folder)}} if way == "PYTHONPATH" else {}
-    preflight.refuse_unusable(settings_of(tmp_path, other, "src/train.py", **with_path), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, other, "src/train.py", **with_path), os.environ)
     (folder / "only_here").rename(tmp_path / "gone")
     with pytest.raises(UsageError, match="imports only_here"):
-        preflight.refuse_unusable(settings_of(tmp_path, other, "src/train.py", **with_path), os.environ)
+        submit.refuse_unusable_command(settings_of(tmp_path, other, "src/train.py", **with_path), os.environ)
 
 
 def test_an_interpreter_that_hangs_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
     slow = python_in(tmp_path / "bin", body=f"sleep 300 & echo $! > {tmp_path}/pid; wait")
     (tmp_path / "train.py").write_text("import torch\n")
-    monkeypatch.setattr(preflight, "ASK_S", 1.0)
-    preflight.refuse_unusable(settings_of(tmp_path, str(slow), "train.py"), os.environ)
+    monkeypatch.setattr(submit, "ASK_S", 1.0)
+    submit.refuse_unusable_command(settings_of(tmp_path, str(slow), "train.py"), os.environ)
     pid, until = int((tmp_path / "pid").read_text()), time.monotonic() + 10
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -175,4 +175,4 @@ def test_an_interpreter_that_hangs_is_ended_with_what_it_has_started(tmp_path, m
 
 def test_a_wrapper_is_no_python_for_its_name(tmp_path):
     wrapper = python_in(tmp_path / "bin", "python-on-numa")
-    preflight.refuse_unusable(settings_of(tmp_path, str(wrapper), "0", "train.py"), os.environ)
+    submit.refuse_unusable_command(settings_of(tmp_path, str(wrapper), "0", "train.py"), os.environ)

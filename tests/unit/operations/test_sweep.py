@@ -23,7 +23,7 @@ from slurmft.scheduler import nodes
 from slurmft.scheduler.nodes import parse_facts, parse_switches, parse_under_test, probe_argv
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Owner, RunFolder
-from slurmft.system.isolation import bounded
+from slurmft.system.processes import bounded
 
 OURS = "slurmft: [node_problem] disk: no space"
 

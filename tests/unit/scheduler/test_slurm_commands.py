@@ -17,9 +17,8 @@ from slurmft.config.run import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import nodes as scheduler_nodes
-from slurmft.scheduler import own_jobs, slurm, submission, successor
-from slurmft.scheduler.environment import Asked
-from slurmft.scheduler.parsing import JobRecord, NamedNodes
+from slurmft.scheduler import own_jobs, slurm, submission
+from slurmft.scheduler.parsing import Asked, JobRecord, NamedNodes
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
 from slurmft.storage.run_folder import RunFolder
 
@@ -615,7 +614,7 @@ def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path,
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "42", "SLURM_CONF": "/c", "SLURMFT_GENERATION": "3"}
     script = tmp_path / "job.sh"
     options = ["--nodes=2"]
-    submitted = successor.submit_successor(
+    submitted = own_jobs.submit_successor(
         script, after=OwnJob("42"), options=options, environment=environment, patience_s=1
     )
     assert submitted == job_id
@@ -633,7 +632,7 @@ def test_a_successor_whose_submission_was_not_confirmed_is_looked_for_before_ano
     stubs.write("scontrol", "")
     stubs.write("squeue", f"cat <<'END'\n{''.join(shown)}END")
     known = [OwnJob("41", JobIdentity(script=str(script)))]
-    found = successor.submit_successor(
+    found = own_jobs.submit_successor(
         script, after=OwnJob("42"), known=known, options=[], environment=os.environ, patience_s=5
     )
     assert found == "45"
@@ -644,7 +643,7 @@ def test_a_successor_is_not_tried_again_while_nobody_tells_whether_there_is_one(
     for name in ("sbatch", "squeue", "scontrol"):
         stubs.write(name, 'echo "Socket timed out on send/recv operation" >&2; exit 1')
     with pytest.raises(SlurmUnavailable):
-        successor.submit_successor(
+        own_jobs.submit_successor(
             tmp_path / "a.sh", after=OwnJob("42"), options=[], environment=os.environ, patience_s=2.5
         )
     assert [call.split()[0] for call in stubs.calls()].count("sbatch") == 1
@@ -652,7 +651,7 @@ def test_a_successor_is_not_tried_again_while_nobody_tells_whether_there_is_one(
 
 def test_a_successor_inherits_size_and_place():
     environment = {"SLURM_JOB_PARTITION": "low", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ACCOUNT": "", "X": "1"}
-    assert successor.inherited_options(environment) == ["--partition=low", "--nodes=2"]
+    assert own_jobs.inherited_options(environment) == ["--partition=low", "--nodes=2"]
 
 
 # submission

@@ -21,13 +21,13 @@ from slurmft.cli.main import cli
 from slurmft.config.run import load
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import read_results, write_result
-from slurmft.ipc import stacks
+from slurmft.ipc import pages
 from slurmft.operations.rescue import heartbeat_url
 from slurmft.operations.status import overviews
 from slurmft.policy.node_health import Checkup
 from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.scheduler import slurm
-from slurmft.storage import checkpoint_names, fence, history, run_folder, verdicts
+from slurmft.storage import checkpoint_names, history, run_folder, verdicts
 from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
 from slurmft.supervisor import observations
@@ -65,7 +65,9 @@ READERS: dict[str, tuple[str, Reader]] = {
     "claim, taken": ("attempts/7.0.ending.json", lambda path: RunFolder(path.parents[1]).ending(ATTEMPT).take("me")),
     "fence": (
         "owner.json",
-        lambda path: fence.check_fence({fence.RUN_FOLDER_VARIABLE: str(path.parent), fence.GENERATION_VARIABLE: "3"}),
+        lambda path: verdicts.check_fence(
+            {verdicts.RUN_FOLDER_VARIABLE: str(path.parent), verdicts.GENERATION_VARIABLE: "3"}
+        ),
     ),
     "verdict": ("v.json", verdicts.read_verdict),
     "evidence": ("e.jsonl", verdicts.read_evidence),
@@ -88,7 +90,7 @@ READERS: dict[str, tuple[str, Reader]] = {
     "slurm.conf": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path)})),
     "slurm.conf in a folder": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path.parent)})),
     "script": ("train.py", lambda path: hangs.mentions(b"x", ["python", "train.py"], path.parent)),
-    "stacks": ("s.stacks", stacks.read),
+    "stacks": ("s.stacks", pages.read),
     "stacks, written": ("stacks-rank-3.txt", lambda path: hangs._append(path.parent, 3, "dump", "why")),
     "log's end": ("rank-0.log", observations.tail),
     "evidence of the run": ("7.0.0.rank-0.evidence.jsonl", lambda path: observations.EvidenceReader(path.parent).new()),

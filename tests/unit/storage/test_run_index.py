@@ -15,9 +15,8 @@ from click.testing import CliRunner
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.operations import control
-from slurmft.storage import run_index
-from slurmft.storage.run_folder import Attempt, Owner, RunFolder, find_run, touch
-from slurmft.storage.run_index import noted_runs
+from slurmft.storage import run_folder
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder, find_run, noted_runs, touch
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def run_at(path: Path) -> RunFolder:
     run = RunFolder(path)
     run.create()
     run.journal().append("submitting")
-    run_index.note(path, os.environ)
+    run_folder.note_run(path, os.environ)
     return run
 
 
@@ -45,7 +44,7 @@ def slurmft(*words: str, answers: str | None = None) -> str:
 
 def test_the_newest_comes_first_and_vanished_ones_are_left_out(tmp_path, environment):
     first, second, third = (run_at(tmp_path / name / "run") for name in "abc")
-    run_index.note(first.path, environment)  # submitted again
+    run_folder.note_run(first.path, environment)  # submitted again
     third.journal().path.unlink()
     assert [run.path for run in noted_runs(environment)] == [first.path, second.path]
 
@@ -76,7 +75,7 @@ def test_verbs_take_the_newest_or_the_only_one(tmp_path, environment):
 
 def _note_many(folder: Path, first: int) -> None:
     for number in range(first, first + 40):
-        run_index.note(folder / f"run-{number}", os.environ)
+        run_folder.note_run(folder / f"run-{number}", os.environ)
 
 
 def test_two_processes_at_once_lose_nothing_and_it_is_bounded(tmp_path, environment, monkeypatch):
@@ -88,8 +87,8 @@ def test_two_processes_at_once_lose_nothing_and_it_is_bounded(tmp_path, environm
         writer.join(60)
     folder = tmp_path / "state" / "slurmft" / "runs"
     assert len(list(folder.iterdir())) == 80
-    monkeypatch.setattr(run_index, "MAX_RUNS", 10)
-    run_index.note(tmp_path / "last", environment)
+    monkeypatch.setattr(run_folder, "MAX_RUNS", 10)
+    run_folder.note_run(tmp_path / "last", environment)
     assert len(list(folder.iterdir())) == 10
     assert str(tmp_path / "last") in map(os.readlink, folder.iterdir())
 
@@ -113,7 +112,7 @@ def test_no_submission_fails_for_it(tmp_path, environment, monkeypatch, hindranc
     else:
         environment.pop("XDG_STATE_HOME")
         monkeypatch.setattr(Path, "home", _no_home)
-    run_index.note(tmp_path / "run", environment)
+    run_folder.note_run(tmp_path / "run", environment)
     assert noted_runs(environment) == []
 
 
@@ -129,10 +128,10 @@ def test_a_link_that_goes_meanwhile_is_passed_over(tmp_path, environment, monkey
     def scan(folder: Path) -> contextlib.AbstractContextManager[list[os.DirEntry[str]]]:
         with real(folder) as entries:
             found = list(entries)
-        run_index.forget(tmp_path / "other", environment)
+        run_folder.forget_run(tmp_path / "other", environment)
         return contextlib.nullcontext(found)
 
-    monkeypatch.setattr(run_index.os, "scandir", scan)
+    monkeypatch.setattr(run_folder.os, "scandir", scan)
     assert [each.path for each in noted_runs(environment)] == [run.path]
 
 

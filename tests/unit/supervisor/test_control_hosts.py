@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from slurmft.scheduler.environment import SlurmJob
+from slurmft.scheduler.parsing import SlurmJob
 from slurmft.supervisor.cluster import SlurmCluster
 
 INTERFACES = {

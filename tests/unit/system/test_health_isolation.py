@@ -11,7 +11,7 @@ import time
 import pytest
 from waiting import until
 
-from slurmft.system.isolation import MAX_ANSWER_BYTES, Errand, run_all
+from slurmft.system.processes import MAX_ANSWER_BYTES, Errand, run_all
 
 
 def errand(task, name="it", limit_s=5.0):
@@ -88,7 +88,7 @@ def _lives(pid):
 def test_children_hold_none_of_our_streams_open():
     """Whoever reads our output sees its end although a child was left behind."""
     script = (
-        "import time; from slurmft.system.isolation import *;"
+        "import time; from slurmft.system.processes import *;"
         "run_all([Errand(name='x', limit_s=0.2, task=lambda: time.sleep(30))]); print('done')"
     )
     began = time.monotonic()

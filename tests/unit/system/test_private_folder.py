@@ -19,10 +19,9 @@ from slurmft.checkpoint.snapshots import Arena
 from slurmft.errors import StorageUnavailable
 from slurmft.health.checker import clean
 from slurmft.health.node import Scene, orphaned_memory
-from slurmft.system import private_folder
-from slurmft.system.files import UnsafeFile
-from slurmft.system.isolation import bounded
-from slurmft.system.private_folder import LOCK, is_left_over, make_private_folder, prefix, remove_tree
+from slurmft.system import files
+from slurmft.system.files import LOCK, UnsafeFile, is_left_over, make_private_folder, prefix, remove_tree
+from slurmft.system.processes import bounded
 
 SOON_S = 3.0
 
@@ -30,7 +29,7 @@ SOON_S = 3.0
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with sticky_folder() as folder:
-        monkeypatch.setattr(private_folder, "SHARED_MEMORY", folder)
+        monkeypatch.setattr(files, "SHARED_MEMORY", folder)
         yield folder
 
 
@@ -57,7 +56,7 @@ def leased(path: Path) -> Iterator[None]:
 
 
 def test_what_was_being_made_or_removed_when_its_process_was_killed_goes_later(memory):
-    old = time.time() - private_folder.UNFINISHED_S - 1
+    old = time.time() - files.UNFINISHED_S - 1
     empty, in_use, new = (memory / f"{prefix()}{name}" for name in ("empty", "in-use", "new"))
     for folder in (empty, in_use, new):
         folder.mkdir(mode=0o700)
@@ -170,7 +169,7 @@ def test_a_hundred_thousand_entries_of_another_user_cost_nothing(memory, monkeyp
     shared = memory / "dev/shm"
     shared.mkdir(parents=True)
     shared.chmod(0o1777)
-    monkeypatch.setattr(private_folder, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(files, "SHARED_MEMORY", shared)
     for number in range(100_000):
         (shared / f"slurmft-{OTHER}-{number}").mkdir()
 
@@ -349,7 +348,7 @@ def killed_with(name: str) -> Path:
         (Workers(print, name).memory / "snapshot").write_text(name)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    [path] = [each for each in private_folder.shared_memory().iterdir() if (each / LOCK).read_text() == name]
+    [path] = [each for each in files.shared_memory().iterdir() if (each / LOCK).read_text() == name]
     return path
 
 
@@ -359,7 +358,7 @@ def test_an_agent_takes_over_the_memory_of_the_one_that_was_killed_in_its_place(
     try:
         assert (agent.memory / "snapshot").read_text() == "this start, node 0"
         assert not own.exists() and others.exists(), "the other one's heir may still come"
-        later = time.time() - private_folder.KEPT_S - 1
+        later = time.time() - files.KEPT_S - 1
         os.utime(others / LOCK, (later, later))
         make_private_folder().close()
         assert not others.exists(), "it has not come"

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from slurmft.system.siginfo import handled_signal
+from slurmft.trainer.savers import handled_signal
 
 PROGRAM = """
 import logging, os, signal, sys
-from slurmft.system.siginfo import redelivery
+from slurmft.worker.signals import redelivery
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 TERM = {signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, TERM)
@@ -55,7 +55,7 @@ def test_where_the_call_is_unknown_it_is_the_process_s_own_and_the_log_says_so(m
 
 def test_another_call_under_that_number_is_noticed():
     """Where the record were laid out otherwise, or the number of another call, the check at the start sees it."""
-    broken = PROGRAM.replace("TERM = {", "from slurmft.system import siginfo; siginfo.CALLS['odd'] = 39\nTERM = {")
+    broken = PROGRAM.replace("TERM = {", "from slurmft.worker import signals; signals.CALLS['odd'] = 39\nTERM = {")
     done = subprocess.run([sys.executable, "-c", broken, "odd"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("a forwarded SIGTERM will have this process as its sender")
 

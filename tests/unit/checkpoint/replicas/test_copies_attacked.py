@@ -25,8 +25,7 @@ from slurmft.checkpoint.holding import holdings_in
 from slurmft.checkpoint.replicas import PIECE_BYTES, BadCopy, Peer, Wire, send_copy
 from slurmft.policy.checkpoints import Tier
 from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, announcement
-from slurmft.system.files import write_json
-from slurmft.system.private_folder import NONCE_BYTES, TAG_BYTES, PieceTags, derived_key
+from slurmft.system.files import NONCE_BYTES, TAG_BYTES, PieceTags, derived_key, write_json
 
 SIZE = 3 * PIECE_BYTES + 12_345
 MAX_GROWTH_BYTES = 100 << 20

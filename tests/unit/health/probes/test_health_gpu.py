@@ -337,7 +337,7 @@ def test_the_long_probes_programs_on_this_machine():
                            text=True, timeout=120, check=True)  # fmt: skip
     found = gpu.judge_work(json.loads(check.stdout), GpuLimits())
     assert [result.status for result in found] == [OK, OK]
-    pair = [subprocess.Popen([*module, "slurmft.worker.pair_check", "127.0.0.1", "29877", rank],
+    pair = [subprocess.Popen([*module, "slurmft.worker.gpu_check", "--pair", "127.0.0.1", "29877", rank],
                              stdout=subprocess.PIPE, text=True) for rank in "01"]  # fmt: skip
     answers = [json.loads(process.communicate(timeout=120)[0]) for process in pair]
     assert [gpu.judge_pair(answer, 1).status for answer in answers] == [OK, OK], answers

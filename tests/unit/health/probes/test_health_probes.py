@@ -25,7 +25,7 @@ from slurmft.health.checker import look
 from slurmft.health.node import Mount, Scene, mounts
 from slurmft.health.probes import PROBES, Link, Port, judge_mounts, judge_space, written_and_read
 from slurmft.policy.node_health import Status
-from slurmft.system.isolation import Answer
+from slurmft.system.processes import Answer
 
 OK, WARNING, CRITICAL, UNKNOWN = Status
 

@@ -8,7 +8,7 @@ import pytest
 
 from slurmft.errors import UsageError
 from slurmft.inference.endpoint import headers_file, prepare, token_of
-from slurmft.system.private_folder import token_in
+from slurmft.system.files import token_in
 
 
 def test_secrets_are_private_and_stay_the_same(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from waiting import until_async
 
 from slurmft.inference.gate import CONTROL, REQUESTS, STRANGERS_PER_ADDRESS, Gate, NotTheGate, knock
 from slurmft.inference.serving_driver import unix_connection
-from slurmft.system.private_folder import NONCE_BYTES, TAG_BYTES
+from slurmft.system.files import NONCE_BYTES, TAG_BYTES
 
 
 async def end(writer: asyncio.StreamWriter) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.policy.job_identity import JobIdentity, OwnJob, identity_from, is_same_job, merged
-from slurmft.scheduler import own_jobs, successor
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler import slurm as scheduler_slurm
 from slurmft.scheduler.parsing import JOB_FORMAT, parse_identity, parse_jobs
 from slurmft.storage.run_folder import RunFolder
@@ -188,7 +188,7 @@ def test_another_cluster_is_asked_by_name_and_this_one_plainly(monkeypatch, tmp_
     assert slurm.clusters == {"", "there"}
     slurm.clusters.clear()
     slurm.shown = SHOWN
-    successor.batch_script(OwnJob("6", JobIdentity(cluster="there")))
+    own_jobs.batch_script(OwnJob("6", JobIdentity(cluster="there")))
     assert slurm.clusters == {"there"}
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.scheduler.environment import current_job, scrubbed
 from slurmft.scheduler.parsing import (
     ALIVE,
     JOB_FORMAT,
     WAITING,
     JobEnding,
     NamedNodes,
+    current_job,
     ended_tasks,
     expand_hostlist,
     is_held_by_launch,
@@ -27,6 +27,7 @@ from slurmft.scheduler.parsing import (
     parse_pairs,
     parse_time,
     refusal_hint,
+    scrubbed,
     why_held,
     why_never,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.policy.verdict import End
-from slurmft.scheduler.environment import SlurmJob
+from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.supervisor import act

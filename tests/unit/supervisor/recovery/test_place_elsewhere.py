@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurmft.config.run import validate
-from slurmft.scheduler.environment import SlurmJob
+from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder
