@@ -296,8 +296,8 @@ def launch(
     script = _Script(environment)
     if not script.is_ours:
         _become(name, words, script.own)
-    if name == "sbatch":
-        return _submitted(words, script, tell)
+    if name == policy.SUBMITS:
+        return _submitted(name, words, script, tell)
     line = split_line(words, policy.SRUN_FLAGS) if name == "srun" else Line((), (), tuple(words))
     rule = policy.judged(name, line.command, said=_said(environment))
     if not rule.trains:
@@ -326,7 +326,7 @@ def launch(
     return code
 
 
-def _submitted(words: Sequence[str], script: _Script, tell: Tell) -> int:
+def _submitted(name: str, words: Sequence[str], script: _Script, tell: Tell) -> int:
     """Stand for an ``sbatch`` of the script: one that submits itself again is supervised, too.
 
     While what it has launched has not finished, it means that the training goes on. The job is requeued then, once: two
@@ -334,7 +334,7 @@ def _submitted(words: Sequence[str], script: _Script, tell: Tell) -> int:
     """
     line = split_line(words, policy.SBATCH_FLAGS)
     if not _is_itself(line, script):
-        _become("sbatch", words, script.own)
+        _become(name, words, script.own)
     left = [each for each in script.known() if each.code is None]
     if not left:
         overrides = json.loads(script.environment.get("SLURMFT_SET") or "[]")

@@ -478,6 +478,7 @@ def without_guard(text: str) -> str:
 
 # --- which launch trains ---
 
+SUBMITS = "sbatch"
 LAUNCHERS = frozenset({"torchrun", "ft_launcher", "accelerate", "deepspeed"})
 _BEFORE = r"(?:^|[\s/;&|('\"])"
 _LAUNCHES = re.compile(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.policy.hangs import MAX_SAMPLES
@@ -240,27 +240,31 @@ def curves(path: Path, points: int = 400) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     newest = -1
     try:
-        with os.fdopen(open_regular(path, os.O_RDONLY, follow=False), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            lines = [_line_at(file, place) for place in range(0, size, max(1, size // points))]
-            file.seek(max(0, size - MAX_LINE_BYTES))
-            for line in [*lines, *file.read(MAX_LINE_BYTES).splitlines()[-2:]]:  # the newest may be torn
-                if newest < (step := _step_of(line)) < math.inf:
-                    newest = int(step)
-                    for name, value in parse_json(line).items():
-                        if name not in ("step", "at") and (known := number(value)) is not None:
-                            found.setdefault(name, []).append((newest, known))
+        descriptor = open_regular(path, os.O_RDONLY, follow=False)
+    except OSError:
+        return found
+    try:
+        size = os.fstat(descriptor).st_size
+        lines = [_line_at(descriptor, place) for place in range(0, size, max(1, size // points))]
+        tail = os.pread(descriptor, MAX_LINE_BYTES, max(0, size - MAX_LINE_BYTES))
+        for line in [*lines, *tail.splitlines()[-2:]]:  # the newest may be torn
+            if newest < (step := _step_of(line)) < math.inf:
+                newest = int(step)
+                for name, value in parse_json(line).items():
+                    if name not in ("step", "at") and (known := number(value)) is not None:
+                        found.setdefault(name, []).append((newest, known))
     except OSError:
         pass
+    finally:
+        os.close(descriptor)
     return found
 
 
-def _line_at(file: BinaryIO, place: int) -> bytes:
-    """The first whole line at ``place`` or after it."""
-    file.seek(place)
-    if place:
-        file.readline(MAX_LINE_BYTES)
-    return file.readline(MAX_LINE_BYTES)
+def _line_at(descriptor: int, place: int) -> bytes:
+    """The first whole line at ``place`` or after it; nothing where that is too long."""
+    block = os.pread(descriptor, 1 << 12, place)
+    lines = block.split(b"\n", 2)[1 if place else 0 :]
+    return lines[0] if len(lines) > 1 else b""
 
 
 def cut_back(path: Path, step: int) -> None:
