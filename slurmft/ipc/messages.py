@@ -41,6 +41,7 @@ from slurmft.ipc.channel import Report as Report  # noqa: PLC0414 - it is export
 from slurmft.ipc.channel import Sent as Sent  # noqa: PLC0414
 from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
 from slurmft.ipc.pages import CUDA, DEPTH, ELSEWHERE, ENTRIES, MAX_NAME, MAX_NAMES, MAX_SECTIONS, State
+from slurmft.ipc.ras_report import MAX_OUTLIERS, Outlier
 from slurmft.ipc.stacks import MAX_FRAME, MAX_FRAMES
 from slurmft.policy.hangs import WorkerLook
 from slurmft.policy.judge import Progress, Where
@@ -216,6 +217,8 @@ class EvidenceReply(Fields, frozen=True, kw_only=True):
     """Of every worker of the node."""
 
     ranks: tuple[RankEvidence, ...]
+    outliers: Annotated[tuple[Outlier, ...], Meta(max_length=MAX_OUTLIERS)] = ()
+    """Of the whole job, as NCCL reports them to the first rank's node."""
 
 
 class Rescued(Fields, frozen=True, kw_only=True):
