@@ -256,6 +256,11 @@ class HookSettings(Section):
     """Let a CRITICAL result fail the prolog: Slurm then drains the node, and the job is requeued held. Off: it is only
     written down, for the sweep."""
 
+    prolog_answer_s: Limit | None = None
+    """Seconds after which a driver that does not answer is CRITICAL in the prolog, too; null: it is UNKNOWN there, and
+    no job waits for it longer than 5 s. Slurm must let the prolog run for 5 s more (PrologEpilogTimeout, and
+    BatchStartTimeout, 10 by default). Too short where devices wake up slowly: persistence mode is off."""
+
     clean: bool = True
     """Let the epilog end left-over processes and remove left-over shared memory of the ended job."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -311,7 +312,7 @@ def look(scene: Scene, *, only: Collection[str] = ()) -> Checkup:
     found = [
         result
         for probe, answer in zip(chosen, run_all(errands), strict=True)
-        for result in results_of(probe, answer, late_is_bad=probe.is_judged_late(scene))
+        for result in results_of(probe, answer, late_is_bad=math.isfinite(probe.late_after_s(scene)))
         if (not only or result.name in only) and result.name not in scene.config.disabled
     ]
     return Checkup(node=scene.node, at=scene.now, results=tuple(found), context=scene.context, level=scene.level)
@@ -636,6 +637,9 @@ def follow_quietly(job: str) -> str:
 REFUSED = 40
 """Exit code of a prolog that refuses the node; not one of ours, of the shell, or of Python."""
 
+ROOM_S = 5.0
+"""What a prolog needs beside its longest probe."""
+
 SCRIPTS = ("slurmft-healthcheck", "slurmft-prolog", "slurmft-epilog", "slurmft-epilog-slurmctld")
 
 
@@ -653,6 +657,10 @@ def prolog(environment: Mapping[str, str]) -> Outcome:
     Raises:
         SlurmftError: the configuration cannot be used.
     """
+    answer_s = load_config(None, environment).hooks.prolog_answer_s
+    if answer_s is not None:
+        sys.stdout.write(f"slurmft-hook-within {min(99, math.ceil(answer_s + ROOM_S)):02}\n")
+        sys.stdout.flush()
     found, problems, refuses = _checked(environment, "prolog")
     failed = [result for result in found.results if result.status is Status.CRITICAL]
     if failed and refuses:

@@ -699,16 +699,19 @@ class Probe:
     def limit(self, scene: Scene) -> float:
         """Seconds that it may take here."""
         base = max(scene.config.probe_limit_s(name, self.limit_s) for name in self.names)
-        own = self.waits(scene.config)
+        own, late_s = self.waits(scene.config), self.late_after_s(scene)
         if not self.is_patient:
             return base
-        if self.is_judged_late(scene):
-            return max(base, min(self.late_s(scene.config), LONGEST_S.get(scene.context, math.inf)))
+        if math.isfinite(late_s):
+            return max(base, late_s)
         return scene.stretched(max(base - MOMENT_S, own)) + MOMENT_S if own else scene.stretched(base)
 
-    def is_judged_late(self, scene: Scene) -> bool:
-        """Whether an answer that does not come within the limit is CRITICAL here, and not UNKNOWN."""
-        return scene.context in PATIENCE and math.isfinite(self.late_s(scene.config))
+    def late_after_s(self, scene: Scene) -> float:
+        """Seconds without an answer that are CRITICAL here, and not UNKNOWN; infinite where that is never so."""
+        late_s = self.late_s(scene.config)
+        if scene.context == "prolog" and math.isfinite(late_s):
+            return scene.config.hooks.prolog_answer_s or math.inf
+        return min(late_s, LONGEST_S.get(scene.context, math.inf)) if scene.context in PATIENCE else math.inf
 
 
 PROBES = (

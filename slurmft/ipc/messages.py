@@ -52,6 +52,7 @@ from slurmft.ipc.pages import (
     MAX_SECTIONS,
     State,
 )
+from slurmft.ipc.ras_report import MAX_OUTLIERS, Outlier
 from slurmft.policy.hangs import WorkerLook
 from slurmft.policy.judge import Progress, Where
 
@@ -226,6 +227,8 @@ class EvidenceReply(Fields, frozen=True, kw_only=True):
     """Of every worker of the node."""
 
     ranks: tuple[RankEvidence, ...]
+    outliers: Annotated[tuple[Outlier, ...], Meta(max_length=MAX_OUTLIERS)] = ()
+    """Of the whole job, as NCCL reports them to the first rank's node."""
 
 
 class Rescued(Fields, frozen=True, kw_only=True):

@@ -557,6 +557,7 @@ _SAID_BY_ALL = frozenset({Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED})
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _OBEYED = frozenset({*(-number for number in _STOPPING), *(128 + number for number in _STOPPING)})
 _GONE = ("DOWN", "FAIL", "NO_RESPOND", "POWERED_DOWN", "POWERING_DOWN", "REBOOT")
+_OF_ONE_RANK = frozenset({Level.CORRUPTION, Level.OUT_OF_MEMORY, Level.CRASH, Level.ERROR})
 _LEVEL_OUTSIDE = {Cause.CANCELLED: Level.A_PERSONS_STOP}
 
 
@@ -630,7 +631,7 @@ def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) ->
     found = (_finished(counted, expected, seen) if is_sound else None) or _most_telling(
         _candidates(counted, expected, seen)
     )
-    evidence = (*found.evidence, *_lines(seen.heard.step), *seen.heard.problems)
+    evidence = (*found.evidence, *_company(found, ends), *_lines(seen.heard.step), *seen.heard.problems)
     return Verdict(
         cause=found.cause,
         reason=found.reason,
@@ -646,6 +647,22 @@ def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) ->
         of_node=found.of_node,
         evidence=tuple(dict.fromkeys(evidence))[:MAX_EVIDENCE] if found.cause is not Cause.FINISHED else (),
     )
+
+
+def _company(found: Finding, ends: Sequence[WorkerEnd]) -> list[str]:
+    """Whether the culprit failed alone, or first of several, and whether those failed alike: then it is no rank's
+    fault, but the program's."""
+    if found.level not in _OF_ONE_RANK or found.rank is None or len(ends) < 2:
+        return []
+    failed = [end for end in ends if has_failed(end, frozenset({0}))]
+    own = next((end for end in failed if end.rank == found.rank), None)
+    if own is None:
+        return []
+    if len(failed) == 1:
+        return [f"the only one of {len(ends)} ranks that failed by itself"]
+    alike = sum((end.code, end.error) == (own.code, own.error) for end in failed)
+    place = "first" if failed[0] is own else "one"
+    return [f"{place} of {len(failed)} ranks that failed by themselves, {alike} of them alike"]
 
 
 def ends_attempt(end: WorkerEnd, *, planned: bool, complete_codes: frozenset[int], only_lead: bool) -> bool:

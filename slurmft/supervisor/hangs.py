@@ -16,7 +16,15 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError
 from slurmft.ipc.channel import BadMessage
-from slurmft.ipc.messages import AskSections, DurationsReport, HangReport, RankEvidence, TakeEvidence
+from slurmft.ipc.messages import (
+    AskSections,
+    DurationsReport,
+    EvidenceReply,
+    HangReport,
+    RankEvidence,
+    TakeEvidence,
+)
+from slurmft.ipc.ras_report import Outlier
 from slurmft.policy import hangs
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.policy.judge import (
@@ -111,33 +119,57 @@ class LastLook:
             return self.found
         found: dict[int, tuple[Summary, RankEvidence]] = {}
         lost: dict[int, str] = {}
+        outliers: Sequence[Outlier] = ()
+        pids: dict[int, tuple[int, str, str]] = {}
         for place, (link, reply) in enumerate(zip(self.links, self.replies, strict=True)):
-            if (ranks := self._ranks_in(link, reply)) is None:
+            if (read := self._read(link, reply)) is None:
                 lost |= dict.fromkeys(range(place * self.per_node, (place + 1) * self.per_node), link.host)
             else:
-                found |= {facts.rank: (_summary(facts, link.host), facts) for facts in ranks}
+                outliers = outliers or read.outliers
+                pids |= {facts.rank: (facts.pid, link.host, link.address) for facts in read.ranks}
+                found |= {facts.rank: (_summary(facts, link.host), facts) for facts in read.ranks}
         summaries = with_ends([summary for summary, _ in found.values()], self.ends)
         # a rank that has ended by itself is described by its end, even if its node is gone now
         lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in self.ends}}
         stuck = stuck_collectives(_records(found))
-        self.found = blame(summaries, lost=lost, overdue=self.overdue, absent=absent_ranks(stuck))
+        absent = absent_ranks(stuck) or late_ranks(outliers, pids)
+        self.found = blame(summaries, lost=lost, overdue=self.overdue, absent=absent)
         facts = {rank: raw for rank, (_, raw) in found.items()}
         journal.append(EventName.LAST_LOOK, seconds=round(self.seconds, 3), folder=str(self.folder),
                        **as_event(self.found, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
         return self.found
 
-    def _ranks_in(self, link: AgentLink, reply: bytes | AgentLost) -> Sequence[RankEvidence] | None:
+    def _read(self, link: AgentLink, reply: bytes | AgentLost) -> EvidenceReply | None:
         """None where the agent could not be reached, or its reply is none."""
         if isinstance(reply, AgentLost):
             log.debug("no evidence: %s", reply)
             return None
         try:
-            return self.call.reply_of(reply).ranks
+            return self.call.reply_of(reply)
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)
             if link.channel is not None:
                 link.channel.close()
             return None
+
+
+def late_ranks(outliers: Sequence[Outlier], pids: Mapping[int, tuple[int, str, str]]) -> dict[int, str]:
+    """Ranks that NCCL reports as being behind or silent, with its words; none where it is most of them.
+
+    Args:
+        pids: of each rank, with its node's name and address. NCCL knows processes by their numbers, which may be given
+            on several nodes, and may name a node by another of its addresses.
+    """
+    by_pid: dict[int, list[int]] = {}
+    for rank, (pid, *_) in pids.items():
+        by_pid.setdefault(pid, []).append(rank)
+    found: dict[int, str] = {}
+    for each in outliers:
+        ranks = by_pid.get(each.pid, [])
+        here = [rank for rank in ranks if each.host in pids[rank][1:]] or ranks
+        if len(here) == 1:
+            found[here[0]] = each.what
+    return found if 2 * len(found) < len(pids) else {}
 
 
 def round_trip_s(agents: int) -> float:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import click
+import gpu_stand_in
 import pytest
 
 import slurmft
@@ -399,3 +400,33 @@ def test_exit_codes_are_nagioss(config, capsys, arguments, text, code):
     assert found == code
     if code in (0, 2):
         assert json.loads(capsys.readouterr().out)["format"] == 1
+
+
+class TestDriverThatHangs:
+    pytestmark = gpu_stand_in.needs_stand_in
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_prolog_refuses_the_node_where_it_may_wait_so_long(self, tmp_path, config, waits):
+        library = gpu_stand_in.build(tmp_path / "nvml")
+        node = gpu_stand_in.Node(tmp_path / "n1.gpus")
+        node.set_driver(hang="nvmlInitWithFlags")
+        hooks = "hooks: {prolog_refuses: true" + (", prolog_answer_s: 3}\n" if waits else "}\n")
+        done = hook("prolog", tmp_path, SLURMFT_HEALTH_CONFIG=config(hooks + NOTHING_ELSE),
+                    NVML_STAND_IN=str(node.path), LD_LIBRARY_PATH=str(library.parent))  # fmt: skip
+        assert done.returncode == waits, done.stderr
+        if waits:
+            assert "refused: slurmft: [hardware_problem] gpu-count: what it asks hangs" in done.stderr
+
+
+def test_a_hook_may_ask_for_more_time_and_gets_no_less_for_it(tmp_path):
+    def run(words: str) -> subprocess.CompletedProcess[str]:
+        interpreter = python(tmp_path, f"echo {words}; sleep 2; echo it hangs; exit {REFUSED}")
+        environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "SLURMFT_PYTHON": interpreter}
+        return subprocess.run([BIN / "slurmft-hook", "prolog", "1"], env=environment, capture_output=True, text=True,
+                              timeout=60, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+
+    longer = run("slurmft-hook-within 30")
+    assert (longer.returncode, longer.stderr) == (1, "slurmft-prolog: refused: it hangs\n")
+    for odd in ("slurmft-hook-within 0", "slurmft-hook-within 1", "slurmft-hook-within x9", "slurmft-hook-within 9x"):
+        done = run(odd)
+        assert (done.returncode, done.stderr) == (0, "slurmft-prolog: no answer within 1 s: nothing is done\n"), odd

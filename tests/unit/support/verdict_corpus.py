@@ -1,13 +1,15 @@
 """Excerpts of public threads (``data/verdict_corpus.txt``), what ended each, and what slurmft makes of it.
 
-The labels were written before the reader was asked. Projects, not excerpts, are split by a hash of their names into a
-half that patterns may be written for and one that judges them.
+The labels were written before the reader was asked; those of the half that judges twice, the second time by somebody
+who saw nothing but the texts, in a random order. Projects, not excerpts, are split by a hash of their names into a half
+that patterns may be written for and one that judges them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,8 @@ class Excerpt:
     project: str
     name: str
     text: str
+    second: tuple[str, str] | None = None
+    """Label and action as a second reader gave them."""
 
     @property
     def judges(self) -> bool:
@@ -95,12 +99,26 @@ def verdict_corpus() -> list[Excerpt]:
     found = []
     for entry in text.split("\n=== ")[1:]:
         head, _, body = entry.partition("\n")
-        match = re.fullmatch(r"(\w+) (\w+) ([^\s#:]+(?:#\d+)?): (.+)", head)
+        match = re.fullmatch(r"(\w+)(?:/(\w+))? (\w+)(?:/(\w+))? ([^\s#:]+(?:#\d+)?): (.+)", head)
         assert match is not None, head
-        assert match[1] in LABELS and match[2] in ACTIONS, head
-        project = match[3].partition("#")[0]
-        found.append(Excerpt(match[1], match[2], project, f"{match[3]}: {match[4]}", _written_out(body.split("\n"))))
+        label, its_second, action, second_action, thread, note = match.groups()
+        assert {label, its_second or label} <= LABELS.keys() and {action, second_action or action} <= {*ACTIONS}, head
+        second = (its_second, second_action) if its_second and second_action else None
+        project, text = thread.partition("#")[0], _written_out(body.split("\n"))
+        found.append(Excerpt(label, action, project, f"{thread}: {note}", text, second))
     return found
+
+
+def agreement(pairs: Sequence[tuple[str, str]]) -> tuple[float, float]:
+    """The share of pairs of labels that are equal, and Cohen's kappa: by how much it is above chance, 1 at most.
+
+    (p_o - p_e) / (1 - p_e), where p_e is the share expected of two readers who give each label as often as these do, by
+    chance; J. Cohen, A coefficient of agreement for nominal scales, Educational and Psychological Measurement 20, 1960.
+    """
+    equal = sum(first == second for first, second in pairs) / len(pairs)
+    ours, theirs = Counter(first for first, _ in pairs), Counter(second for _, second in pairs)
+    by_chance = sum(count * theirs[label] for label, count in ours.items()) / len(pairs) ** 2
+    return equal, 1.0 if by_chance == 1 else (equal - by_chance) / (1 - by_chance)
 
 
 def _written_out(lines: Sequence[str]) -> str:

@@ -578,6 +578,25 @@ def test_there_is_a_verdict_on_anything(ends, reports, step, seen):
     if found.cause is Cause.SIGNAL_CRASH and found.rank is not None:
         blamed = [each for each in ends if each.rank == found.rank]
         assert not blamed or not blamed[0].killed or any(r.binding for r in reports if r.rank == found.rank)
+    if found.rank is not None and any("of one rank" in each or "ranks that failed" in each for each in found.evidence):
+        assert any(each.rank == found.rank and each.code and not each.killed for each in ends)
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([end(1, 1, error="KeyError"), *(end(rank, -9, killed=True) for rank in (0, 2, 3))],
+         "the only one of 4 ranks that failed by itself"),
+        ([end(rank, 1, error="KeyError: 'a'") for rank in (2, 0, 1)],
+         "first of 3 ranks that failed by themselves, 3 of them alike"),
+        ([end(2, 1, error="KeyError"), end(0, 1, error="ValueError"), end(1)],
+         "first of 2 ranks that failed by themselves, 1 of them alike"),
+        ([end(0, 1, error="ValueError"), end(2, -11)], "one of 2 ranks that failed by themselves, 1 of them alike"),
+    ],
+    ids=["alone", "all alike", "the first", "a crash comes before an exception"],
+)  # fmt: skip
+def test_the_evidence_says_whether_the_culprit_was_alone(ends, words):
+    assert words in judged(ends).evidence
 
 
 def test_a_node_on_which_srun_could_not_start_an_agent_is_named_and_not_the_victim():

@@ -8,7 +8,7 @@ import time
 import pytest
 from log_endings import log_endings
 from of_each import of_each
-from verdict_corpus import LABELS, verdict_corpus
+from verdict_corpus import LABELS, agreement, verdict_corpus
 
 from slurmft.policy.decide import Budget, decide
 from slurmft.policy.judge import Circumstances, StepWords, WorkerEnd, held_against, judge
@@ -47,6 +47,15 @@ def test_the_corpus_is_wide():
     assert {each.label for each in CORPUS} == set(LABELS)
     assert not {each.project.lower() for each in BUILT_ON} & {each.project.lower() for each in JUDGES}
     assert 0.4 < len(JUDGES) / len(CORPUS) < 0.6
+
+
+def test_the_half_that_judges_is_labelled_twice_and_the_readers_agree():
+    assert all(each.second is not None for each in JUDGES)
+    by_cause = [(each.expected[0], LABELS[each.second[0]][0]) for each in JUDGES if each.second is not None]
+    actions = [(each.action, each.second[1]) for each in JUDGES if each.second is not None]
+    assert agreement(by_cause)[1] > 0.8 and agreement(actions)[1] > 0.8, "kappa: almost perfect by Landis and Koch 1977"
+    assert agreement([("a", "a"), ("b", "b"), ("a", "b"), ("b", "a")]) == (0.5, 0.0)
+    assert agreement([("a", "a")]) == (1.0, 1.0)
 
 
 def test_each_signature_is_met_in_an_excerpt():

@@ -35,6 +35,7 @@ class Link:
 
     def __init__(self, node: int, ranks: list[dict[str, Any]] | None, takes_s: float = 0.0) -> None:
         self.node, self.host, self._ranks, self._takes_s = node, f"n{node}", ranks, takes_s
+        self.address = f"10.0.0.{node}"
         self.channel: Any = None
 
     def ask_unread(self, call: TakeEvidence) -> tuple[int, asyncio.Future[bytes]]:
