@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmft.errors import RunBusy, SlurmUnavailable, StorageError, UsageError
 from slurmft.policy.job_identity import OwnJob
-from slurmft.scheduler import own_jobs
+from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder, run_index
 from slurmft.storage.journal import EventName
@@ -84,6 +84,8 @@ def stop(run: RunFolder, who: str) -> str:
     except SlurmUnavailable as error:
         return f"run {run.path.name} will save and end, if it runs: {error.what}"
     run.take_request("KILL")
+    if any(event.event == EventName.BORROWING for event in journal.read()):
+        successor.end_lenders(run)
     ids = [job.job_id for job in waiting]
     if run.done() is None:  # also where nothing waits: a run that has lost its job must not be rescued any more
         journal.append(EventName.CANCELLED, jobs=ids, reason=f"cancelled by {who}")
