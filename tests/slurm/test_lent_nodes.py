@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def small(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> EndpointRun:
-    """One of its own, which holds eight requests at a time, and up to three that are lent."""
+    """One node of its own, which holds eight requests at a time, and up to three that are lent, each a whole one."""
     new_endpoint: NewEndpoint = maker(lab, request)
-    return new_endpoint(nodes=1, elastic={"max_nodes": 1 + LENT}, replicas_per_node=1, concurrency=8,
-                        serving={"routers": 1, "replicas": {"min": 0, "idle_s": 4}})  # fmt: skip
+    return new_endpoint(nodes=1, elastic={"max_nodes": 1 + LENT}, slurm={"cpus_per_task": 8}, replicas_per_node=1,
+                        concurrency=8, serving={"routers": 1, "replicas": {"min": 0, "idle_s": 4}})  # fmt: skip
 
 
 def submit(run: EndpointRun) -> str:
