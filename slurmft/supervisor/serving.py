@@ -383,7 +383,7 @@ class Lenders:
             return  # what is not noted is not submitted
         for _ in range(count):
             job = await asyncio.to_thread(successor.submit_lender, argv)
-            self.jobs[job], self._problem = None, ""
+            self.jobs[job], self._since_s[job], self._problem = None, time.monotonic(), ""
             self._journal.append(EventName.JOINING, job=job, nodes=1, who="the supervisor")
 
     async def _cancel(self, job: str, reason: str) -> None:
