@@ -14,11 +14,20 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def small(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> EndpointRun:
-    """One node of its own, which holds eight requests at a time, and up to three that are lent, each a whole one."""
-    new_endpoint: NewEndpoint = maker(lab, request)
-    return new_endpoint(nodes=1, elastic={"max_nodes": 1 + LENT}, slurm={"cpus_per_task": 8}, replicas_per_node=1,
-                        concurrency=8, serving={"routers": 1, "replicas": {"min": 0, "idle_s": 4}})  # fmt: skip
+def new_small(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
+    """One node of its own, which holds eight requests at a time, and some that are lent, each a whole one."""
+    new_endpoint = maker(lab, request)
+
+    def make(*, lent: int = LENT) -> EndpointRun:
+        return new_endpoint(nodes=1, elastic={"max_nodes": 1 + lent}, slurm={"cpus_per_task": 8}, replicas_per_node=1,
+                            concurrency=8, serving={"routers": 1, "replicas": {"min": 0, "idle_s": 4}})  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def small(new_small: NewEndpoint) -> EndpointRun:
+    return new_small()
 
 
 def submit(run: EndpointRun) -> str:
@@ -98,3 +107,26 @@ def test_a_job_that_waits_to_lend_a_node_does_not_outlive_its_use_when_the_super
         nothing_lent(run)
     finally:
         lab.run(["scancel", blocker])
+
+
+@pytest.mark.soak
+def test_a_successor_job_goes_on_with_what_is_lent(new_small: NewEndpoint) -> None:
+    run = new_small(lent=2)
+    job = submit(run)
+    load = Load(run, 300, clients=30)
+    run.wait_for("replica ready", 3)
+    lent = jobs(run)
+    run.slurmft("requeue", str(run.path))
+    successor = run.wait_for("handed over", within_s=PATIENCE_S).details["job"]
+    run.wait_until_out_of_queue(job)
+
+    def ready() -> int:
+        return sum(event.attempt.startswith(f"{successor}.") for event in run.events("replica ready"))
+
+    eventually(lambda: ready() >= 3, PATIENCE_S, run.story)
+    assert jobs(run) == lent and len(run.events("joining")) == 2, run.story()
+    told = load.enough()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 300, f"{told}\n{run.story()}"
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
+    nothing_lent(run)
