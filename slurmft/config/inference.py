@@ -24,7 +24,8 @@ class ReplicasConfig(Section):
     until one is ready, which needs a ``request_timeout_s`` above the engine's start."""
 
     max: Positive | None = None
-    """The most; empty: ``nodes`` times ``replicas_per_node``, which it cannot exceed."""
+    """The most; empty: ``replicas_per_node`` times ``nodes``, or ``elastic.max_nodes``, which it cannot exceed. What
+    ``nodes`` cannot hold runs on nodes that jobs of one node each lend while the load needs them."""
 
     idle_s: Annotated[Seconds, Field(gt=0)] = 300.0
     """Fewer replicas have to have been enough for so many seconds before one is stopped."""

@@ -183,11 +183,12 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _folders_can_be_kept(self) -> Self:
         if self.inference is not None and self.inference.serving is not None:
-            scaled, places = self.inference.serving.replicas, self.inference.replicas_on(self.nodes)
+            scaled, places = self.inference.serving.replicas, self.inference.replicas_on(self.size.maximum)
             for name, value in (("min", scaled.min), ("max", scaled.max)):
                 if value is not None and value > places:
                     raise ValueError(
-                        f"inference.serving.replicas.{name} ({value}) is above nodes times replicas_per_node ({places})"
+                        f"inference.serving.replicas.{name} ({value}) is above replicas_per_node times nodes, or times "
+                        f"elastic.max_nodes ({places})"
                     )
         if self.inference is not None and self.nodes % self.inference.engine.nodes:
             raise ValueError(f"nodes ({self.nodes}) is no multiple of inference.engine.nodes "

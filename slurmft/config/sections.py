@@ -324,7 +324,8 @@ class ElasticConfig(Section):
     As many as ``nodes`` when empty."""
 
     max_nodes: Count | None = Field(default=None, ge=1, le=MAX_NODES)
-    """Most nodes, with those that ``slurmft join`` lends. As many as ``nodes`` when empty."""
+    """Most nodes, with those that ``slurmft join`` lends, or that an endpoint borrows while its load needs them
+    (``inference.serving.replicas``). As many as ``nodes`` when empty."""
 
     start_with_fewer: bool = False
     """Let Slurm start the job as soon as ``min_nodes`` are free. A job cannot grow: missing nodes only come with a

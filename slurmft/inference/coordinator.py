@@ -580,6 +580,9 @@ class _AgentOfRoster:
     load: int | None = None
     """Requests that it has; None while that is not known."""
 
+    is_leaving: bool = False
+    """The job that lends its node ends."""
+
 
 @dataclass(slots=True)
 class Served:
@@ -621,7 +624,10 @@ class Roster:
         self.requests = Served(served)
         self.cluster = HighAvailabilityCluster()
         self.agents: dict[int, _AgentOfRoster] = {}
-        self._epochs = itertools.count(1)
+        self.lenders: dict[int, str] = {}
+        """Jobs that lend nodes, by the numbers of these."""
+
+        self._nodes, self._epochs = nodes, itertools.count(1)
         self._changed = asyncio.Event()
         self._changed.set()  # what an earlier attempt has left in endpoints.json is gone
         self.publish: Callable[[HighAvailabilityCluster], None] = lambda cluster: cluster.write(run_folder)
@@ -659,15 +665,30 @@ class Roster:
         return sum(known) if known and len(known) == len(loads) else None
 
     def _chosen(self) -> set[tuple[int, int]]:
-        """Which are to be on: those that are already, the ready ones first, then those that are off, then those that
-        still have something to finish; none that has given up."""
+        """Which are to be on: of the run's own nodes before those that are lent; those that are already, the ready ones
+        first, then those that are off, then those that still have something to finish; none that has given up. One on a
+        lent node stays until those of the own nodes are ready.
+        """
         able = [
-            (place not in self._on, (agent.phases.get(number) != "ready") == (place in self._on), number, agent.node)
-            for agent in self.agents.values() for number in range(self._config.replicas_per_node)
-            if agent.phases.get(number) not in ("down", "member") for place in [(agent.node, number)]
+            (node in self.lenders, (node, number) not in self._on,
+             self._is_ready((node, number)) != ((node, number) in self._on), number, node)
+            for node, agent in self.agents.items() for number in range(self._config.replicas_per_node)
+            if not agent.is_leaving and agent.phases.get(number) not in ("down", "member")
         ]  # fmt: skip
-        most = len(able) if self.wants_all() else self.wanted
-        return {(node, number) for *_, number, node in sorted(able)[:most]}
+        most = len(able) if self.wants_all() or self.wanted is None else self.wanted
+        places = [(node, number) for *_, number, node in sorted(able)]
+        lacking = sum(not self._is_ready(place) for place in places[:most])
+        stay = [place for place in places[most:] if place in self._on and self._is_ready(place)]
+        return {*places[:most], *stay[:lacking]}
+
+    def _is_ready(self, place: tuple[int, int]) -> bool:
+        return self.agents[place[0]].phases.get(place[1]) == "ready"
+
+    def is_used(self, node: int) -> bool:
+        """Whether a replica or a router is on this node, or still finishes what it has."""
+        agent = self.agents.get(node)
+        is_named = any(at == node for at, _ in self._on) or any(each.number == node for each in self.cluster.routers)
+        return agent is not None and (is_named or not {*agent.phases.values()} <= {"off", "down"})
 
     def _release(self) -> None:
         if self._holding is not None:
@@ -714,7 +735,10 @@ class Roster:
         return True
 
     def let_go(self, node: int) -> None:
-        """Nothing: the replicas of this agent tell the routers themselves that they drain."""
+        """Others begin in place of the replicas of this agent, which tell the routers themselves that they drain."""
+        if node in self.agents:
+            self.agents[node].is_leaving = True
+            self._tell_all()
 
     def stop(self) -> None:
         """The endpoint goes away: routers refuse what comes from now on."""
@@ -775,7 +799,7 @@ class Roster:
     def readiness(self) -> Readiness:
         """How far the replicas and routers are."""
         phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
-        wanted = min(self._serving.routers, max(1, len(self.agents)))
+        wanted = min(self._serving.routers, max(1, len(self.agents.keys() - self.lenders.keys())))
         expected = self._expected if self.wanted is None or self.wants_all() else len(self._on)
         return Readiness(ready=len(self.places), down=phases.count("down"), expected=expected,
                          routers=len(self.cluster.routers), routers_wanted=wanted)  # fmt: skip
@@ -795,7 +819,9 @@ class Roster:
         agent.phases[report.replica] = report.phase
         if report.phase == "ready" and report.port is not None and report.hosts is not None:
             # the port tells lives apart whose agents both count from 1, and is the same for the next supervisor
-            name = f"{agent.host}.{agent.node}/{report.replica}#{report.life}.{report.port}"
+            # ... as are the job that lends a node, and the number of another one
+            where = self.lenders.get(agent.node, agent.node)
+            name = f"{agent.host}.{where}/{report.replica}#{report.life}.{report.port}"
             agent.places[report.replica] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
             if self._holding is not None:
                 self._on.add((agent.node, report.replica))
@@ -834,12 +860,11 @@ class Roster:
 
     def _tell_all(self) -> None:
         if self._holding is not None:
-            if len(self.places) >= self._expected:
+            if self.wanted is None and len(self.places) >= self._expected:
                 self._release()
             return
         places = (*self.places, *(self._heirs or ()))
-        able = [] if self._retired else [agent.node for agent in self.agents.values() if not agent.router_is_down]
-        with_router = sorted(able)[: self._serving.routers]
+        with_router = [] if self._retired else self._nodes_for_routers()
         self._on = self._chosen()
         self._settled &= self._on
         expected = self._expected if self._heirs is None else len(self._heirs)
@@ -849,6 +874,12 @@ class Roster:
             agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
                                closing=self._closing or self._heirs == (), replicas=places,
                                on=self._on_at(agent.node), wanted=len(self._on)))  # fmt: skip
+
+    def _nodes_for_routers(self) -> list[int]:
+        """A node that is lent for the load has no router: clients would go on using it when it is given back."""
+        able = [each.node for each in self.agents.values() if not each.router_is_down and not each.is_leaving]
+        own, lent = ([node for node in sorted(able) if (node in self.lenders) == is_lent] for is_lent in (False, True))
+        return [*own, *lent[: max(0, self._nodes - len(own))]][: self._serving.routers]
 
     def _on_at(self, node: int) -> tuple[int, ...] | None:
         return None if self.wanted is None else tuple(sorted(number for at, number in self._on if at == node))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -16,7 +17,7 @@ from aiohttp.client_proto import ResponseHandler
 from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, ReplicaTold, RouterTold, knock
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import Members
-from slurmft.policy.inference import Death
+from slurmft.policy.inference import Death, likeliest
 from slurmft.policy.serving import Breaker, Load, choose, place_alone
 from slurmft.system.background import overslept_s
 
@@ -116,8 +117,8 @@ class Replica:
         self.has_crashed = False
         """Its engine has ended by its own fault, or was ended as it made no progress."""
 
-        self.is_suspected = False
-        """Its engine makes no progress."""
+        self.is_suspected, self._suspected_s = False, math.inf
+        """Its engine makes no progress, and since when this router knows."""
 
         self.proof: tuple[str, str, bool] | None = None
         """Path and model of a request that it was asked, and whether it has answered that."""
@@ -200,11 +201,15 @@ class Replica:
             self._turn = next(TURNS) if is_wanted else 0
             self._tell()
 
+    def keep_empty(self) -> None:
+        """Have it for one request alone, from now on."""
+        if not self._turn:
+            self.keep(is_wanted=True)
+
     async def emptied(self) -> bool:
         """Wait until it has nothing else to do, and begin a suspect on it; whether it came to that."""
         self.is_taken = True
-        if not self._turn:
-            self.keep(is_wanted=True)
+        self.keep_empty()
         while not (self.gone.is_set() or self.is_suspected):
             if self._has_turn == self._turn and not self.in_flight:
                 self.begin()
@@ -289,7 +294,8 @@ class Replica:
         self._heard_s = time.monotonic()
         self._others = max(0, told.in_flight - (self.begun - self.done))
         before, self.phase = (self.phase, self.gone.is_set()), told.phase
-        self.is_suspected = told.suspected
+        if self.is_suspected != told.suspected:
+            self.is_suspected, self._suspected_s = told.suspected, self._heard_s if told.suspected else math.inf
         kept, self._round, self._has_turn = self._round, told.kept, told.turn
         if self._round != kept:
             self._tell()  # with what was begun before: from now on it gets nothing more
@@ -310,9 +316,12 @@ class Replica:
             how = "a crash" if self.has_crashed else "a hang" if self.is_suspected else ""
             is_alone = sum(each.is_work for each in self.errands) == 1 and not self._others
             # the next to be tried alone is what came last before it answered nothing more
-            for errand in sorted(self.errands, key=lambda each: abs(each.sent_s - self._answered_s)):
-                if how and errand.is_work:
-                    errand.deaths.append(Death(self.name, alone=is_alone, how=how))
+            errands = sorted(self.errands, key=lambda each: abs(each.sent_s - self._answered_s))
+            blamed = [each for each in errands if each.is_work and each.sent_s < self._suspected_s] if how else []
+            near = likeliest(blamed) + likeliest(sorted(blamed, key=lambda each: -each.sent_s))
+            for errand in errands:
+                if errand in blamed:
+                    errand.deaths.append(Death(self.name, alone=is_alone, how=how, near=errand in near))
                 errand.lost()
             self._on_change()
 

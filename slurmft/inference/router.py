@@ -24,7 +24,7 @@ import ssl
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,7 +43,7 @@ from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
 from slurmft.inference.endpoint import context_for, folder_of, is_local, key_of, token_of
 from slurmft.inference.gate import listening_socket
-from slurmft.inference.replicas import EMPTY_LOOK_S, Replica, Replicas
+from slurmft.inference.replicas import EMPTY_LOOK_S, TURNS, Replica, Replicas
 from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
 from slurmft.policy.inference import (
     KILLS,
@@ -51,14 +51,17 @@ from slurmft.policy.inference import (
     SOON_S,
     Death,
     Outcome,
+    Turn,
     is_open,
     is_poison,
     is_suspect,
     model_in,
+    next_alone,
     normal,
     outcome_of_status,
     patience_for,
     retry_after_s,
+    suspicion,
 )
 from slurmft.policy.serving import (
     Entry,
@@ -184,8 +187,11 @@ class Errand:
         while True:
             is_alone, replica = await self._place(without)
             if replica is None:
-                return self._give_up("deadline", 504, "no replica had room before the deadline of the request")
+                why = f"{len(self.deaths)} replicas crashed or made no progress while they had this request, and "
+                why = f"{why * bool(self.deaths)}no replica had room before the deadline of the request"
+                return self._give_up("deadline", 504, why)
             self._trip.replica, self._trip.tries, died = replica.name, self._trip.tries + 1, len(self.deaths)
+            tried_s = time.monotonic()
             try:
                 answer = await self._try(replica)
             except _Failed as error:
@@ -193,13 +199,14 @@ class Errand:
             else:
                 if len(self.deaths) == died:  # and it is whole
                     self.deaths = []
-                router.took(time.monotonic() - began_s)
+                router.took(time.monotonic() - tried_s)
                 router.metrics.answered(answer.status, time.monotonic() - began_s)
                 return answer
             finally:
                 replica.end()
                 if is_alone:
-                    router.one_less_alone(replica)
+                    seconds = time.monotonic() - tried_s
+                    router.one_less_alone(replica, seconds, in_vain=len(self.deaths) > died)
             if is_poison(self.deaths):
                 told = (
                     f"this request has crashed {len(self.deaths)} replicas, or they made no progress while they had "
@@ -232,9 +239,11 @@ class Errand:
     async def _place(self, without: set[str]) -> tuple[bool, Replica | None]:
         """Whether it is to be alone, and the replica; None where there is none before the deadline."""
         router, is_sure = self._router, is_suspect(self.deaths)
-        if is_suspect(self.deaths, router.wait_alone_s):
-            left_s = max(0.0, self._deadline_s - time.monotonic())
-            replica = await router.replica_alone(left_s if is_sure else min(left_s, SOON_S), without)
+        if is_sure or any(death.near for death in self.deaths):
+            until_s = self._deadline_s if is_sure else min(self._deadline_s, time.monotonic() + SOON_S)
+            replica = await router.replica_alone(until_s, without, self.deaths)
+            if replica is None and not is_sure and router.is_held_up:  # those in line do stall engines, and would again
+                is_sure, replica = True, await router.replica_alone(self._deadline_s, without, self.deaths)
             if replica is not None or is_sure:
                 return True, replica
         return False, await router.replica_for(self._deadline_s, without, priority=self._trip.priority)
@@ -526,8 +535,15 @@ class Router:
         self._blamed: dict[bytes, tuple[float, tuple[Death, ...]]] = {}
         """Digests of requests that were on replicas that crashed, and until when that counts for others like them."""
 
-        self.suspects, self._one_begins = 0, asyncio.Lock()
+        self.suspects = 0
         """Requests that may have crashed replicas, and are alone on one or wait for that."""
+
+        self._line: dict[Turn, asyncio.Future[None]] = {}
+        """Those that wait; the one that looks for a replica has its turn."""
+
+        self._looks = False
+        self._alone_s = [0.0, 0.0]
+        """Seconds of those that were alone and were answered, and of those that were so in vain."""
 
         self.held_bytes = 0
         """Of the bodies of all requests."""
@@ -722,11 +738,11 @@ class Router:
                 return None
 
     @property
-    def wait_alone_s(self) -> float:
-        """How long one more suspect would wait until it is alone."""
-        return self.suspects * self._mean_s
+    def is_held_up(self) -> bool:
+        """A suspect that was alone on a replica has crashed it, or held it up, since there are suspects."""
+        return self._alone_s[True] > 0
 
-    async def replica_alone(self, within_s: float, without: set[str]) -> Replica | None:
+    async def replica_alone(self, until_s: float, without: set[str], deaths: Sequence[Death]) -> Replica | None:
         """One with nothing else to do, with a suspect begun on it; None where there is none in time.
 
         ``one_less_alone`` follows. Suspects of this router wait here for each other, and those of others at the gate.
@@ -734,7 +750,7 @@ class Router:
         self.suspects, is_empty, replica = self.suspects + 1, False, None
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(within_s), self._one_begins:
+                async with asyncio.timeout(until_s - time.monotonic()), self._turn(suspicion(deaths)):
                     while not is_empty:
                         replica = self.replicas.place_alone(without)
                         is_empty = await (asyncio.sleep(EMPTY_LOOK_S, False) if replica is None else replica.emptied())
@@ -743,13 +759,39 @@ class Router:
                 self.one_less_alone(replica)
         return replica if is_empty else None
 
-    def one_less_alone(self, replica: Replica | None) -> None:
-        """A suspect has ended, however, or waits no more; the next one follows on the same replica."""
+    @contextlib.asynccontextmanager
+    async def _turn(self, suspected: tuple[int, int]) -> AsyncIterator[None]:
+        """One suspect at a time looks for a replica."""
+        mine, called = (suspected, -next(TURNS)), asyncio.get_running_loop().create_future()
+        self._line[mine] = called
+        self._call_next()
+        try:
+            await called
+            yield
+        finally:
+            if self._line.pop(mine, None) is None:  # it had its turn
+                self._looks = False
+            self._call_next()
+
+    def _call_next(self) -> None:
+        line = [turn for turn, called in self._line.items() if not called.done()]
+        if line and not self._looks:
+            self._looks, (well_s, in_vain_s) = True, self._alone_s
+            self._line.pop(next_alone(line, well_s=well_s, in_vain_s=in_vain_s)).set_result(None)
+
+    def one_less_alone(self, replica: Replica | None, seconds: float = 0.0, *, in_vain: bool = False) -> None:
+        """A suspect has ended, however, or waits no more; the next one follows on the same replica.
+
+        Args:
+            seconds: for which it was alone.
+        """
         self.suspects -= 1
+        self._alone_s[in_vain] += seconds
         if replica is not None:
             replica.is_taken = False
             replica.keep(is_wanted=self.suspects > 0)
         if not self.suspects:
+            self._alone_s = [0.0, 0.0]
             self.replicas.place_alone(None)
 
     def _before(self, priority: Priority) -> int:
@@ -781,6 +823,8 @@ class Router:
         if self._degradation.degraded != before:
             log.warning("the endpoint is %s: %d of %d replicas are ready", "degraded" if not before else "well again",
                         self.replicas.ready, self.replicas.expected)  # fmt: skip
+        if self._looks and (replica := self.replicas.place_alone(())) is not None:
+            replica.keep_empty()  # before all that waits is on it
         self._wake()
 
     def _wake(self) -> None:

@@ -90,6 +90,8 @@ def stop(run: RunFolder, who: str) -> str:
     except SlurmUnavailable as error:
         return f"run {run.path.name} will save and end, if it runs: {error.what}"
     run.take_request("KILL")
+    if any(event.event == EventName.BORROWING for event in journal.read()):
+        own_jobs.end_lenders(run)
     ids = [job.job_id for job in waiting]
     if run.done() is None:  # also where nothing waits: a run that has lost its job must not be rescued any more
         journal.append(EventName.CANCELLED, jobs=ids, reason=f"cancelled by {who}")

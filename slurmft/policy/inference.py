@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 # --- What follows the end of one try of a request: it is an answer, it is tried again, or its replica is to blame ---
@@ -159,8 +159,14 @@ class NodeDeaths:
 KILLS = 2
 """Replicas that a request must have killed while it was alone on them."""
 
+COMPANY = 2
+"""Deaths in company after which any request is a suspect; where many stall engines all are in company twice."""
+
+Turn = tuple[tuple[int, int], int]
+"""Of a suspect that waits to be tried alone: its ``suspicion``, and the negative of its number."""
+
 SOON_S = 30.0
-"""One that was at a single death is tried alone where its turn comes within so long; the others go on as before.
+"""One that was near a single death is tried alone where its turn comes within so long; the others go on as before.
 Engines die of other things as well, and where answers take minutes most would wait in vain."""
 
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -180,14 +186,39 @@ class Death:
     how: str
     """The end, in words: signal, exit code or hang."""
 
+    near: bool = True
+    """It was one of the ``likeliest``."""
 
-def is_suspect(deaths: Sequence[Death], wait_s: float = math.inf) -> bool:
+
+Each = TypeVar("Each")
+
+
+def likeliest(ordered: Sequence[Each]) -> list[Each]:
+    """Of all that an engine had when it stopped, in the order in which they may be the reason: the first quarter."""
+    return list(ordered[: max(4, len(ordered) // 4)])
+
+
+def is_suspect(deaths: Sequence[Death]) -> bool:
     """Whether a request is tried with nothing beside it from now on.
 
-    Args:
-        wait_s: until its turn would come.
+    One that was near a single death is tried so where its turn comes within ``SOON_S``.
     """
-    return len(deaths) > 1 or any(death.alone or wait_s <= SOON_S for death in deaths)
+    return len(deaths) > COMPANY or any(death.alone for death in deaths) or sum(death.near for death in deaths) > 1
+
+
+def suspicion(deaths: Sequence[Death]) -> tuple[int, int]:
+    """The greater, the more suspected."""
+    return sum(death.alone for death in deaths), sum(death.near for death in deaths)
+
+
+def next_alone(line: Sequence[Turn], *, in_vain_s: float, well_s: float) -> Turn:
+    """Which of the suspects in line is tried alone next.
+
+    The most suspected one, the first of several, so that it is proved soon; but once more time was spent on those that
+    held up their engine again, or crashed it, than on those that were answered, the least suspected one. However many
+    stall engines, the others have half of the time.
+    """
+    return (max if in_vain_s <= well_s else min)(line)
 
 
 def is_poison(deaths: Sequence[Death]) -> bool:

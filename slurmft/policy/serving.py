@@ -806,6 +806,11 @@ class Scale:
     enough: int = 0
     """The most that were needed since then."""
 
+    @property
+    def lately(self) -> int:
+        """The most that were needed since fewer than ``wanted`` would have been enough: more are not worth a loan."""
+        return self.wanted if self.since_s is None else self.enough
+
     def saw(self, requests: int | None, bounds: Bounds, now_s: float) -> Scale:
         """What is wanted while so many requests wait or are worked on; None: not known, and nothing is stopped.
 
@@ -824,3 +829,58 @@ class Scale:
         if now_s - self.since_s < bounds.idle_s:
             return replace(self, enough=enough)
         return Scale(enough, f"no more were needed for {bounds.idle_s:g} s")
+
+
+# --- Nodes that other jobs lend to an endpoint, each a job of its own, so that each can be given back alone ---
+
+LOAN_WAIT_S, LOAN_PAUSE_S = 1800.0, 600.0
+"""A job that has not lent its node after so long is cancelled, and none is submitted for so long then."""
+
+MOST_LOANS = 8
+"""Submitted at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loan:
+    """A job that lends a node, or is to."""
+
+    job: str
+    since_s: float
+    """When it was submitted, or had its node last."""
+
+    has_node: bool
+    """An agent is there."""
+
+    serves: bool
+    """A replica or a router is there, or still finishes what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """What is done about loans."""
+
+    borrow: int = 0
+    give_back: tuple[str, ...] = ()
+    give_up: tuple[str, ...] = ()
+    """They have waited for too long."""
+
+
+def lending(
+    loans: Sequence[Loan], *, needed: int, wanted: int, own: int, hoped: int, now_s: float, again_s: float
+) -> Lending:  # fmt: skip
+    """What follows from so many loans.
+
+    Of those that are too many, what waits goes first, the newest first; a node that serves stays until it does no more.
+
+    Args:
+        needed: nodes for what is lost, and for what the load needs.
+        wanted: nodes for all that is to be on; more are too many, and not only for a moment.
+        own: nodes that there are without these loans.
+        hoped: those, and the lost ones that may come back.
+        again_s: no job is submitted before then.
+    """
+    idle = sorted((each for each in loans if not each.serves), key=lambda each: (each.has_node, -each.since_s))
+    back = [each.job for each in idle[: max(0, len(loans) - max(0, wanted - own))]]
+    late = [each.job for each in loans if not each.has_node and now_s - each.since_s > LOAN_WAIT_S]
+    lacking = 0 if late or now_s < again_s else max(0, needed - hoped - len(loans))
+    return Lending(min(MOST_LOANS, lacking), tuple(back), tuple(each for each in late if each not in back))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -646,6 +647,34 @@ def submit_lender(argv: list[str]) -> str:
         SlurmError: Slurm refused or did not answer.
     """
     return slurm.run(argv, timeout_s=60.0, environment=scrubbed(os.environ)).strip().split(";")[0]
+
+
+def lenders_name(run: RunFolder) -> str:
+    """The name of the jobs that the run itself has lend nodes: no other job of the user has it."""
+    whole = hashlib.sha256(os.fsencode(os.path.realpath(run.path))).hexdigest()[:12]
+    return f"lend-{re.sub('[^A-Za-z0-9._-]', '_', run.path.name)[:100]}-{whole}"
+
+
+def lenders(run: RunFolder) -> list[JobRecord]:
+    """Those of them that wait, or have a node.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer; nothing is known.
+    """
+    argv = ["squeue", "-h", "-a", "--me", f"--name={lenders_name(run)}", "-o", JOB_FORMAT]
+    return [each for each in parse_jobs(slurm.run(argv)) if each.waiting or (each.alive and each.state != "COMPLETING")]
+
+
+def end_lenders(run: RunFolder) -> list[str]:
+    """Cancel them; returns their ids.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer; some may be left.
+    """
+    found = lenders(run)
+    for each in found:
+        cancel(OwnJob(each.job_id, each.identity))
+    return [each.job_id for each in found]
 
 
 # --- Submitting a run's script again: as the successor of the job around us, or anew from outside ---

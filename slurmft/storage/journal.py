@@ -50,7 +50,9 @@ class EventName(StrEnum):
     FIRST_STEP = "first step"
     CAUGHT_UP = "caught up"
     MEASURED = "measured"
+    BORROWING = "borrowing"
     JOINING = "joining"
+    LENDER_CANCELLED = "lender cancelled"
     STALE_REQUEST_DROPPED = "dropped a stale request"
     WAS_SUSPENDED = "was suspended"
 

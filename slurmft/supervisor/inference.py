@@ -521,7 +521,8 @@ class InferenceAttempt:
             self._crew.reviver.lost(link, hung_up=hung_up)
         if not link.lender:
             self._cluster.lost.add(link.host)
-        self._lost.append(link.host)
+        if not link.leaving:
+            self._lost.append(link.host)
         self._journal.append(EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST, node=link.host,
                              reason=reason, requests=count)  # fmt: skip
 

@@ -282,7 +282,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     )  # fmt: skip
     code = _act_in_its_place(ending, start, verdict)
     if code is not None:
-        _name_no_router(config, start)
+        _end_endpoint(config, start)
         return code
     if cluster.name == "local":  # whose name would be that of this process
         environment = {
@@ -291,12 +291,17 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     return supervise(config, environment, outlived)
 
 
-def _name_no_router(config: RunConfig, start: Start) -> None:
-    """The routers of a lost supervisor's endpoint have ended with its agents: no client is to be sent there."""
+def _end_endpoint(config: RunConfig, start: Start) -> None:
+    """The routers of a lost supervisor's endpoint have ended with its agents: no client is to be sent there, and no job
+    to lend it a node.
+    """
     if config.inference is None or config.inference.serving is None:
         return
     from slurmft.inference.endpoint import HighAvailabilityCluster  # an endpoint's alone
+    from slurmft.supervisor.serving import end_lenders
 
+    if isinstance(start.cluster, SlurmCluster):
+        end_lenders(start)
     try:
         with start.run.lock():
             owner = start.run.owner()

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,12 @@ from slurmft.inference.endpoint import (
     write_update,
 )
 from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
-from slurmft.policy.job_identity import JobIdentity, OwnJob
-from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
+from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.serving import LEAST_DRAIN_S, LOAN_PAUSE_S, Bounds, Loan, Scale, lending, waits_for
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
@@ -47,6 +48,7 @@ from slurmft.supervisor.crew import Crew
 from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off, taken_from
 from slurmft.supervisor.inference import LOOK_S, PROGRESS_S, InferenceAttempt, InferenceStops
 from slurmft.supervisor.placement import Accuser
+from slurmft.supervisor.stops import SlurmsWord
 from slurmft.system.files import read_text, replace_atomically
 
 # --- A rolling update of an endpoint: its replicas get the new engine one by one, or all go back to the old one ---
@@ -138,10 +140,10 @@ class RollingUpdate:
         self._journal.append(EventName.UPDATE_BEGUN, number=update.number, replicas=len(places))
         self._renewed, self._problem = set(), ""
         try:
-            for place in places:
-                await self._renew(place, config_name(update.number))
-                self._renewed.add(place)
-                update = replace(update, renewed=len(self._renewed))
+            while left := [place for place in self._places() if place not in self._renewed]:  # also on a new node
+                await self._renew(left[0], config_name(update.number))
+                self._renewed.add(left[0])
+                update = replace(update, renewed=len(self._renewed), total=len(self._places()))
                 await self._note(update)
                 if self._problem:  # one that was ready has died meanwhile
                     raise _Failed(self._problem)
@@ -300,13 +302,113 @@ class ServingStops(InferenceStops):
         return time.monotonic() > min(deadline_s, self._slurm.kill_at_s)
 
 
+# --- Jobs that lend nodes, for those that are lost and for those that the load needs ---
+
+BORROW_S, LEAST_LOAN_S = 10.0, 300.0
+"""How often it is looked after loans, and of the job's time what makes one worth it."""
+
+FLUSH_S = 10.0
+
+
+class Lenders:
+    """Jobs that lend a node each to this endpoint. They are found by their name, so that none is ever forgotten: not
+    those of a supervisor before this one, of the job before, or whose submission got no answer.
+    """
+
+    def __init__(self, config: RunConfig, start: Start, slurm: SlurmsWord) -> None:
+        self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
+        self.jobs: dict[str, JobRecord | None] = {}
+        """Those that wait, or have a node; None for one that was submitted just now."""
+
+        self._since_s: dict[str, float] = {}
+        self._look_s, self._again_s, self._problem = 0.0, 0.0, ""
+        self._is_known = False
+        """Slurm has said once which there are."""
+
+    @property
+    def state(self) -> str:
+        """What is waited for, in words behind others; empty for nothing."""
+        waits = [(job, each.reason) for job, each in self.jobs.items() if each is not None and each.waiting]
+        told = [f"job {job}, which will lend a node, waits: {reason}" for job, reason in waits[:2]]
+        told += [f"{len(waits) - 2} more wait"] * (len(waits) > 2) + [self._problem] * bool(self._problem)
+        return "".join(f"; {each}" for each in told)
+
+    async def balance(
+        self, serving: Mapping[str, bool], beside: Collection[str], *, needed: int, wanted: int, own: int, hoped: int
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Submit and cancel jobs; returns those that give their nodes back.
+
+        Args:
+            serving: jobs whose agents are there, and whether anything is, or ends, on their nodes.
+            beside: nodes that are no use.
+            needed, wanted, own, hoped: as for ``lending``.
+        """
+        now_s = time.monotonic()
+        try:
+            if now_s >= self._look_s and (self.jobs or needed > hoped or not self._is_known):
+                self._look_s = now_s + BORROW_S
+                self.jobs = {each.job_id: each for each in await asyncio.to_thread(own_jobs.lenders, self._run)}
+                self._is_known = True
+            self._since_s = {job: now_s if job in serving else self._since_s.get(job, now_s) for job in self.jobs}
+            loans = [Loan(job=job, since_s=since_s, has_node=job in serving, serves=serving.get(job, False))
+                     for job, since_s in self._since_s.items()]  # fmt: skip
+            then = lending(loans, needed=needed, wanted=wanted, own=own, hoped=hoped, now_s=now_s,
+                           again_s=self._again_s)  # fmt: skip
+            if now_s >= self._again_s:
+                self._problem = ""
+            for job in then.give_back:
+                await self._cancel(job, "no more nodes are needed")
+            for job in then.give_up:
+                self._problem, self._again_s = f"job {job} has lent no node for too long", now_s + LOAN_PAUSE_S
+                await self._cancel(job, self._problem)
+            if then.borrow and self._is_known and self._config.preemption.continue_by != "nothing":
+                await self._borrow(then.borrow, beside)
+        except SlurmError as error:  # what was submitted without an answer is found before the next one
+            self._problem = f"no other node: {error.what}"
+            self._look_s = self._again_s = now_s + BORROW_S
+            return ()
+        return then.give_back
+
+    async def _borrow(self, count: int, beside: Collection[str]) -> None:
+        end = (await self._slurm.times()).end
+        left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
+        if left_s < LEAST_LOAN_S:
+            return
+        name, options = own_jobs.lenders_name(self._run), {} if end is None else {"time": int(left_s / 60)}
+        avoid = await asyncio.to_thread(avoided_nodes.for_submission, self._config, options, os.environ)
+        argv = own_jobs.lending_command(self._config, self._run, nodes=1, options={**options, "job-name": name},
+                                         avoid=frozenset({*beside, *avoid.nodes}))  # fmt: skip
+        self._journal.append(EventName.BORROWING, nodes=count, name=name)
+        if not await asyncio.to_thread(self._journal.flush, FLUSH_S):
+            return  # what is not noted is not submitted
+        for _ in range(count):
+            job = await asyncio.to_thread(own_jobs.submit_lender, argv)
+            self.jobs[job], self._since_s[job], self._problem = None, time.monotonic(), ""
+            self._journal.append(EventName.JOINING, job=job, nodes=1, who="the supervisor")
+
+    async def _cancel(self, job: str, reason: str) -> None:
+        record = self.jobs[job]
+        await asyncio.to_thread(own_jobs.cancel, OwnJob(job) if record is None else OwnJob(job, record.identity))
+        del self.jobs[job]
+        self._since_s.pop(job, None)
+        self._journal.append(EventName.LENDER_CANCELLED, job=job, reason=reason)
+
+
+def end_lenders(start: Start) -> None:
+    """Cancel the jobs that lend nodes to this run, at its end in this job, unless another job owns it; blocking."""
+    try:
+        owner = start.run.owner()
+        if not start.candidate and (owner is None or owner.generation == start.generation):
+            for job in own_jobs.end_lenders(start.run):
+                start.journal.append(EventName.LENDER_CANCELLED, job=job, reason="the endpoint ends here")
+    except (SlurmError, StorageError, OSError) as error:
+        log.warning("jobs that lend nodes to this run may be left: %s", error)
+
+
 # --- One attempt of an endpoint: as of a batch, but it ends only when it is ended, and what it counts is served ---
 
 HOLD_S = 5.0
 """How long agents that have outlived a supervisor may take to report their replicas to the next one."""
-
-BORROW_S, LEAST_LOAN_S = 10.0, 300.0
-"""How often it is looked after a loan, and of the job's time what makes one worth it."""
 
 SCALE_S = 0.25
 """How often it is looked how many replicas the load needs."""
@@ -339,8 +441,9 @@ class ServingAttempt(InferenceAttempt):
         self._predecessor_serves = False
         """Routers of the job before may still have requests for the replicas here."""
 
-        self._lenders: list[OwnJob] = []
-        """Jobs that lend nodes for lost ones."""
+        self._lenders = Lenders(config, start, self._slurm) if isinstance(self._cluster, SlurmCluster) else None
+        self._load = (0, 0)
+        """Replicas that the load has needed lately, and those that are wanted."""
 
         self.is_called_off = False
         """This candidate is not wanted any more."""
@@ -389,8 +492,9 @@ class ServingAttempt(InferenceAttempt):
         agents = self._joined if self._gangs is None else self._gangs.heads
         self._update = update = RollingUpdate(self._section, self._start, agents, self._is_calm)
         self._background.start(update.watch())
-        self._background.start(self._make_up())
-        if (bounds := self._bounds()) is not None:
+        bounds = self._bounds()
+        self._background.start(self._keep_nodes(bounds))
+        if bounds is not None:
             self._background.start(self._scale(bounds))
         is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
         if is_wanted and isinstance(self._cluster, SlurmCluster):
@@ -410,6 +514,8 @@ class ServingAttempt(InferenceAttempt):
         super()._lose(link, reason, hung_up=hung_up)
 
     async def _take_in(self, link: AgentLink) -> None:
+        if link.lender:
+            self._roster.lenders[link.node] = link.lender
         await super()._take_in(link)
         self._roster.admit(link.node)
 
@@ -543,12 +649,13 @@ class ServingAttempt(InferenceAttempt):
         section, scaled = self._section, self._section.serving and self._section.serving.replicas
         if not scaled or scaled.min is None:
             return None
-        most = scaled.max or section.replicas_on(self._config.nodes)
+        most = scaled.max or section.replicas_on(self._config.size.maximum)
         return Bounds(least=scaled.min, most=most, concurrency=section.concurrency, idle_s=scaled.idle_s)
 
     def _follow_the_load(self, bounds: Bounds, *, goes_on: bool) -> None:
         """What serves already is not stopped before its load is known; all are on for an update and a handover."""
         self._roster.wanted = bounds.most if goes_on else bounds.least
+        self._load = 0, bounds.most
         self._roster.wants_all = lambda: (
             self._candidacy is not None or self._predecessor_serves or bool(self._update and self._update.is_rolling)
         )
@@ -568,56 +675,57 @@ class ServingAttempt(InferenceAttempt):
             if state.wanted != self._roster.wanted:
                 self._journal.append(EventName.REPLICAS_WANTED, wanted=state.wanted, before=self._roster.wanted,
                                      reason=state.reason)  # fmt: skip
-            self._scaled = f"{state.wanted} of {bounds.most} replicas wanted"
+            self._load = 0 if requests is None else state.lately, state.wanted
+            waits = "" if self._lenders is None else self._lenders.state
+            self._scaled = f"{state.wanted} of {bounds.most} replicas wanted{waits}"
             self._roster.want(state.wanted)
 
-    # Nodes that are lost
+    # Nodes that are lost, and those that the load needs
 
-    async def _make_up(self) -> None:
-        """Say what is missing, and have other jobs lend nodes for those that stay lost: replicas begin there."""
-        ask_s, told, waits = None, 0, ""
+    async def _keep_nodes(self, bounds: Bounds | None) -> None:
+        """Say what is missing, and have other jobs lend nodes for those that stay lost, and for the load."""
+        hopes_until_s, told = math.inf, 0
         while True:
             await asyncio.sleep(PROGRESS_S)
+            lent = set() if self._lenders is None else self._lenders.jobs.keys()
+            own = sum(link.lender not in lent and not link.leaving for link in self._joined.values())
+            if own >= self._config.nodes or not self._cluster.lost:
+                hopes_until_s = math.inf
+            elif math.isinf(hopes_until_s):  # the agent may come back, or be started again
+                hopes_until_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
+            if self._lenders is not None and self._may_change_nodes():
+                await self._balance(self._lenders, bounds, own, hopes=time.monotonic() < hopes_until_s)
             missing = self._config.nodes - len(self._joined)
             if missing <= 0 or not self._cluster.lost or self.stops.planned is not None:
-                ask_s, told, waits, self._lost_replicas = None, 0, "", ""
+                told, self._lost_replicas = 0, ""
                 continue
-            if ask_s is None:  # the agent may come back, or be started again
-                ask_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
-            elif time.monotonic() > ask_s and isinstance(self._cluster, SlurmCluster):
-                ask_s, waits = time.monotonic() + BORROW_S, await self._borrow(missing)
             found, lost = self._roster.readiness(), ", ".join(sorted(self._cluster.lost))
+            waits = "" if self._lenders is None else self._lenders.state
             self._lost_replicas = f"{found.ready} of {found.expected} replicas are ready (lost: {lost}{waits})"
             if told != missing:
                 told = missing
                 self._journal.append(EventName.REPLICAS_MISSING, ready=found.ready, expected=found.expected,
                                      nodes=sorted(self._cluster.lost))  # fmt: skip
 
-    async def _borrow(self, count: int) -> str:
-        """Have a job lend so many nodes, unless one is about to; what that one waits for, in words."""
-        try:
-            if self._lenders:
-                before = await asyncio.to_thread(own_jobs.find_one, self._lenders[-1])
-                if before is not None and (before.alive or before.waiting):
-                    return f"; job {before.job_id}, which will lend a node, waits: {before.reason}" * before.waiting
-            end = (await self._slurm.times()).end
-            left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
-            if left_s < LEAST_LOAN_S or self._config.preemption.continue_by == "nothing":
-                return ""
-            options = {} if end is None else {"time": int(left_s / 60)}
-            job = await asyncio.to_thread(self._submit_lender, count, options)
-        except SlurmError as error:
-            return f"; no other node: {error.what}"
-        self._lenders.append(OwnJob(job, JobIdentity(user=os.getuid())))
-        self._journal.append(EventName.JOINING, job=job, nodes=count, who="the supervisor")
-        return ""
+    def _may_change_nodes(self) -> bool:
+        is_held = self._predecessor_serves or bool(self._update and self._update.is_rolling)
+        return not is_held and self.stops.planned is None and not self.stops.superseded
 
-    def _submit_lender(self, count: int, options: dict[str, Any]) -> str:
+    async def _balance(self, lenders: Lenders, bounds: Bounds | None, own: int, *, hopes: bool) -> None:
         assert isinstance(self._cluster, SlurmCluster)
-        avoid = set(expand(self._cluster.job.nodes)) | self._cluster.lost  # not beside the replicas that there are
-        avoid |= set(avoided_nodes.for_submission(self._config, options, os.environ).nodes)
-        argv = own_jobs.lending_command(self._config, self._run, nodes=count, options=options, avoid=frozenset(avoid))
-        return own_jobs.submit_lender(argv)
+        nodes, links = self._config.nodes, list(self._joined.values())
+        lent = {link.lender: link for link in links if link.lender in lenders.jobs and not link.leaving}
+        needed = wanted = nodes
+        if bounds is not None:
+            needed, wanted = (math.ceil(count / self._section.replicas_per_node) for count in self._load)
+        given_back = await lenders.balance(
+            {job: self._roster.is_used(link.node) for job, link in lent.items()},
+            {*expand(self._cluster.job.nodes), *self._cluster.lost, *(link.host for link in links)},
+            needed=needed, wanted=wanted, own=own, hoped=max(own, nodes) if hopes else own,
+        )  # fmt: skip
+        for job in given_back:
+            if job in lent:
+                self._let_go(lent[job])
 
     # The end
 
@@ -629,9 +737,8 @@ class ServingAttempt(InferenceAttempt):
             else:
                 await giver.finish()
         await super()._wind_down()
-        for job in self._lenders:
-            with contextlib.suppress(SlurmError):
-                await asyncio.to_thread(own_jobs.cancel, job)
+        if self._lenders is not None:
+            await asyncio.to_thread(end_lenders, self._start)
         if self._coordinator is not None:
             self._roster.close()
             cluster = self._roster.cluster

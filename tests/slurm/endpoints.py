@@ -77,7 +77,8 @@ def maker(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
     """For a fixture: makes endpoints of 2 nodes with 2 replicas each."""
 
     def make(**changes: Any) -> EndpointRun:
-        others = {key: changes.pop(key) for key in ("slurm", "preemption", "spare_nodes") if key in changes}
+        keys = ("slurm", "preemption", "nodes", "spare_nodes", "elastic")
+        others = {key: changes.pop(key) for key in keys if key in changes}
         name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
         name += "-again" * (getattr(request.node, "execution_count", 1) > 1)
         folder = lab.home / "endpoints" / name

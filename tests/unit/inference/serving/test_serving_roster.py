@@ -19,9 +19,9 @@ from slurmft.ipc.messages import Call, Members, ReplicaDied, ReplicaPhase, Repli
 class Cluster:
     """A roster, and what each of its agents was told last."""
 
-    def __init__(self, folder: Path, *, nodes: int = 3, routers: int = 2) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 3, routers: int = 2, per_node: int = 2) -> None:
         config = InferenceConfig.model_validate(
-            {"engine": {"command": ["e", "{port}"]}, "replicas_per_node": 2, "serving": {"routers": routers}}
+            {"engine": {"command": ["e", "{port}"]}, "replicas_per_node": per_node, "serving": {"routers": routers}}
         )
         self.roster = Roster(config, nodes=nodes, run_folder=folder, submit=self._submit, served=100)
         self.told: dict[int, Members] = {}
@@ -33,7 +33,10 @@ class Cluster:
         done.set_result(work())
         return done
 
-    def join(self, node: int) -> None:
+    def join(self, node: int, lender: str = "") -> None:
+        if lender:
+            self.roster.lenders[node] = lender
+
         def send(call: Call[Any]) -> None:
             assert isinstance(call, Members)
             self.told[node] = call
@@ -49,6 +52,11 @@ class Cluster:
     def router(self, node: int, phase: str = "ready", answered: int = 0) -> None:
         report = RouterPhase(epoch=self.epochs[node], phase=phase, hosts=(f"n{node}",), port=80, answered=answered)
         self.roster.on_report(node, report)
+
+    @property
+    def on(self) -> set[int]:
+        """Nodes with a replica that is to be on."""
+        return {node for node in self.roster.agents if self.told[node].on}
 
     @property
     def with_router(self) -> list[int]:
@@ -215,3 +223,64 @@ def test_routers_hear_that_the_endpoint_goes_away_from_the_supervisor_alone(tmp_
     other.join(0)
     other.roster.stop()
     assert other.told[0].closing
+
+
+def lent(folder: Path) -> Cluster:
+    """A node of its own and two lent ones, with a replica each."""
+    cluster = Cluster(folder, nodes=1, per_node=1)
+    cluster.roster.wanted = 3
+    cluster.join(0)
+    cluster.router(0)
+    for node in (1, 2):
+        cluster.join(node, lender=f"job{node}")
+    return cluster
+
+
+def test_replicas_on_lent_nodes_are_stopped_first(tmp_path: Path) -> None:
+    cluster = lent(tmp_path)
+    assert cluster.on == {0, 1, 2}
+    for node in range(3):
+        cluster.replica(node, 0)
+    assert cluster.names(0) == ["n0.0/0", "n1.job1/0", "n2.job2/0"], "the job is the same for the next supervisor"
+    cluster.roster.want(2)
+    assert cluster.on == {0, 1} and cluster.roster.is_used(2), "it has something to finish"
+    cluster.replica(2, 0, "off")
+    assert not cluster.roster.is_used(2) and cluster.roster.is_used(1)
+    cluster.roster.want(0)
+    assert cluster.on == set()
+
+
+def test_a_replica_on_a_lent_node_stays_until_that_of_the_own_node_is_ready(tmp_path: Path) -> None:
+    cluster = lent(tmp_path)
+    for node in (1, 2):
+        cluster.replica(node, 0)
+    cluster.replica(0, 0, "starting")
+    cluster.roster.want(1)
+    assert cluster.on == {0, 1}
+    cluster.replica(0, 0)
+    assert cluster.on == {0}
+
+
+def test_another_replica_begins_when_the_job_that_lends_a_node_ends(tmp_path: Path) -> None:
+    cluster = lent(tmp_path)
+    cluster.roster.want(2)
+    for node in (0, 1):
+        cluster.replica(node, 0)
+    assert cluster.on == {0, 1}
+    cluster.roster.let_go(1)
+    assert cluster.on == {0, 2}
+
+
+def test_a_lent_node_has_a_router_only_in_place_of_a_lost_one(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nodes=2)
+    cluster.roster.wanted = 0
+    cluster.join(0)
+    for node in (2, 3):
+        cluster.join(node, lender=f"job{node}")
+    assert cluster.with_router == [0, 2]
+    cluster.router(2)
+    assert cluster.roster.is_used(2) and not cluster.roster.is_used(3)
+    cluster.join(1)
+    assert cluster.with_router == [0, 1]
+    cluster.router(2, "ended")
+    assert not cluster.roster.is_used(2)

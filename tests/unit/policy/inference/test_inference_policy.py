@@ -11,7 +11,6 @@ from slurmft.policy.inference import (
     MOST_PATIENCE,
     ORDINARY_BYTES,
     RAISE_AFTER,
-    SOON_S,
     Death,
     Outcome,
     Restarts,
@@ -22,11 +21,14 @@ from slurmft.policy.inference import (
     evidence_of,
     is_poison,
     is_suspect,
+    likeliest,
     model_in,
+    next_alone,
     outcome_of_status,
     patience_for,
     retry_after_s,
     smallest,
+    suspicion,
     with_another_path,
 )
 
@@ -114,15 +116,34 @@ def test_only_a_request_that_killed_two_alone_is_poison(deaths, poison):
 
 
 @pytest.mark.parametrize(
-    ("alone", "wait_s", "suspect"),
+    ("alone", "near", "suspect"),
     [
-        ([], 0.0, False), ([False], 0.0, True), ([False], SOON_S, True), ([False], SOON_S + 1, False),
-        ([True], SOON_S + 1, True), ([False, False], SOON_S + 1, True), ([False, True], 1e9, True),
+        ([], [], False), ([False], [True], False), ([True], [True], True), ([False] * 2, [True] * 2, True),
+        ([False, True], [False] * 2, True), ([False] * 2, [True, False], False), ([False] * 2, [False] * 2, False),
+        ([False] * 3, [False] * 3, True),
     ],
 )  # fmt: skip
-def test_which_request_is_tried_alone(alone, wait_s, suspect):
-    deaths = [Death(str(number), alone=each, how="hang") for number, each in enumerate(alone)]
-    assert is_suspect(deaths, wait_s) is suspect
+def test_which_request_is_tried_alone(alone, near, suspect):
+    each = enumerate(zip(alone, near, strict=True))
+    deaths = [Death(str(number), alone=by_itself, how="hang", near=close) for number, (by_itself, close) in each]
+    assert is_suspect(deaths) is suspect
+
+
+def test_the_first_quarter_is_likely_and_four_at_least():
+    assert [len(likeliest(range(count))) for count in (1, 4, 8, 16, 40)] == [1, 4, 4, 4, 10]
+
+
+def test_suspects_have_their_turns_by_suspicion_and_the_others_half_of_the_time():
+    def turn(number, *, alone=0, near=0):
+        deaths = [Death("r", alone=place < alone, how="hang", near=place < near) for place in range(3)]
+        return suspicion(deaths), -number
+
+    proved, likely, later, far = turn(4, alone=1, near=3), turn(1, near=2), turn(2, near=2), turn(3)
+    line = [far, later, likely, proved]
+    assert next_alone(line, in_vain_s=0.0, well_s=0.0) == proved
+    assert next_alone(line[:3], in_vain_s=5.0, well_s=5.0) == likely, "the first of several"
+    assert next_alone(line, in_vain_s=6.0, well_s=5.0) == far
+    assert next_alone([proved], in_vain_s=6.0, well_s=5.0) == proved
 
 
 @given(st.integers(2, 40), st.data())
@@ -143,8 +164,8 @@ def test_whatever_kills_at_the_same_time_is_found_and_nothing_else(count, data):
             is_open -= some
 
     while is_open:
-        waits = data.draw(st.sampled_from([0.0, SOON_S + 1]))
-        alone = {each for each in is_open if is_suspect(deaths[each], waits)}
+        soon = data.draw(st.booleans())
+        alone = {each for each in is_open if is_suspect(deaths[each]) or (soon and deaths[each])}
         for first in range(engines):
             if some := {each for each in is_open - alone if each % engines == first}:
                 try_together(some)

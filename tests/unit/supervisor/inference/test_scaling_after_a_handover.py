@@ -42,7 +42,8 @@ class Owner(ServingAttempt):
         self.told: dict[int, Members] = {}
         self._section = config
         self._run: Any = folder
-        self._config: Any = SimpleNamespace(nodes=2)
+        self._config: Any = SimpleNamespace(nodes=2, size=SimpleNamespace(maximum=2))
+        self._lenders = None
         self._journal: Any = SimpleNamespace(append=lambda event, **facts: self.events.append((event, facts)))
         self.stops: Any = SimpleNamespace(planned=None, superseded=False)
         self._candidacy = self._update = None
