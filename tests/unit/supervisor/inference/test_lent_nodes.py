@@ -14,7 +14,7 @@ from slurmft.config.run import validate
 from slurmft.errors import SlurmUnavailable
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.serving import LOAN_WAIT_S
-from slurmft.scheduler import own_jobs, successor
+from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Owner, RunFolder
@@ -112,7 +112,7 @@ def test_nodes_are_borrowed_one_job_each_and_given_back_when_nothing_is_on_them(
     assert balance(lenders, 3) == ()
     assert [*queue.jobs] == ["101", "102"] and queue.names() == [EventName.BORROWING, *[EventName.JOINING] * 2]
     argv = queue.submitted[0]
-    assert {"--nodes=1", "--time=60", "--exclude=n1,bad", f"--job-name={successor.lenders_name(start.run)}"} <= {*argv}
+    assert {"--nodes=1", "--time=60", "--exclude=n1,bad", f"--job-name={own_jobs.lenders_name(start.run)}"} <= {*argv}
     assert balance(lenders, 3) == () and len(queue.submitted) == 2
     queue.now_s += 60
     queue.jobs["101"] = "RUNNING"
@@ -179,7 +179,7 @@ def test_a_job_that_the_queue_never_starts_is_given_up_for_a_while(start: Any, q
 def test_they_end_with_the_endpoint_unless_another_job_has_taken_it_over(
     start: Any, queue: Queue, monkeypatch: pytest.MonkeyPatch, generation: int, left: list[str]
 ) -> None:
-    monkeypatch.setattr(successor.own_jobs, "cancel", queue.cancel)
+    monkeypatch.setattr(own_jobs.own_jobs, "cancel", queue.cancel)
     balance(lenders_of(start), 2)
     with start.run.lock():
         start.run.take_over(
@@ -191,5 +191,5 @@ def test_they_end_with_the_endpoint_unless_another_job_has_taken_it_over(
 
 
 def test_two_runs_of_one_name_have_lenders_of_their_own(tmp_path: Path) -> None:
-    one, other = (successor.lenders_name(RunFolder(tmp_path / folder / "a run, ours")) for folder in "ab")
+    one, other = (own_jobs.lenders_name(RunFolder(tmp_path / folder / "a run, ours")) for folder in "ab")
     assert one != other and one.startswith("lend-a_run__ours-") and "," not in one
