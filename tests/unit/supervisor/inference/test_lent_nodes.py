@@ -75,8 +75,8 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     made = Queue()
-    monkeypatch.setattr(successor, "lenders", made.lenders)
-    monkeypatch.setattr(successor, "submit_lender", made.submit)
+    monkeypatch.setattr(own_jobs, "lenders", made.lenders)
+    monkeypatch.setattr(own_jobs, "submit_lender", made.submit)
     monkeypatch.setattr(own_jobs, "cancel", made.cancel)
     monkeypatch.setattr(avoided_nodes, "for_submission", lambda *_: SimpleNamespace(nodes=("bad",)))
     monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: made.now_s))
@@ -179,7 +179,7 @@ def test_a_job_that_the_queue_never_starts_is_given_up_for_a_while(start: Any, q
 def test_they_end_with_the_endpoint_unless_another_job_has_taken_it_over(
     start: Any, queue: Queue, monkeypatch: pytest.MonkeyPatch, generation: int, left: list[str]
 ) -> None:
-    monkeypatch.setattr(own_jobs.own_jobs, "cancel", queue.cancel)
+    monkeypatch.setattr(own_jobs, "cancel", queue.cancel)
     balance(lenders_of(start), 2)
     with start.run.lock():
         start.run.take_over(
