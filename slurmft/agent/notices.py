@@ -1,15 +1,20 @@
-"""Every node's agent asks its cloud whether this machine will be taken away. Off where there is no sign of a cloud."""
+"""Every node's agent asks its cloud whether this machine will be taken away, and its GPUs whether they work. Off where
+there is no sign of a cloud, and none of GPUs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import http.client
+import importlib.util
 import io
 import logging
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -138,6 +143,13 @@ TOKEN_TTL_S = 21_600
 LONGEST_PAUSE_S = 60.0
 """Between two questions to a service that does not answer."""
 
+GPU_WATCH = (sys.executable, "-P", "-m", "slurmft.health.gpu_watch")
+"""A program of its own: a driver that hangs must not stop the agent."""
+
+END_S = 2.0
+AGAIN_S = 60.0
+"""Pause after which the watch of GPUs is started again when something has ended it."""
+
 MAX_LINE_BYTES = 8192
 MAX_NOTICES = 100
 """Of one attempt's agent; a source that announces more is not believed, and must not fill the journal."""
@@ -263,6 +275,8 @@ class NoticeWatch:
         watches = [self._watch(cloud, SERVICES[cloud](place)) for cloud, place in places.items()]
         if self._section.plugin:
             watches.append(self._watch_plugin())
+        if has_gpus():
+            watches.append(self._watch_gpus())
         await asyncio.gather(*watches)
 
     async def _watch(self, cloud: Cloud, service: Service) -> None:
@@ -280,31 +294,47 @@ class NoticeWatch:
     async def _watch_plugin(self) -> None:
         while True:
             try:
-                await self._run_plugin()
+                await self._run(self._section.plugin, "plugin")
             except (OSError, ValueError) as error:
                 log.warning("notices.plugin cannot be run: %s", error)
             await asyncio.sleep(self._section.poll_seconds)
 
-    async def _run_plugin(self) -> None:
+    async def _watch_gpus(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (code := await self._run(GPU_WATCH, "gpu")) != 0:  # 0: there is nothing to watch
+                log.warning("the watch of GPUs ended with code %d", code)
+                await asyncio.sleep(AGAIN_S)
+
+    async def _run(self, argv: Sequence[str], source: str) -> int:
+        """Report what a program prints; returns its exit code."""
         process = await asyncio.create_subprocess_exec(
-            *self._section.plugin, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
             env=dict(self._environment), limit=MAX_LINE_BYTES, start_new_session=True,
         )  # fmt: skip
         try:
             while process.stdout is not None and (line := await process.stdout.readline()):
-                if (notice := from_plugin(line.decode("utf-8", "replace"))) is not None:
+                if (notice := from_plugin(line.decode("utf-8", "replace"), source)) is not None:
                     self._tell(notice)
-            await process.wait()
+            return await process.wait()
         finally:
-            await end_child(process)
+            await end_child(process, END_S)
 
     def _tell(self, notice: Notice) -> None:
         if notice.key in self._seen or len(self._seen) >= MAX_NOTICES:
             return
         self._seen.add(notice.key)
         self._report(
-            NoticeReport(source=notice.source, what=notice.what, ends=notice.ends, left_s=notice.left_s, at=time.time())
-        )
+            NoticeReport(source=notice.source, what=notice.what, ends=notice.ends, left_s=notice.left_s, at=time.time(),
+                         fault=notice.fault)
+        )  # fmt: skip
+
+
+def has_gpus() -> bool:
+    """Whether NVIDIA's library and its Python binding are there. The driver is not asked."""
+    try:
+        return importlib.util.find_spec("pynvml") is not None and bool(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:
+        return False
 
 
 def _now(answer: Answer) -> float:

@@ -641,18 +641,20 @@ class NcclConfig(Section):
 
 
 class NoticesConfig(Section):
-    """Notices of a cloud that it will take a machine away: how each node looks for them."""
+    """Notices of a cloud that it will take a machine away, and faults of GPUs: how each node looks for them."""
 
     enabled: Literal["auto", "off"] = "auto"
     """auto: every node asks the metadata service of the cloud that its firmware names, and none where it names none.
-    off: no service is asked, and no plug-in is run."""
+    off: no service is asked, no plug-in is run, and GPUs are not watched. Else they are, where NVIDIA's library and its
+    Python binding (nvidia-ml-py) are."""
 
     poll_seconds: Annotated[float, Field(ge=0.1, le=60), BeforeValidator(plain.no_bool)] = 5.0
     """Seconds between two looks."""
 
     plugin: Words = ()
     """A command that runs on every node and prints one line for each notice:
-    ``{"ends": true, "what": "evicted", "left_s": 90}``; started again poll_seconds after it has ended."""
+    ``{"ends": true, "what": "evicted", "left_s": 90}``; started again poll_seconds after it has ended. With
+    ``"fault": true`` hardware of the node has failed: the run leaves it at once, without a save."""
 
 
 # --- The section ``notify`` of the configuration ---

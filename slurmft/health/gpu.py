@@ -562,7 +562,11 @@ def xid(scene: Scene) -> ProbeResult | None:
     """
     has_gpus = bool(scene.config.gpu.expected) or scene.path("proc/driver/nvidia/version").exists()
     try:
-        found = parse_xids(_kernel_log(scene))
+        descriptor = open_kernel_log(scene)
+        try:
+            found = parse_xids(records_of(descriptor))
+        finally:
+            os.close(descriptor)
     except OSError as error:
         why = f"the kernel log cannot be read: {error.strerror}"
         return unknown("xid", why, remedy="run as root") if has_gpus else None
@@ -620,30 +624,35 @@ def judge_xids(found: Sequence[Xid], up_s: float, hours: float) -> ProbeResult:
                value=len(recent), unit="messages")  # fmt: skip
 
 
-def _kernel_log(scene: Scene) -> list[str]:
-    """The records of /dev/kmsg; one read gives one record.
+def open_kernel_log(scene: Scene) -> int:
+    """A descriptor of /dev/kmsg at its oldest record.
+
+    Raises:
+        OSError: it may not be read.
+    """
+    return os.open(scene.path("dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def records_of(descriptor: int) -> list[str]:
+    """The records of /dev/kmsg that have not been read yet; one read gives one record.
 
     Raises:
         OSError: it may not be read.
     """
     lines: list[str] = []
-    descriptor = os.open(scene.path("dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     deadline = time.monotonic() + MAX_LOOK_S
-    try:
-        while len(lines) < MAX_RECORDS and time.monotonic() < deadline:
-            try:
-                record = os.read(descriptor, 1 << 16)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten while we read: the next one follows
-                    continue
-                raise
-            if not record:
-                break
-            lines += record.decode(errors="replace").splitlines()
-    finally:
-        os.close(descriptor)
+    while len(lines) < MAX_RECORDS and time.monotonic() < deadline:
+        try:
+            record = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            break
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # overwritten while we read: the next one follows
+                continue
+            raise
+        if not record:
+            break
+        lines += record.decode(errors="replace").splitlines()
     return lines
 
 

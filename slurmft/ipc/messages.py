@@ -645,13 +645,14 @@ class SignalReport(Sent, frozen=True, kw_only=True, tag="signal"):
 
 
 class NoticeReport(Sent, frozen=True, kw_only=True, tag="notice"):
-    """A cloud has announced something about the node."""
+    """A cloud has announced something about the node, or hardware of it has failed."""
 
     source: Name
     what: Name
     ends: bool
     left_s: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
     at: Seconds | None = None
+    fault: bool = False
 
 
 Lasting = WorkerExited | HangReport | SignalReport | NoticeReport

@@ -596,6 +596,9 @@ class Circumstances:
     lost_nodes: tuple[str, ...] = ()
     """Nodes whose agent is gone."""
 
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """Nodes on which hardware has failed, and what was seen of it."""
+
     corruption: Corruption | None = None
     """Replicas differ; the workers were killed for it, or have ended."""
 
@@ -696,7 +699,7 @@ def _finished(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -> 
         return None
     code = max((end.code for end in ends), default=0)
     who = f"all {expected} ranks" if not seen.only_lead else "the lead rank"
-    trouble = seen.lost_nodes or seen.hang or seen.launch_error
+    trouble = seen.lost_nodes or seen.broken or seen.hang or seen.launch_error
     # a script that knows the signal may have saved and ended with 0; one that says COMPLETE of this code has finished
     is_by_itself = seen.only_ignored_signals and all(
         end.code in seen.complete_codes and not end.attached for end in ends
@@ -793,8 +796,15 @@ def _planned_reason(ends: Sequence[WorkerEnd], expected: int, seen: Circumstance
 
 
 def _of_nodes(said: Sequence[Finding], seen: Circumstances) -> list[Finding]:
-    """Nodes that are gone; one that has ended processes for memory is not."""
+    """Nodes that are gone, or broken; one that has ended processes for memory is not gone."""
     step, found = seen.heard.step, []
+    if seen.broken:
+        told = "; ".join(f"{node} cannot be used: {what}" for node, what in seen.broken.items())
+        found.append(
+            Finding(level=Level.NODE_LOST, cause=Cause.NODE_LOST, reason=told[:1000], node=next(iter(seen.broken)),
+                    suspects=tuple(Suspect(node=node) for node in seen.broken),
+                    traceback=said[0].traceback if said else "")
+        )  # fmt: skip
     starved = [node for node in seen.lost_nodes if node in step.oom_nodes]
     down = [node for node, state in seen.node_states.items() if state.upper().startswith(_GONE)]
     lost = tuple(dict.fromkeys([*(n for n in seen.lost_nodes if n not in starved), *step.failed_nodes, *down]))

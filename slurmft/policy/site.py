@@ -784,7 +784,7 @@ class Notice:
     """One announcement."""
 
     source: str
-    """The cloud, or ``plugin``."""
+    """The cloud, ``plugin``, or ``gpu``."""
 
     what: str
     """One line for people."""
@@ -794,6 +794,9 @@ class Notice:
 
     left_s: float = 0.0
     """Seconds from now until then, where ``ends``."""
+
+    fault: bool = False
+    """Hardware of this machine has failed. It ``ends`` where nothing can be computed there any more."""
 
     key: str = ""
     """The same for the same announcement, however often it is made."""
@@ -910,8 +913,9 @@ def _azure_event(event: Mapping[str, Any], mine: set[str], now: float) -> Notice
     return Notice(source=Cloud.AZURE, what=f"Azure {_AZURE_ENDS[kind]} this VM", ends=True, left_s=left_s, key=key)
 
 
-def from_plugin(line: str) -> Notice | None:
-    """The notice in a line that a plug-in has printed: ``{"what": ..., "ends": true, "left_s": 90, "id": ...}``.
+def from_plugin(line: str, source: str = "plugin") -> Notice | None:
+    """The notice in a line that a plug-in has printed: ``{"what": ..., "ends": true, "left_s": 90, "id": ...}``, with
+    ``"fault": true`` where hardware has failed.
 
     None where the line is something else, or does not say whether the machine ``ends``.
     """
@@ -919,9 +923,10 @@ def from_plugin(line: str) -> Notice | None:
     ends, what, left_s = facts.get("ends"), facts.get("what", ""), facts.get("left_s", PLUGIN_LEAD_S)
     if type(ends) is not bool or not isinstance(what, str) or type(left_s) not in (int, float):
         return None
-    what = _short(what) or "a plug-in announces the end of this machine"
-    key = f"plugin|{ends}|{_short(facts.get('id', what))}"
-    return Notice(source="plugin", what=what, ends=ends, left_s=_bounded(float(left_s)) if ends else 0.0, key=key)
+    what, fault = _short(what) or "a plug-in announces the end of this machine", facts.get("fault") is True
+    key = f"{source}|{ends}|{_short(facts.get('id', what))}"
+    return Notice(source=source, what=what, ends=ends, fault=fault, key=key,
+                  left_s=_bounded(float(left_s)) if ends and not fault else 0.0)  # fmt: skip
 
 
 def server_time(date: str, own: float) -> float:

@@ -211,7 +211,7 @@ class Resizing:
         return self._seen.saved() != self._saved or not self._config.checkpoint.is_periodic
 
 
-# --- Handles a cloud's notice: a stop with its deadline, after which the run leaves that node ---
+# --- A cloud's notice: a stop with its deadline, after which the run leaves that node; and failed hardware ---
 
 
 class Reclaimed:
@@ -221,23 +221,28 @@ class Reclaimed:
         self._config, self._start, self._crew = config, start, crew
         self._stops, self._accuser = stops, accuser
         self.suspects: tuple[Suspect, ...] = ()
-        """Nodes that are taken away."""
+        """Nodes that are taken away, or broken."""
+
+        self._faults: dict[str, str] = {}
+
+    @property
+    def broken(self) -> Mapping[str, str]:
+        """Nodes of the attempt on which nothing can be computed any more, and why."""
+        hosts = [link.host for link in self._crew.pool.members] if self._stops.began else []
+        return {host: self._faults[host] for host in hosts if host in self._faults}
 
     def note(self, link: AgentLink, report: NoticeReport) -> None:
         """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
-        what, ends, left_s = report.what, report.ends, report.left_s
-        facts = {"node": link.host, "source": report.source, "what": what, "ends": ends}
-        self._start.journal.append(EventName.NOTICE, **facts, **({"left_s": round(left_s, 1)} if ends else {}))
-        suspect = Suspect(node=link.host)
-        kind = Kind.RECLAIMED if ends else Kind.AT_RISK
-        self._accuser.add([Evidence(kind=kind, suspect=suspect, message=f"{link.host}: {what}", at=time.time())])
-        if not ends:
+        self._accuser.note(link.host, report)
+        if not report.ends:
             return
-        self.suspects = (*self.suspects, suspect)
+        self.suspects = (*self.suspects, Suspect(node=link.host))
         link.leaving = True  # the next attempt, if there is one in this allocation, does without it
-        if link in self._crew.pool.members or not self._crew.pool.members:
+        if report.fault:
+            self._faults.setdefault(link.host, report.what)
+        elif link in self._crew.pool.members or not self._crew.pool.members:
             cause = Cause.RESIZED if self._can_stay() else Cause.RECLAIMED
-            self._stops.on_notice(cause, f"{link.host}: {what}", left_s=left_s)
+            self._stops.on_notice(cause, f"{link.host}: {report.what}", left_s=report.left_s)
 
     def _can_stay(self) -> bool:
         """Whether the run goes on in this allocation: it outlives the node, and the supervisor's is another one."""
@@ -430,6 +435,7 @@ class AttemptRunner:
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
         self._injections.simulate()
+        await self._leave_broken_nodes()
         await self._crew.rehearse()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
@@ -462,6 +468,7 @@ class AttemptRunner:
                     self._crew.note(link, report)
                 case NoticeReport():
                     self._reclaimed.note(link, report)
+                    self._background.start(self._leave_broken_nodes())
                 case SignalReport(name=name):
                     self._resizing.leave(link) if link.lender else self.stops.on_signal(name, link.host)
                 case Connected():
@@ -486,6 +493,16 @@ class AttemptRunner:
         if not self._failed and not self._over.is_set():
             self._failed = True
             self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
+
+    async def _leave_broken_nodes(self) -> None:
+        """End the attempt: the ranks there will fail or hang, and what they compute until then may be wrong."""
+        broken = self._reclaimed.broken
+        if not broken or self._failed or self._over.is_set() or self.stops.planned is not None:
+            return
+        self._failed = True
+        await self._kill_workers(f"{', '.join(broken)} cannot be used any more")
+        await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
+        self._over.set()  # a worker that is stuck in the driver does not end
 
     async def _kill_peers(self, grace_s: float) -> None:
         await self._last_look()
@@ -663,6 +680,7 @@ class AttemptRunner:
                 only_ignored_signals=self.stops.signals == {self._config.preemption.signal} != {"SIGTERM"},
                 planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects, *self._digests.convicted),
                 lost_nodes=tuple(self.lost),
+                broken=self._reclaimed.broken,
                 hang=self._hangs.found,
                 node_states=self._node_states,
                 launch_error=self._launch_error,

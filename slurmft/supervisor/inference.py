@@ -35,6 +35,7 @@ from slurmft.ipc.messages import (
     InferenceReport,
     JoinGang,
     Kill,
+    NoticeReport,
     Ping,
     ReplicaDied,
     ReplicaPhase,
@@ -571,6 +572,8 @@ class InferenceAttempt:
                     self._let_go(link)
                 case SignalReport():
                     self.stops.on_signal(report.name, link.host)
+                case NoticeReport(fault=True):  # a device that has failed is left by the replica on it
+                    self._accuser.note(link.host, report)
                 case Disconnected():
                     self._background.start(self._on_disconnect(link))
                 case Drained() if link.leaving:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, StorageError
+from slurmft.ipc.messages import NoticeReport
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.judge import held_against
 from slurmft.policy.suspicion import State, observed, standing, suspect_gpus
@@ -78,6 +79,16 @@ class Accuser:
     def add(self, evidence: Sequence[Evidence]) -> None:
         """Hand in what the supervisor itself has seen; returns at once."""
         self._thread.submit(lambda: self._hand_in(evidence, str(self._attempt)))
+
+    def note(self, host: str, report: NoticeReport) -> None:
+        """Journal what a node's agent has announced, and hand it in where it is more than a warning of hardware."""
+        more = {"fault": True} if report.fault else {"left_s": round(report.left_s, 1)} if report.ends else {}
+        self._journal.append(EventName.NOTICE, node=host, source=report.source, what=report.what, ends=report.ends,
+                             **more)  # fmt: skip
+        if report.ends or not report.fault:
+            kind = Kind.HEALTH if report.fault else Kind.RECLAIMED if report.ends else Kind.AT_RISK
+            message = f"{host}: {report.what}"
+            self.add([Evidence(kind=kind, suspect=Suspect(node=host), message=message, at=time.time())])
 
     def finish(self, verdict: Verdict, *, wait: bool = True) -> None:
         """Hand in the rest, and what the verdict itself says of its suspects. Later starts retry what fails."""

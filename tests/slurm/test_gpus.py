@@ -30,7 +30,7 @@ from slurmft.storage.exclusions import ExclusionList
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600), *gpu_stand_in.needs_stand_in]
 
 BIN = Path(slurmft.__file__).parents[1] / "bin"
-BY_PROLOG_S = 10.0
+BY_PROLOG_S = BY_AGENT_S = 10.0
 PRINT = """
 import os, sys, time
 names = ("SLURMD_NODENAME", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
@@ -362,3 +362,68 @@ def test_each_rank_gets_an_instance_of_its_own_where_gpus_are_split(site: Site, 
     finally:
         (lab.folder / "told-mig").unlink()
     assert [words[1:] for words in seen(run, 4)] == [["0", "MIG-0"], ["1", "MIG-1"]] * 2, run.story()
+
+
+def test_a_device_that_fails_beneath_a_run_moves_it_within_ten_seconds(site: Site, new_run: Callable[..., Run]) -> None:
+    """Hot and noisy devices change nothing; one that falls off the bus does, before anything hangs."""
+    site.forget()
+    lab = site.lab
+    run = new_run(steps=200, slurm={"partition": "low", "time": "5", "gpus_per_node": "8"})
+    path = lab.run(["printenv", "PATH"]).stdout.strip()
+    lab.run(["env", f"LD_LIBRARY_PATH={site.library.parent}", f"PATH={site.library.parent}:{path}", "slurmft",
+             "submit", str(run.config)], timeout=90)  # fmt: skip
+    run.wait_for_step(28)
+    hosts = run.events("agents ready")[0].details["hosts"]
+    sick = site.nodes[hosts[1]]
+    sick.log("NVRM: Xid (PCI:0000:1b:00): 31, pid=12, name=python, Ch 00000008")
+    sick.gpus.set(2, temp=95, reasons="0x48")
+    told = run.wait_for("notice", within_s=BY_AGENT_S)
+    assert (told.details["node"], told.details["ends"]) == (sick.name, False), told
+    began = time.time()
+    sick.gpus.set(3, lost=1)
+    ended = eventually(
+        lambda: [each for each in run.events("notice") if each.details["ends"]], BY_AGENT_S, run.story
+    )[0]  # fmt: skip
+    assert ended.seconds() - began < BY_AGENT_S * slowness(), run.story()
+    run.wait_for("killing workers", within_s=BY_AGENT_S)
+    run.wait_until_done()
+    verdict, decision = run.events("verdict")[0].details, run.events("decision")[0].details
+    assert verdict["cause"] == "node lost" and verdict["node"] == sick.name, run.story()
+    assert "GPU 3: GPU is lost" in verdict["reason"], verdict
+    assert decision["avoid"] == [sick.name]
+    attempts = [event.details["hosts"] for event in run.events("agents ready")]
+    assert len(attempts) == 2 and sick.name not in attempts[1], run.story()
+    held = ExclusionList(Path(str(run.path.with_suffix(".exclusions")))).read().observations
+    assert {each.kind for each in held if each.node == sick.name} == {Kind.HEALTH, Kind.NODE_LOST}, held
+    assert all("GPU 3: GPU is lost" in each.evidence for each in held), held
+    site.forget()
+
+
+def test_a_spare_takes_the_place_of_a_node_whose_driver_reports_a_fatal_xid(
+    site: Site, new_run: Callable[..., Run]
+) -> None:
+    site.forget()
+    lab = site.lab
+    run = new_run(steps=200, spare_nodes=1, fault_tolerance={"num_in_job_restarts": 2},
+                  slurm={"partition": "low", "time": "5", "gpus_per_node": "8"})  # fmt: skip
+    lab.run(["env", f"LD_LIBRARY_PATH={site.library.parent}", "slurmft", "submit", str(run.config)], timeout=90)
+    run.wait_for_step(28)
+    hosts = run.events("agents ready")[0].details["hosts"]
+    site.nodes[hosts[1]].log("NVRM: Xid (PCI:0000:2b:00): 79, pid=4242, name=python, GPU has fallen off the bus.")
+    run.wait_until_done()
+    assert [event.details["cause"] for event in run.events("verdict")] == ["node lost", "finished"], run.story()
+    attempts = [event.details["hosts"] for event in run.events("agents ready")]
+    assert len(attempts) == 2 and hosts[1] not in attempts[1] and not run.events("requeueing"), run.story()
+    site.forget()
+
+
+@pytest.mark.usefixtures("with_prolog")
+def test_a_prolog_refuses_a_node_whose_driver_hangs_where_the_site_says_so(site: Site) -> None:
+    before = site.health.read_text()
+    settings = yaml.safe_load(before)
+    settings["hooks"]["prolog_answer_s"] = 4.0
+    site.health.write_text(yaml.safe_dump(settings))
+    try:
+        refused_within_10_s(site, [fault for fault in FAULTS if fault.name == "the library hangs"])
+    finally:
+        site.health.write_text(before)

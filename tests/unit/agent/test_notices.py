@@ -27,6 +27,7 @@ from slurmft.policy.site import (
     LINK_LOCAL,
     MOST_S,
     Cloud,
+    Notice,
     aws_action,
     aws_rebalance,
     azure_events,
@@ -397,3 +398,37 @@ def test_a_plugin_that_is_not_there_is_tried_again_and_ends_nothing(tmp_path, ca
 def test_what_the_firmware_does_not_say_is_left_out(tmp_path):
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     assert firmware_facts(tmp_path) == {"sys_vendor": "Amazon EC2\n"}
+
+
+WATCH = """
+import os, sys
+with open(sys.argv[1], "a+") as lives:
+    lives.write("x")
+    lives.seek(0)
+    number = len(lives.read())
+print('{"fault": true, "ends": false, "what": "gpu-clocks: GPU 1: power brake", "id": "a"}')
+print('{"fault": true, "ends": true, "what": "xid: Xid 79 on 0000:1b:00", "id": "b"}', flush=True)
+sys.exit(number < 2)
+"""
+
+
+def test_faults_of_gpus_are_told_once_and_a_watch_that_fails_is_started_again(tmp_path, monkeypatch):
+    lives, program = tmp_path / "lives", tmp_path / "watch.py"
+    program.write_text(WATCH)
+    monkeypatch.setattr("slurmft.agent.notices.has_gpus", lambda: True)
+    monkeypatch.setattr("slurmft.agent.notices.GPU_WATCH", (sys.executable, str(program), str(lives)))
+    monkeypatch.setattr("slurmft.agent.notices.AGAIN_S", 0.05)
+    found = watched(tmp_path, {}, lambda _: False, within_s=20.0)
+    assert found == [{"source": "gpu", "ends": False, "left_s": 0.0}, {"source": "gpu", "ends": True, "left_s": 0.0}]
+    assert lives.read_text() == "xx", "0: there is nothing to watch"
+    assert watched(tmp_path, {}, lambda _: False, enabled="off") == []
+    assert lives.read_text() == "xx"
+
+
+def test_a_line_says_whether_hardware_has_failed():
+    assert from_plugin('{"ends": true, "what": "x", "fault": true}', "gpu") == Notice(
+        source="gpu", what="x", ends=True, fault=True, key="gpu|True|x"
+    )
+    for odd in ("1", '"yes"', "null", "[]"):
+        notice = from_plugin(f'{{"ends": true, "what": "x", "fault": {odd}}}')
+        assert notice is not None and not notice.fault and notice.left_s > 0

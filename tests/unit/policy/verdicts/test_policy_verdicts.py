@@ -559,6 +559,7 @@ SEEN = st.builds(
     Circumstances, planned=st.none() | st.sampled_from([Cause.PREEMPTED, Cause.STOPPED_BY_USER]),
     outside=st.none() | st.sampled_from([Cause.CANCELLED, Cause.REQUEUED]), launch_error=st.sampled_from(["", "x"]),
     lost_nodes=st.sampled_from([(), ("n1",)]), only_lead=st.booleans(),
+    broken=st.sampled_from([{}, {"n1": "xid: Xid 79"}]),
     complete_codes=st.sampled_from([frozenset(), frozenset({42})]),
 )  # fmt: skip
 
@@ -580,6 +581,16 @@ def test_there_is_a_verdict_on_anything(ends, reports, step, seen):
         assert not blamed or not blamed[0].killed or any(r.binding for r in reports if r.rank == found.rank)
     if found.rank is not None and any("of one rank" in each or "ranks that failed" in each for each in found.evidence):
         assert any(each.rank == found.rank and each.code and not each.killed for each in ends)
+
+
+def test_a_node_whose_hardware_has_failed_is_left_whatever_its_ranks_say():
+    what = "gpu-count: GPU 3: GPU is lost"
+    for ends in ([end(2, 1, error="CUDA error"), end(3, -11)], [end(rank, -9, killed=True) for rank in range(4)]):
+        found = judged(ends, world_size=4, broken={"n1": what})
+        assert (found.cause, found.node, found.suspect_nodes) == (Cause.NODE_LOST, "n1", ("n1",))
+        assert found.reason == f"n1 cannot be used: {what}"
+    assert judged(FINE, broken={"n1": what}).cause is Cause.FINISHED, "it came too late to matter"
+    assert judged([end(0, 17)], world_size=1, broken={"n1": what}).cause is Cause.VALIDATION_FAILED
 
 
 @pytest.mark.parametrize(
