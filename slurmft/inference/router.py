@@ -823,7 +823,7 @@ class Router:
         if self._degradation.degraded != before:
             log.warning("the endpoint is %s: %d of %d replicas are ready", "degraded" if not before else "well again",
                         self.replicas.ready, self.replicas.expected)  # fmt: skip
-        if self._looks and (replica := self.replicas.place_alone(())) is not None:
+        if self._looks and self.ready > 1 and (replica := self.replicas.place_alone(())) is not None:
             replica.keep_empty()  # before all that waits is on it
         self._wake()
 
