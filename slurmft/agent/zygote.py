@@ -314,14 +314,10 @@ def _become(request: ForkRequest, gpu_in_use: str = "") -> int:
         if request.python:
             pages.arm(Path(request.stacks))
             return run_python(request.argv, Path(request.verdict))
-        _execute(request.argv)
+        os.execvp(request.argv[0], list(request.argv))  # noqa: S606 - an argument list, no shell
     except OSError as error:
         sys.stderr.write(f"slurmft: cannot start {request.argv[0]!r} in {request.folder}: {error}\n")
         return 127
-
-
-def _execute(argv: Sequence[str]) -> NoReturn:
-    os.execvp(argv[0], list(argv))  # noqa: S606 - an argument list, no shell
 
 
 def run_python(argv: Sequence[str], verdict: Path) -> int:

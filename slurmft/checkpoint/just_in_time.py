@@ -548,7 +548,7 @@ class JustInTime:
             if self._on_device is None:
                 self._copy_buffers()  # first: they are noted
             try:
-                self._notes.note(step, self._loader_state())
+                self._notes.note(step, None if self._trainee is None else as_json(self._trainee.loader_state()))
             except (UsageError, CheckpointError) as error:
                 self._disarm(error.what)
                 return
@@ -692,9 +692,6 @@ class JustInTime:
             return
         if self._watch.shares(optimizer):
             self._on_device.update_ends()
-
-    def _loader_state(self) -> dict[str, Any] | None:
-        return None if self._trainee is None else as_json(self._trainee.loader_state())
 
     def _copy_buffers(self) -> None:
         if self._buffers and self._trainee is not None:

@@ -225,14 +225,10 @@ def cli(*, verbose: bool) -> None:
     from slurmft.system.foreign_text import log_to_stderr  # --help needs none
 
     log_to_stderr(
-        "slurmft %(asctime)s %(levelname)s %(message)s" if _in_job() else "slurmft: %(message)s",
+        "slurmft %(asctime)s %(levelname)s %(message)s" if not sys.stderr.isatty() else "slurmft: %(message)s",
         level=logging.DEBUG if verbose else logging.INFO,
         datefmt="%H:%M:%S",
     )
-
-
-def _in_job() -> bool:
-    return not sys.stderr.isatty()
 
 
 def _words_for(error: OSError) -> str:

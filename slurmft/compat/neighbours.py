@@ -492,7 +492,8 @@ def _split_options(words: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]
         elif name in OURS:
             raise UsageError(f"--{name} is slurmft's own option", hint="write it in front of those of the launcher")
         elif not _exists(name):
-            known = [*LAUNCHER_FLAGS, *FLAGS_WITHOUT, *VALUES, *WITHOUT, *(f"ft-{key}" for key in _ft_names())]
+            of_ft = (f"ft-{name.replace('_', '-')}" for name in FaultToleranceConfig.RULES)
+            known = [*LAUNCHER_FLAGS, *FLAGS_WITHOUT, *VALUES, *WITHOUT, *of_ft]
             raise UsageError(f"ft_launcher has no option {word[:60]}{plain.did_you_mean(name, known)}")
         elif not equals:
             if not rest:
@@ -500,10 +501,6 @@ def _split_options(words: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]
             value = rest.pop(0)
         given[name] = value
     return given, rest
-
-
-def _ft_names() -> list[str]:
-    return [name.replace("_", "-") for name in FaultToleranceConfig.RULES]
 
 
 def _exists(name: str) -> bool:

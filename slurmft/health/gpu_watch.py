@@ -26,8 +26,7 @@ from slurmft.health.gpu import Gpu, Survey, Xid
 from slurmft.health.node import HOUR_S, Scene
 from slurmft.health.probes import PROBES
 from slurmft.policy.node_health import ProbeResult, Sample, Status, growth, with_sample
-from slurmft.system.isolation import Answer
-from slurmft.system.processes import die_with_parent
+from slurmft.system.processes import Answer, die_with_parent
 
 EVERY_S = 2.5
 """What is grave must be so in two looks: it is told five seconds after it has begun, where the driver answers."""

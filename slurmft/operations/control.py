@@ -10,10 +10,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slurmft.config.run import RunConfig
 from slurmft.errors import RunBusy, SlurmUnavailable, StorageError, UsageError
-from slurmft.operations.run_configuration import configuration_of
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action
 from slurmft.scheduler import own_jobs
@@ -24,6 +23,9 @@ from slurmft.storage.run_folder import Attempt, RunFolder, progress_of
 from slurmft.supervisor.owner import local_owner_lives, process_here, started_here
 from slurmft.system import processes
 from slurmft.system.files import UnsafeFile, open_folder, remove_tree
+
+if TYPE_CHECKING:
+    from slurmft.config.run import RunConfig
 
 NEWEST = 20
 """The newest jobs of a run that Slurm is asked about; earlier ones have ended long ago."""
@@ -255,7 +257,8 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
         UsageError: this is not a job, or not the run's user.
         SlurmUnavailable: there is no srun.
     """
-    from slurmft.supervisor.agents import crew_of  # more than other verbs need
+    from slurmft.operations.run_configuration import configuration_of  # more than other verbs need
+    from slurmft.supervisor.agents import crew_of
 
     job = current_job(environment)
     if job is None:

@@ -249,7 +249,8 @@ def _as_owner(account: pwd.struct_passwd, root: Path, only: Path | None, deadlin
         processes.end_group(process, 1.0)
     warnings = _lines(account, err)
     if code != 0:
-        return Rescued(done=_lines(account, out), problems=[f"{account.pw_name}: {_ending(code)}", *warnings])
+        ending = f"not done in {OWNER_LIMIT_S} s" if code is None else f"ended with exit code {code}"
+        return Rescued(done=_lines(account, out), problems=[f"{account.pw_name}: {ending}", *warnings])
     for line in warnings:  # such as a damaged run, which its owner sees in status: no business of root's
         log.debug("%r", line)
     return Rescued(done=_lines(account, out))
@@ -270,10 +271,6 @@ def _environment(account: pwd.struct_passwd, root: Path) -> dict[str, str]:
         "HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name,
         "SHELL": account.pw_shell or "/bin/sh", "SLURMFT_RUNS": str(root.absolute()),
     }  # fmt: skip
-
-
-def _ending(code: int | None) -> str:
-    return f"not done in {OWNER_LIMIT_S} s" if code is None else f"ended with exit code {code}"
 
 
 def _lines(account: pwd.struct_passwd, text: bytes) -> list[str]:

@@ -191,7 +191,7 @@ class GraceNeed:
     @property
     def lead_s(self) -> int:
         """The least sufficient ``preemption.signal_lead_s``."""
-        return _round_up(self.total_s + NOTICE_S)
+        return math.ceil((self.total_s + NOTICE_S) / 10) * 10
 
     @property
     def total_s(self) -> float:
@@ -344,10 +344,6 @@ def _about_preemption(need: GraceNeed, offer: GraceOffer) -> list[str]:
 
 def _number(seconds: float) -> str:
     return f"{seconds:.1f}".removesuffix(".0")
-
-
-def _round_up(seconds: float) -> int:
-    return math.ceil(seconds / 10) * 10
 
 
 # --- The begin time of a requeued job, in seconds from now: a delay that was long enough before ---

@@ -16,9 +16,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job
 from slurmft.policy.stop import JobTimes
@@ -42,6 +41,9 @@ from slurmft.scheduler.parsing import (
 )
 from slurmft.scheduler.slurm import PATIENCE_S, parse_job_times
 from slurmft.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from slurmft.config.run import RunConfig
 
 # --- A run's jobs as Slurm has them now; another job that has got the id of one is recognized ---
 # Job ids are reused. So the answer to an id is compared with what the run recorded of its job before it is believed or

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurmft.config.sections import SlurmConfig
 from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity
 from slurmft.policy.judge import StepWords, TaskEnd
 from slurmft.policy.verdict import Cause, Requeueing
+
+if TYPE_CHECKING:
+    from slurmft.config.sections import SlurmConfig
 
 # --- parsing ---
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from slurmft.errors import Fenced, StorageError
 from slurmft.policy.verdict import Evidence, Kind, Suspect
-from slurmft.system.files import FORMAT, append_line, number, parse_json, read_as, read_json, read_text, write_json
+from slurmft.system.files import FORMAT, append_line, number, parse_json, read_as, read_json, write_json
 
 # --- A worker's reports about itself and about hardware: its verdict when it ends, evidence at any time ---
 # Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that no lock is needed. They
@@ -92,19 +92,6 @@ def add_evidence(path: Path, evidence: Evidence) -> None:
     }  # fmt: skip
     line = json.dumps({key: item for key, item in value.items() if item is not None})
     append_line(path, line)
-
-
-def read_evidence(path: Path) -> list[Evidence | None]:
-    """The evidence in ``path``, in order; None for a line that is damaged or of an unknown kind.
-
-    Raises:
-        OSError: there is such a file, and it cannot be read.
-    """
-    try:
-        lines = read_text(path, errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    return [parse_evidence(line) for line in lines[:-1]]
 
 
 def parse_evidence(line: str) -> Evidence | None:

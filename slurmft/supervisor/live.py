@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import WorkerFacts
-from slurmft.policy.hangs import Limits, WorkerLook, used
+from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.verdict import BUDGETED, Verdict
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
@@ -166,7 +166,7 @@ class Live:
             sections=[name for name, _ in newest],
             section_s=[_rounded(held_s) for _, held_s in newest],
             heartbeat_s=_rounded(max(signs, default=None)),
-            hang_used=_rounded(_most_used(looks, limits)),
+            hang_used=_rounded(max((used(look, limits) for look in looks), default=None)),
             restarts_left=self._restarts_left(),
             save_interval_steps=(self._config.checkpoint.interval == "steps" and self._config.checkpoint.interval_steps)
             or None,
@@ -200,10 +200,6 @@ def least_left(config: RunConfig, start: Start, first: int, saved: int | None) -
         restarts = max(0, budget.max_restarts - budget.restarts_so_far)
         left.append(retries + restarts)
     return min(left)
-
-
-def _most_used(looks: Sequence[WorkerLook], limits: Limits) -> float | None:
-    return max((used(look, limits) for look in looks), default=None)
 
 
 def _newest(look: WorkerLook | None) -> tuple[str, float | None]:

@@ -464,7 +464,7 @@ class SaveWatch:
         self._saved = max(self._saved, lead.saved)
         self._note_copies(lead)
         if news in (News.FAILED, News.KEEP_FAILING):
-            self._reason = _words_of_errno(lead.save_errno)
+            self._reason = os.strerror(lead.save_errno) if lead.save_errno > 0 else "for an unknown reason"
             self._journal.append(
                 EventName.SAVE_FAILED, step=lead.step, reason=self._reason, failures=lead.save_failures
             )
@@ -515,10 +515,6 @@ def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
 
 
 _REMEDY = "free space or repair the filesystem; the run saves at its next try, or at once with slurmft save"
-
-
-def _words_of_errno(number: int) -> str:
-    return os.strerror(number) if number > 0 else "for an unknown reason"
 
 
 # --- The supervisor's view of an attempt's workers, and its reports in the run folder ---

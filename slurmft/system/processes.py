@@ -350,7 +350,6 @@ class View:
     threads: tuple[Thread, ...]
     """The main thread first."""
 
-    thread_count: int
     caught: int
     """Mask of the signals that it has handlers for; bit 0 is signal 1."""
 
@@ -389,7 +388,6 @@ def view(pid: int) -> View | None:
         pid=pid,
         state=state,
         threads=threads,
-        thread_count=int(fields.get("Threads", len(threads))),
         caught=int(fields.get("SigCgt", "0"), 16),
         status=status,
         syscall=_text(f"/proc/{pid}/syscall").strip(),

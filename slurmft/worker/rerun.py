@@ -233,14 +233,10 @@ def agreement_for(model: nn.Module | None, ranks: Ranks, *, on_device: bool) -> 
     inner = model
     while inner is not None and not isinstance(inner, DistributedDataParallel):
         inner = getattr(inner, "_orig_mod", None)
-    if inner is not None and _spans_all(inner, ranks.size):
+    if inner is not None and dist.get_world_size(inner.process_group) == ranks.size and _trainable(inner):
         return ByGradients(inner, on_device=on_device)
     log.info("reruns: no DDP over all ranks to ride on; one small all-reduce in every iteration")
     return ByCollective(ranks.group)
-
-
-def _spans_all(model: DistributedDataParallel, size: int) -> bool:
-    return dist.get_world_size(model.process_group) == size and bool(_trainable(model))
 
 
 def _trainable(model: nn.Module) -> Sequence[nn.Parameter]:

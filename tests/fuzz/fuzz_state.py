@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fuzz_mutations import mutate_state
 from fuzz_world import LOST, World
+from reported_evidence import read_evidence
 
 from slurmft.cli.status import Watcher, heat, slowest
 from slurmft.errors import SlurmftError
@@ -25,7 +26,7 @@ from slurmft.reporting.report import Fleet, page_of, report_of
 from slurmft.storage import checkpoint_names, history, run_folder, verdicts
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.storage.verdicts import WorkerVerdict, add_evidence, read_evidence, read_verdict, write_verdict
+from slurmft.storage.verdicts import WorkerVerdict, add_evidence, read_verdict, write_verdict
 from slurmft.system.exposition import text
 
 WORKLOAD = "w"

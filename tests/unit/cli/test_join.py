@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 from slurmft.cli.main import cli
 from slurmft.config.run import RunConfig, validate
 from slurmft.errors import StorageError, UsageError
-from slurmft.operations.control import crew_of, lend
+from slurmft.operations.control import lend
 from slurmft.scheduler.own_jobs import lending_command
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.supervisor.agents import crew_of
 
 ELASTIC = {"nodes": 2, "elastic": {"max_nodes": 4}, "slurm": {"partition": "low", "hold": True, "requeue": False}}
 
@@ -103,7 +104,7 @@ def test_a_run_that_was_stopped_wants_no_nodes_until_it_is_queued_again(tmp_path
         run.journal().append("decision" if decision else event, **decision)
     looks: list[float] = []
     monkeypatch.setattr("slurmft.operations.control.time.sleep", looks.append)
-    monkeypatch.setattr("slurmft.operations.control.PATIENCE_S", 0.2)
+    monkeypatch.setattr("slurmft.operations.control.LEND_PATIENCE_S", 0.2)
     assert lend(run, {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n9"}) == 0
     assert bool(looks) != is_over
 

@@ -69,7 +69,7 @@ def in_reference() -> dict[tuple[str, ...], Any]:
 
 
 RUNS = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name not in ("health.yaml", "plan.yaml")]
-"""health.yaml is the nodes': test_health_settings.py; plan.yaml describes a cluster: test_plan.py."""
+"""health.yaml is the nodes': test_health_settings.py; plan.yaml describes a cluster: test_report_and_plan.py."""
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)

@@ -14,6 +14,7 @@ import odd_files
 import pytest
 from click.testing import CliRunner
 from of_each import of_each
+from reported_evidence import read_evidence
 
 from slurmft.agent import hangs
 from slurmft.cli import status
@@ -70,7 +71,7 @@ READERS: dict[str, tuple[str, Reader]] = {
         ),
     ),
     "verdict": ("v.json", verdicts.read_verdict),
-    "evidence": ("e.jsonl", verdicts.read_evidence),
+    "evidence": ("e.jsonl", read_evidence),
     "evidence, added": ("e.jsonl", lambda path: verdicts.add_evidence(path, EVIDENCE)),
     "order": ("INJECT", lambda path: run_folder.take_order(path.parent)),
     "generation": ("generation", lambda path: checkpoint_names.read_generation(path.parent)),

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reported_evidence import read_evidence
 
 from slurmft.errors import StorageUnavailable
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.storage.verdicts import WorkerVerdict, add_evidence, parse_evidence, read_evidence, write_verdict
+from slurmft.storage.verdicts import WorkerVerdict, add_evidence, parse_evidence, write_verdict
 from slurmft.supervisor import observations
 from slurmft.supervisor.observations import MAX_LOGS, EvidenceReader, collect
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from slurmft.config.sections import FaultToleranceConfig
 from slurmft.policy.stop import longest_silence_s
+from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.attempt import AttemptRunner
+from slurmft.supervisor.cluster import SlurmCluster
+from slurmft.supervisor.crew import AttemptFolder
+from slurmft.supervisor.guardian import log_signal
 
 AGENTS = 2048
 
@@ -101,3 +108,77 @@ def test_agents_that_go_together_are_the_end_of_their_step(
     assert events == told
     assert runner._over.is_set() == (told == [EventName.AGENTS_GONE])
     assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])
+
+
+# --- At which names and addresses the agents of other nodes look for their supervisor ---
+
+
+INTERFACES = {
+    "lo": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")],
+    "ib0": [(socket.AF_INET6, "fd00:6::7"), (socket.AF_INET6, "fe80::1%ib0"), (socket.AF_PACKET, "00:00:00:00:00:00")],
+    "eth0": [(socket.AF_INET, "10.0.0.7"), (socket.AF_INET6, "2001:db8::7")],
+}
+
+
+def test_every_address_that_other_nodes_may_reach_of_both_families(monkeypatch):
+    found = {
+        name: [SimpleNamespace(family=family, address=address) for family, address in addresses]
+        for name, addresses in INTERFACES.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    cluster = SlurmCluster(SlurmJob(job_id="7", restart=0, nodes="n1", node_count=1, partition="p"))
+    assert cluster.control_hosts() == ["n1", "10.0.0.7", "fd00:6::7", "2001:db8::7"]
+
+
+# --- Why agents could not start, by what srun, a container's runtime and agents have left in the attempt's folder ---
+
+
+ENDED = "srun: error: n1: task 0: Exited with exit code 1\n"
+OUTSIDE = "slurmft: container bwrap /image: ended with exit code 1 on n1\n"
+
+
+def folder(path: Path) -> AttemptFolder:
+    start: Any = SimpleNamespace(run=SimpleNamespace(attempts=path), journal=None, thread=None, generation=1,
+                                 lease=None, cluster=SimpleNamespace(attempt="7.0.0"))  # fmt: skip
+    (path / "7.0.0").mkdir()
+    return AttemptFolder(start)
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        pytest.param("", "", id="nothing"),
+        pytest.param(ENDED, f"; srun: {ENDED.strip()}", id="srun alone"),
+        pytest.param("slurmstepd: error: execve(): python: No such file\n" + ENDED, f"; srun: {ENDED.strip()}",
+                     id="slurmstepd"),
+        pytest.param("bwrap: Can't find source path /x\n" + OUTSIDE + ENDED,
+                     f"; bwrap: Can't find source path /x; {OUTSIDE.strip()}", id="a runtime"),
+        pytest.param("slurmft 12:00:00 WARNING late\n" + OUTSIDE + OUTSIDE + ENDED, f"; {OUTSIDE.strip()}",
+                     id="the same of each node, and a log"),
+        pytest.param("slurmft: container x: no torch\n  hint: install it\n" + ENDED,
+                     "; slurmft: container x: no torch; hint: install it", id="with a hint"),
+        pytest.param("make `/b/rootfs` private: No such file\n" + ENDED, "; make `/b/rootfs` private: No such file",
+                     id="words of no one we know"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_found(tmp_path: Path, errors: str, expected: str):
+    attempt = folder(tmp_path)
+    (attempt.path / "srun.err").write_text(errors)
+    assert attempt.last_words() == expected
+
+
+def test_without_slurm_the_agents_log_is_read(tmp_path: Path):
+    attempt = folder(tmp_path)
+    (attempt.path / "agents.log").write_text(OUTSIDE)
+    assert attempt.last_words() == f"; {OUTSIDE.strip()}"
+
+
+# --- What a supervisor says of a stop ---
+
+
+@pytest.mark.parametrize(("name", "number"), [("SIGTERM", 15), ("SIGUSR1", 10), ("no signal", 0)])
+def test_a_signal_is_logged_in_megatrons_words_whatever_its_name(name: str, number: int, caplog) -> None:
+    with caplog.at_level("INFO"):
+        log_signal("Received signal %d, initiating graceful stop", name)
+    assert f"Received signal {number}, initiating graceful stop" in caplog.text

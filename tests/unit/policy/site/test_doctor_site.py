@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 import pwd
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurmft.config.run import validate
 from slurmft.operations.site import diagnose, newest_size, place
-from slurmft.policy.site import HOOKS, Level, Place, RoomFacts, SiteFacts, judge_room, judge_site
+from slurmft.policy.site import (
+    HOOKS,
+    DrillFacts,
+    Level,
+    Place,
+    RoomFacts,
+    SiteFacts,
+    judge_room,
+    judge_site,
+    passed,
+    rows,
+)
+from slurmft.policy.stop import Preempts
 
 OURS = Place(path="/opt/slurmft/venv")
 CONF = {key: f"/opt/slurmft/bin/{name}" for key, (name, _) in HOOKS.items()}
@@ -126,3 +139,43 @@ def test_the_room_is_compared_with_the_newest_committed_checkpoint(tmp_path: Pat
     assert text.endswith("a checkpoint has 0.00 GiB") and "GiB free" in text
     assert newest_size(tmp_path / "checkpoints") == 100
     assert newest_size(tmp_path / "missing") == 0
+
+
+# --- What the table of a drill says, row by row ---
+
+
+GOOD = DrillFacts(
+    how="scancel --signal=TERM", partition="low", preempts=Preempts.BY_PARTITION, preempt_mode="REQUEUE", grace_s=20.0,
+    kill_wait_s=5.0, stop_reason="SIGTERM at n1", stop_cause="signalled", world_size=4, marked=4, saved_step=12,
+    save_s=0.4, requeued=True, waited_s=2.1, resumed_from=12, workload_needs_s=8.0,
+)  # fmt: skip
+
+
+def test_a_drill_in_which_all_went_well():
+    assert [row.passed for row in rows(GOOD)] == [True] * 8
+    assert passed(rows(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({"stop_reason": None}, ["signal", "who got it"]),
+        ({"saved_step": None, "resumed_from": 0}, ["save", "resumed"]),
+        ({"grace_s": 0.0}, ["grace", "your workload"]),
+        ({"grace_s": 3.2}, ["grace", "your workload"]),
+        ({"workload_needs_s": 30.0}, ["your workload"]),
+        ({"grace_s": None, "workload_needs_s": None}, []),
+        ({"preempts": Preempts.NEVER, "grace_s": 0.0}, []),
+        ({"preempts": Preempts.BY_QOS, "grace_s": 0.0}, []),
+        ({"preempt_mode": "CANCEL"}, ["requeue"]),
+        ({"requeued": False, "resubmitted": True}, ["requeue"]),
+        ({"requeued": False, "waited_s": None, "resumed_from": None}, ["requeue", "ineligible", "resumed"]),
+        ({"waited_s": 121.4}, ["ineligible"]),
+        ({"resumed_from": 0}, ["resumed"]),
+        ({"save_s": None}, []),
+    ],
+)
+def test_what_fails(changes, failed):
+    table = rows(replace(GOOD, **changes))
+    assert [row.what for row in table if row.passed is False] == failed
+    assert passed(table) is (failed == [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import example, given
@@ -14,11 +15,13 @@ from slurmft.policy.interval import (
     FailureHistory,
     daly_s,
     duration,
+    mtbf_of,
     mtbf_s,
     plan,
     typical_cost_s,
     young_s,
 )
+from slurmft.policy.stop import longest_silence_s, ping_interval_s, report_interval_s
 
 COSTS = st.floats(1e-3, 1e3)
 MTBFS = st.floats(60, 1e8)
@@ -120,3 +123,64 @@ def test_what_a_save_costs_is_the_middle_of_the_newest(costs, expected):
 )  # fmt: skip
 def test_durations_are_said_as_people_do(seconds, text):
     assert duration(seconds) == text
+
+
+# --- The limits of the mean time between failures against a table of chi-square, and against simulated failures ---
+
+
+@pytest.mark.parametrize(
+    ("failures", "low", "high"),
+    [(1, 0.025318, 5.571643), (2, 0.242209, 7.224688), (10, 4.795389, 18.390356), (100, 81.363991, 121.626794)],
+)
+def test_the_limits_are_half_of_quantiles_of_chi_square(failures: int, low: float, high: float) -> None:
+    """As in tables of exact limits of a Poisson mean, such as Garwood's."""
+    found = mtbf_of(failures, 3600.0)
+    assert found is not None and found.high_s is not None
+    assert 3600 / found.high_s == pytest.approx(low, rel=1e-5)
+    assert 3600 / found.low_s == pytest.approx(high, rel=1e-5)
+    assert found.mean_s == 3600 / failures
+
+
+def test_without_a_failure_there_is_a_lower_limit_alone() -> None:
+    found = mtbf_of(0, 3000.0)
+    assert found is not None and (found.mean_s, found.high_s) == (None, None)
+    assert 3000 / found.low_s == pytest.approx(2.995732), "minus the logarithm of 5 %: the rule of three"
+
+
+@pytest.mark.parametrize(("failures", "exposed_s"), [(0, 0.0), (3, -1.0), (-1, 5.0), (1, math.inf), (1, math.nan)])
+def test_nothing_follows_from_nothing(failures: int, exposed_s: float) -> None:
+    assert mtbf_of(failures, exposed_s) is None
+
+
+def test_many_failures_cost_no_time_and_make_it_sure() -> None:
+    found = mtbf_of(1_000_000, 1e9)
+    assert found is not None and found.high_s is not None
+    assert found.low_s == pytest.approx(1000, rel=0.003) and found.high_s == pytest.approx(1000, rel=0.003)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    dice, held, tries = random.Random(5), 0, 1000
+    for _ in range(tries):
+        failures, at_s = 0, dice.expovariate(1 / 100.0)
+        while at_s < 500:
+            failures, at_s = failures + 1, at_s + dice.expovariate(1 / 100.0)
+        found = mtbf_of(failures, 500.0)
+        assert found is not None
+        held += found.low_s <= 100 <= (found.high_s or float("inf"))
+    assert held >= 0.93 * tries
+
+
+# --- How often agents and their supervisor speak ---
+
+
+@pytest.mark.parametrize(
+    ("agents", "report_s", "ping_s"), [(1, 0.5, 5), (50, 0.5, 5), (1000, 10, 10), (10_000, 100, 15)]
+)
+def test_the_rate_is_bounded_and_the_lease_outlasts_pings(agents, report_s, ping_s):
+    assert report_interval_s(agents) == report_s
+    assert longest_silence_s(agents) == 3 * report_s
+    assert ping_interval_s(agents, lease_s=60.0) == ping_s
+
+
+def test_a_short_lease_is_kept_whatever_the_size():
+    assert ping_interval_s(10_000, lease_s=4.0) == 1.0

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmft.policy.job_identity import is_same_job
+from slurmft.policy.judge import StepWords, TaskEnd
+from slurmft.policy.sbatch import FLAGS, OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.scheduler.nodes import parse_facts, parse_nodes
 from slurmft.scheduler.parsing import (
     ALIVE,
     JOB_FORMAT,
+    MAX_ENDS,
+    MAX_NODES,
+    NOT_FOR_A_RUN,
     WAITING,
+    HelpedOptions,
     JobEnding,
     NamedNodes,
     current_job,
@@ -25,6 +34,8 @@ from slurmft.scheduler.parsing import (
     parse_jobs,
     parse_named,
     parse_pairs,
+    parse_sbatch_help,
+    parse_srun_lines,
     parse_time,
     refusal_hint,
     scrubbed,
@@ -499,3 +510,229 @@ def test_a_users_text_that_looks_like_fields_is_not_believed(text):
 def test_a_hostlist_that_is_none_names_no_node(hostlist):
     text = scontrol("PENDING", ReqNodeList=hostlist, ExcNodeList="n7")
     assert parse_named(text) == NamedNodes(excluded=frozenset({"n7"}), required=parse_named(text).required)
+
+
+# --- Output of 22.05.8, 23.11.4, 24.11.5, 25.11.2 and 26.05.5, recorded on clusters of one shape: each says the same
+
+
+VERSIONS = pytest.mark.parametrize("version", ["22.05", "23.11", "24.11", "25.11", "26.05"])
+
+
+def recorded(version: str, name: str) -> str:
+    return (Path(__file__).parents[2] / "data" / "slurm" / version / f"{name}.txt").read_text()
+
+
+@VERSIONS
+def test_jobs_that_run_wait_and_are_held(version: str) -> None:
+    found = {job.job_id: job for job in parse_jobs(recorded(version, "squeue"))}
+    running, waiting, held = (found[number] for number in "123")
+    assert (running.state, running.nodes, running.batch_host, running.limit_s) == ("RUNNING", "n[1-2]", "n1", 600)
+    assert running.identity.name == "a | b", "the user's text"
+    assert running.end - running.start == 600
+    assert (waiting.state, waiting.reason, waiting.nodes, waiting.batch_host) == ("PENDING", "BeginTime", "", "")
+    assert not why_held(waiting.reason)
+    assert why_held(held.reason)
+    assert not is_held_by_launch(held.reason)
+    for job in found.values():
+        assert (job.identity.user, job.identity.script) == (1000, "/home/someone/train.sh")
+        assert len(job.identity.submitted) == 1
+
+
+@VERSIONS
+@pytest.mark.parametrize(
+    ("name", "restart", "ending"),
+    [
+        ("job-calm", 0, JobEnding.NOT_ENDING),
+        ("job-grace", 0, JobEnding.NOT_ENDING),
+        ("job-requeued", 0, JobEnding.REQUEUED),
+        ("job-later-start", 0, JobEnding.REQUEUED),
+        ("job-later-start", 1, JobEnding.NOT_ENDING),
+        ("job-cancelled", 1, JobEnding.CANCELLED),
+    ],
+)
+def test_why_a_job_ends(version: str, name: str, restart: int, ending: JobEnding) -> None:
+    assert parse_ending(recorded(version, name), restart, grace_s=20) is ending
+
+
+@VERSIONS
+def test_a_job_is_the_same_one_after_a_requeue_and_names_no_nodes(version: str) -> None:
+    """26.05 also shows the line with which it was submitted, between the script and the folder."""
+    calm, later = (parse_identity(recorded(version, name)) for name in ("job-calm", "job-later-start"))
+    assert (calm.user, calm.name, calm.restarts, later.restarts) == (1000, "meas.sh", 0, 1)
+    assert calm.script == "/home/someone/meas.sh"
+    assert calm.folder == "/home/someone"
+    assert later.submitted > calm.submitted, "a requeue counts as a submission"
+    assert is_same_job(calm, later) is not False
+    assert not parse_named(recorded(version, "job-calm")).excluded
+
+
+@VERSIONS
+def test_nodes_and_why_one_is_drained(version: str) -> None:
+    nodes = parse_nodes(recorded(version, "sinfo-nodes"))
+    assert {each.partition for each in nodes} == {"low", "nograce", "cancel", "high"}
+    assert {each.node for each in nodes if each.usable} == {"n1", "n2"}
+    assert {each.partition for each in nodes if each.is_default} == {"low"}
+    facts = parse_facts(recorded(version, "sinfo-facts"))
+    assert set(facts) == {"n1", "n2", "n3"}
+    assert (facts["n3"].state, facts["n3"].reason) == ("DRAINED", "a reason | with a bar")
+    assert facts["n3"].since is not None
+
+
+@VERSIONS
+def test_a_job_that_slurm_does_not_know_is_told_in_the_same_words(version: str) -> None:
+    assert "Invalid job id specified" in recorded(version, "unknown-job")
+
+
+# --- The options of sbatch, as the help of several versions lists them ---
+
+
+RECORDED = Path(__file__).parents[2] / "data" / "slurm"
+
+
+@pytest.mark.parametrize(
+    ("version", "count"), [("22.05", 85), ("23.11", 87), ("24.11", 91), ("25.11", 92), ("26.05", 93)]
+)
+def test_our_list_has_every_option_of_these_versions(version: str, count: int) -> None:
+    helped = parse_sbatch_help((RECORDED / version / "sbatch-help.txt").read_text())
+    assert len(helped.names) == count
+    assert helped.names <= SBATCH_OPTIONS | OWNED_OPTIONS.keys()
+    assert not helped.names & NOT_FOR_A_RUN
+    # these are described without a value, or with one that may be left out: we ask for one
+    lenient = {"container", "container-id", "export", "oom-kill-step", "resv-ports"}
+    assert {"exclusive", "contiguous", "spread-job"} <= helped.flags <= FLAGS | OWNED_OPTIONS.keys() | lenient
+    assert not helped.flags & {"partition", "mem", "account", "time"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("      --of-a-plugin=text      what it is\n", HelpedOptions(frozenset({"of-a-plugin"}), frozenset())),
+        ("  -Q, --very-quiet            no words\n", HelpedOptions(*[frozenset({"very-quiet"})] * 2)),
+        ("      --maybe[=value]         \n", HelpedOptions(frozenset({"maybe"}), frozenset({"maybe"}))),
+        ("                              see --not-described=here\n", HelpedOptions(frozenset(), frozenset())),
+        ("error: --is-not an option", HelpedOptions(frozenset(), frozenset())),
+        ("", HelpedOptions(frozenset(), frozenset())),
+    ],
+)  # fmt: skip
+def test_what_counts_as_an_option(text: str, expected: HelpedOptions) -> None:
+    assert parse_sbatch_help(text) == expected
+
+
+# --- srun's and slurmstepd's lines, as several versions write them ---
+
+
+STEP = """\
+slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-21T17:50:29 ***
+srun: error: n2: tasks 4-7: Killed
+srun: error: n1: task 0: Exited with exit code 16
+srun: error: n1: tasks 1-3: Terminated
+srun: error: n3: task 8: Segmentation fault (core dumped)
+srun: launch/slurm: _step_signal: Terminating StepId=12.0
+srun: Job step aborted: Waiting up to 32 seconds for job step to finish.
+a worker wrote this: Exited with exit code 17
+srun: error: Node failure on n3
+srun: error: n2: tasks 4-7: Killed
+"""
+
+
+def test_a_steps_lines():
+    assert parse_srun_lines(STEP) == StepWords(
+        ends=(
+            TaskEnd(nodes=("n2",), tasks="4-7", word="Killed"),
+            TaskEnd(nodes=("n1",), tasks="0", word="Exited", code=16),
+            TaskEnd(nodes=("n1",), tasks="1-3", word="Terminated"),
+            TaskEnd(nodes=("n3",), tasks="8", word="Segmentation fault"),
+        ),
+        failed_nodes=("n3",),
+    )
+
+
+LAUNCH = """\
+srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-23T15:27:21 ***
+srun: error: n1: task 0: Killed
+"""
+
+
+def test_a_node_that_cannot_be_reached_at_launch_is_not_its_victim():
+    """As 22.05 and 24.11 write it."""
+    assert parse_srun_lines(LAUNCH).refused == (("n2", "Communication connection failure"),)
+
+
+@pytest.mark.parametrize(
+    "words", ["Job credential revoked", "Invalid job credential", "Slurmd could not execve job", "Invalid job id"]
+)
+def test_a_launch_that_fails_for_no_fault_of_the_node(words):
+    assert parse_srun_lines(f"srun: error: Task launch for StepId=1.0 failed on node n2: {words}").refused == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes"),
+    [
+        ("srun: error: n[1-2,04]: tasks 0-2: Killed", ("n1", "n2", "04")),
+        ("srun: error: gpu-[01-03]: tasks 0,2-3: Killed", ("gpu-01", "gpu-02", "gpu-03")),
+        ("0: srun: error: n1: task 0: Killed", ("n1",)),
+        ("srun: error: n[1: task 0: Killed", ("n[1",)),
+        ("srun: error: n[1-999999999]: task 0: Killed", ("n[1-999999999]",)),
+        (f"srun: error: n[1-{MAX_NODES}]: task 0: Killed", None),
+    ],
+)
+def test_which_nodes(line, nodes):
+    (end,) = parse_srun_lines(line).ends
+    if nodes is None:
+        assert len(end.nodes) == MAX_NODES
+    elif nodes == ("n1", "n2", "04"):
+        assert end.nodes == ("n1", "n2", "n04")
+    else:
+        assert end.nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes"),
+    [
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+            (),
+        ),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0 cgroup. Some of your processes may", ()),
+        ("slurmstepd: error: Detected 2 oom-kill event(s) in step 7.batch cgroup.", ()),
+        ("slurmstepd-n2: error: Detected 1 oom_kill event in StepId=7.0.", ("n2",)),
+        ("slurmstepd: error: Exceeded step memory limit at some point.", ()),
+        ("srun: error: n2: task 1: Out Of Memory", ("n2",)),
+    ],
+)
+def test_memory(line, nodes):
+    words = parse_srun_lines(line)
+    assert (words.oom_somewhere, words.oom_nodes) == (True, nodes)
+    assert words.oom_on("n2")
+    assert words.oom_on("n1") is (nodes == ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "srun: error: Unable to create step for job 7: Requested node configuration is not available",
+        "srun: error: n1: task 0: ",
+        "error: n1: task 0: Killed",
+        "he said srun: error: Node failure on n1",
+        "my oom_kill event",
+        "srun: error: Timed out waiting for job step to complete",
+    ],
+)
+def test_lines_that_say_nothing_of_an_end(line):
+    assert parse_srun_lines(line) == StepWords()
+
+
+def test_endless_output_is_bounded():
+    text = "\n".join(f"srun: error: n{number}: task {number}: Killed" for number in range(10_000))
+    assert len(parse_srun_lines(text).ends) == MAX_ENDS
+    parse_srun_lines("srun: error: n1: task 0: " + " x" * 500_000)
+
+
+@given(st.lists(st.sampled_from([*STEP.splitlines(), "srun: error: ", "n[1-2", ": task ", "\x00", "oom_kill"])))
+def test_any_mixture_is_read(pieces):
+    words = parse_srun_lines("\n".join(pieces) + "".join(pieces))
+    assert set(words.failed_nodes) <= {"n3"} or "Node failure" in "".join(pieces)

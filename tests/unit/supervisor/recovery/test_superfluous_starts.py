@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmft.policy.verdict import End
+from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt
+from slurmft.supervisor import act
 from slurmft.supervisor.act import superfluous, was_preempted
+from slurmft.supervisor.cluster import LocalCluster, SlurmCluster
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 SECOND = Attempt(job="7", restart=1, cycle=0)
@@ -85,3 +92,76 @@ def test_a_start_right_after_an_end_that_was_final(lines: list[Line], end: End |
 def test_a_person_who_requeues_a_stopped_job_later_is_obeyed() -> None:
     history = journal(STARTED, STOP)
     assert superfluous(history, SECOND, history[-1].at.timestamp() + 3600) is None
+
+
+# --- Slurm is told not to requeue a job: the journal first, for a limited time, and only where it would ---
+
+
+RECORDED = Path(__file__).parents[2] / "data" / "slurm"
+
+
+@pytest.fixture
+def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Event], list[str]]]:
+    """Calls it for a job that Slurm shows like that; returns the journal, and the updates that Slurm was asked for."""
+    (tmp_path / "bin").mkdir()
+    script, calls = tmp_path / "bin" / "scontrol", tmp_path / "calls"
+    calls.touch()
+    monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(act, "ASK_S", 0.2)
+    monkeypatch.setattr(act, "TELL_S", 0.2)
+
+    def call(recording: str, *, end: End = End.STOPPED, update: str = "exit 0") -> tuple[list[Event], list[str]]:
+        shown = RECORDED / f"{recording}.txt"
+        script.write_text(
+            f'#!/bin/bash\n[[ $1 == update ]] || exec cat {shown}\n'
+            f'cat {tmp_path}/journal.jsonl >> {calls}.journal; echo "$*" >> {calls}\n{update}\n'
+        )  # fmt: skip
+        script.chmod(0o755)
+        cluster = SlurmCluster(SlurmJob(job_id="8", restart=0, nodes="n1", node_count=1, partition="low"))
+        journal = PatientJournal(tmp_path, FolderThread(), attempt=str(cluster.attempt))
+        act.keep_ended(end, cluster, journal, [])
+        journal.flush(5.0)
+        return (journal.read() if (tmp_path / "journal.jsonl").exists() else []), calls.read_text().splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize("version", ["22.05", "23.11", "24.11", "25.11", "26.05"])
+def test_in_the_grace_the_journal_knows_it_before_slurm(keep_ended: Callable, version: str, tmp_path: Path) -> None:
+    events, updates = keep_ended(f"{version}/job-grace")
+    assert [event.event for event in events] == ["switching requeue off"]
+    assert updates == ["update JobId=8 Requeue=0"]
+    assert "switching requeue off" in (tmp_path / "calls.journal").read_text(), "before it was done"
+
+
+@pytest.mark.parametrize(
+    ("recording", "end"),
+    [("job-calm", End.STOPPED), ("job-grace", End.FINISHED), ("job-grace", End.OPEN), ("job-grace-off", End.STOPPED)],
+)
+def test_elsewhere_nothing_is_changed(keep_ended: Callable, recording: str, end: End) -> None:
+    assert keep_ended(f"26.05/{recording}", end=end) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ("echo 'slurm_update error: Requested operation is presently disabled' >&2; exit 1", "presently disabled"),
+        ("exec sleep 60", "did not answer within"),
+    ],
+    ids=["refused", "no answer"],
+)
+def test_a_slurm_that_does_not_take_it_delays_the_end_for_a_limited_time_and_is_told(
+    keep_ended: Callable, update: str, words: str
+) -> None:
+    began = time.monotonic()
+    events, _ = keep_ended("26.05/job-grace", update=update)
+    assert time.monotonic() - began < 20
+    assert [event.event for event in events] == ["switching requeue off", "requeue stays on"]
+    assert words in events[1].details["reason"]
+
+
+def test_a_machine_without_slurm_is_left_alone(tmp_path: Path) -> None:
+    journal = PatientJournal(tmp_path, FolderThread())
+    act.keep_ended(End.STOPPED, LocalCluster({}), journal, [])
+    assert journal.unwritten() == []
+    assert not (tmp_path / "journal.jsonl").exists()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reported_evidence import read_evidence
 from torch import nn
 
 from slurmft.config.sections import RerunConfig
@@ -19,7 +20,7 @@ from slurmft.errors import ConfigError, UsageError
 from slurmft.policy.reruns import Injection, Mode, Phase, RerunSettings, Seen
 from slurmft.policy.verdict import Kind, Suspect
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
-from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
+from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_verdict
 from slurmft.trainer import savers
 from slurmft.worker.rerun import Proceedings, Rejection, RerunStateMachine, Row
 from slurmft.worker.rerun_data import IterationStart, RerunDataIterator, batch_hash

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reported_evidence import read_evidence
 
 from slurmft.policy.verdict import Kind
-from slurmft.storage.verdicts import read_evidence, read_verdict
+from slurmft.storage.verdicts import read_verdict
 
 TRAINER = Path(__file__).parents[3] / "slurm/trainers/rerun.py"
 STEPS = ["--steps", "7"]

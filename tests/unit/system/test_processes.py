@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from slurmft.system.processes import fits
+from slurmft.system.processes import fits, owners_of_loopback_port, without_collections
 
 GIB = 1 << 30
 LITTLE = 1 << 20
@@ -85,3 +88,46 @@ def test_a_machine_that_says_nothing_limits_nothing(tmp_path):
 
 def test_this_machine_has_room_for_a_little():
     assert fits(LITTLE, Path("/dev/shm")) == ""
+
+
+# --- Who listens at a port, as the kernel shows it ---
+
+
+PLACES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"),
+          (socket.AF_INET6, "::ffff:127.0.0.1")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "address"), PLACES, ids=[address for _, address in PLACES])
+def test_a_listener_that_answers_at_loopback(family, address):
+    with socket.socket(family) as listener:
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((address, 0))
+        port = listener.getsockname()[1]
+        assert owners_of_loopback_port(port) == set(), "it does not listen yet"
+        listener.listen()
+        with socket.create_connection(("127.0.0.1", port)):
+            assert owners_of_loopback_port(port) == {os.geteuid()}
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::1")])
+def test_a_listener_elsewhere_is_none(family, address):
+    with socket.socket(family) as listener:
+        listener.bind((address, 0))
+        listener.listen()
+        assert owners_of_loopback_port(listener.getsockname()[1]) == set()
+
+
+# --- Importing without the garbage collector ---
+
+
+def test_the_collector_is_on_again_also_after_an_error_and_leaves_the_imported_alone():
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), without_collections():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
