@@ -229,6 +229,12 @@ def service() -> Iterator[Metadata]:
     found.thread.join()
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have loaded a stand-in for NVIDIA's library."""
+    monkeypatch.setattr("slurmft.agent.notices.has_gpus", lambda: False)
+
+
 TOKEN, ACTION = "PUT /latest/api/token", "GET /latest/meta-data/spot/instance-action"
 REBALANCE = "GET /latest/meta-data/events/recommendations/rebalance"
 GCP = "GET /computeMetadata/v1/instance/"
