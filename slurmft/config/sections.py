@@ -766,8 +766,20 @@ PRELOAD = (
 """torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 
 
+def or_a_number(schema: dict[str, Any]) -> None:
+    """The schema of a mapping that may be one whole number as well."""
+    own = {key: schema.pop(key) for key in [*schema] if key not in ("title", "description", "default")}
+    schema["anyOf"] = [{"type": "integer", "minimum": 0}, own]
+
+
 class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Limits for failures, restarts, hangs and silence."""
+
+    retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
+        default_factory=dict, json_schema_extra=or_a_number
+    )
+    """The budget: a number of further tries in a row without progress, in place or through the queue. The three keys
+    below beat it, and so do numbers of single causes: ``{node lost: 5, worker error: 1}``."""
 
     num_in_job_restarts: Count = Field(default=3, ge=0)
     """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
@@ -776,21 +788,16 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     num_job_retries_on_failure: Count = Field(default=2, ge=0)
     """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
 
+    max_no_progress_cycles: Count = Field(default=3, ge=1)
+    """Attempts in a row that end, for any cause, without a newly saved step, before the run is given up with exit code
+    93. Preemptions, requeues and stops by signal are not counted."""
+
     retry_delay_s: Seconds = Field(default=1.0, ge=0)
     """Seconds before the second retry in a row without progress; they double with each further one, with jitter. The
     first one is immediate. 0 switches the delay off."""
 
     max_retry_delay_s: Seconds = Field(default=300.0, ge=0)
     """The longest delay; a restart in the allocation waits no longer than 10 s."""
-
-    retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
-        default_factory=dict
-    )
-    """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
-
-    max_no_progress_cycles: Count = Field(default=3, ge=1)
-    """Attempts in a row that end, for any cause, without a newly saved step, before the run is given up with exit code
-    93. Preemptions, requeues and stops by signal are not counted."""
 
     launch_timeout_s: Seconds = Field(default=300.0, gt=0)
     """Seconds until every agent must have reported."""
@@ -806,6 +813,15 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Fork workers from a process that has torch imported already. A list names modules of installed packages that it
     imports as well, before the script sets any variable. For each worker it keeps one process more, for a faster
     restart (some 15 MB of their own). Off: every worker starts its own interpreter."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_budget(cls, value: Any) -> Any:
+        match value:
+            case {"retries": int(most)} if type(most) is int and most >= 0:
+                whole = {"num_in_job_restarts": most, "num_job_retries_on_failure": most}
+                return {**whole, "max_no_progress_cycles": most + 1, **value, "retries": {}}
+        return value
 
     def preloaded(self, launcher: str, inference: InferenceConfig | None) -> tuple[str, ...]:
         """What a node's zygote imports before workers are forked: torch only where workers use it."""

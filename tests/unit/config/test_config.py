@@ -550,3 +550,31 @@ def test_a_threshold_of_one_is_taken():
     section = {"gpu_relative_perf_threshold": 1.0, "gpu_individual_perf_threshold": 1}
     found = from_values({"command": ["x"], "run_folder": "r", "straggler_detection": section}, source="x.yaml")
     assert found.straggler_detection.gpu_relative_perf_threshold == 1.0
+
+
+@pytest.mark.parametrize(
+    ("section", "in_place", "by_requeue", "in_a_row", "of_causes"),
+    [
+        ({}, 3, 2, 3, {}),
+        ({"retries": 5}, 5, 5, 6, {}),
+        ({"retries": 0}, 0, 0, 1, {}),
+        ({"retries": 5, "num_in_job_restarts": 1}, 1, 5, 6, {}),
+        ({"retries": {"node lost": 7}, "max_no_progress_cycles": 9}, 3, 2, 9, {"node lost": 7}),
+    ],
+)
+def test_one_budget_with_exceptions(tmp_path, section, in_place, by_requeue, in_a_row, of_causes):
+    values = {"command": ["true"], "run_folder": str(tmp_path / "run"), "fault_tolerance": section}
+    found = from_values(values, source="test").fault_tolerance
+    assert (found.num_in_job_restarts, found.num_job_retries_on_failure, found.max_no_progress_cycles) == (
+        in_place, by_requeue, in_a_row,
+    )  # fmt: skip
+    assert found.retries == of_causes
+    again = from_values({**values, "fault_tolerance": found.model_dump(mode="json")}, source="test")
+    assert again.fault_tolerance == found
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.5, "many", [1]])
+def test_a_budget_that_is_none_is_refused(tmp_path, wrong):
+    values = {"command": ["true"], "run_folder": str(tmp_path / "run"), "fault_tolerance": {"retries": wrong}}
+    with pytest.raises(ConfigError, match="retries"):
+        from_values(values, source="test")

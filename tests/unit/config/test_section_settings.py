@@ -138,8 +138,8 @@ def test_none_to_all_is_allowed(tmp_path: Path) -> None:
     [
         ({"max": 2}, "replicas.min"),
         ({"min": 3, "max": 2}, "above replicas.max"),
-        ({"min": 0, "max": 5}, "nodes times replicas_per_node"),
-        ({"min": 5}, "nodes times replicas_per_node"),
+        ({"min": 0, "max": 5}, "is above replicas_per_node times nodes"),
+        ({"min": 5}, "is above replicas_per_node times nodes"),
         ({"min": -1}, "greater than or equal to 0"),
         ({"min": 0, "idle_s": 0}, "greater than 0"),
     ],
