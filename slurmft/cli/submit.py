@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from pydantic import BaseModel
 
 import slurmft.examples
 from slurmft.cli.arguments import Amount, own_run_argument, runs_root
 from slurmft.cli.main import say, say_block, say_json
-from slurmft.config.run import RunConfig
 from slurmft.errors import UsageError
-from slurmft.operations import submit as submitting
-from slurmft.operations.run_configuration import load_given
-from slurmft.operations.submit import read_requests
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import mode_of_shown_files, read_text, replace_atomically
 from slurmft.system.processes import who
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from slurmft.config.run import RunConfig
     from slurmft.operations.script import Ranks
 
 # --- ``slurmft submit`` ---
@@ -65,6 +63,8 @@ def submit(
     overrides: tuple[str, ...], data: str | None, unchecked: bool = False,
 ) -> int:  # fmt: skip
     """Submit a run, or continue one that has stopped. Options behind -- go to sbatch."""
+    from slurmft.operations.run_configuration import load_given
+
     settings = load_given(config, overrides)
     if data is not None:
         if not Path(data).exists():
@@ -79,6 +79,7 @@ def submit_run(
     unchecked: bool = False,
 ) -> int:  # fmt: skip
     """Submit the run that ``settings`` describe, as the options of ``slurmft submit`` say; returns the exit code."""
+    from slurmft.operations import submit as submitting
 
     def tell(line: str) -> None:
         say(line, err=True)
@@ -121,6 +122,9 @@ def infer(
 
     The requests are read and checked first; nothing is submitted when one of them is none.
     """
+    from slurmft.operations.run_configuration import load_given
+    from slurmft.operations.submit import read_requests
+
     given = {"input": input_file, "output": output_file}
     paths = {name: path if str(path) == "-" else path.absolute() for name, path in given.items() if path is not None}
     overrides += tuple(f"inference.{name}={json.dumps(str(path))}" for name, path in paths.items())
@@ -156,6 +160,8 @@ def serve(
     update: bool, overrides: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Serve a model: submit an endpoint, or continue one that has stopped. Options behind -- go to sbatch."""
+    from slurmft.operations.run_configuration import load_given
+
     settings = load_given(config, overrides)
     if settings.inference is None or settings.inference.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
@@ -259,6 +265,7 @@ def _train(context: click.Context, cluster: str, data: str | None) -> int:
 
 
 def _infer(context: click.Context, cluster: str, data: str | None) -> int:
+    from slurmft.operations import submit as submitting
 
     if (model := submitting.trained_model(Path("runs"))) is None:
         if code := _train(context, cluster, data):
@@ -309,6 +316,8 @@ def schema() -> int:
 
 def configuration_schema() -> dict[str, Any]:
     """The JSON schema of a configuration, with the documentation of its keys."""
+    from slurmft.config.run import RunConfig
+
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     texts: dict[tuple[str, str], str] = {}
     models = _models()
@@ -325,6 +334,8 @@ def configuration_schema() -> dict[str, Any]:
 
 def _models() -> list[type[BaseModel]]:
     """The configuration, its sections, and the parts of these."""
+    from slurmft.config.run import RunConfig
+
     found: list[type[BaseModel]] = [RunConfig]
     for model in found:  # grows meanwhile
         found += [
@@ -334,6 +345,8 @@ def _models() -> list[type[BaseModel]]:
 
 
 def _parts(annotation: Any) -> list[type[BaseModel]]:
+    from pydantic import BaseModel
+
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [part for each in get_args(annotation) for part in _parts(each)]
@@ -341,6 +354,8 @@ def _parts(annotation: Any) -> list[type[BaseModel]]:
 
 def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:
     """A section, and those whose keys it has as well."""
+    from pydantic import BaseModel
+
     return [each for each in model.__mro__ if issubclass(each, BaseModel) and each.__module__.startswith("slurmft.")]
 
 
