@@ -195,8 +195,6 @@ def _sync_order(call: SyncFolders, action: str) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-# ---  ---
-
 # --- Where an agent finds its supervisor ---
 
 log = logging.getLogger(__name__)

@@ -490,7 +490,7 @@ class CheckpointManager(NamedStates):
         nothing = torch.nn.Module()
         return Loading(self.directory, Trainee(nothing, torch.optim.SGD([torch.zeros(1)]))).next_step()
 
-    # Called by the session (training.background.Saver)
+    # Called by the session (trainer.savers)
 
     def at_boundary(self, step: int) -> None:
         """``step`` steps are complete."""

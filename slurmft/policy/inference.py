@@ -437,7 +437,7 @@ OF_ENGINES: Mapping[str, tuple[str, ...]] = {
     "llama-server": ("/completion", "/completions", "/chat/completions", "/embedding", "/embeddings", "/infill",
                      "/rerank", "/reranking", "/v1/reranking", "/apply-template", "GET /v1/health"),
 }  # fmt: skip
-"""What those of ``engines.KNOWN`` have beside them."""
+"""What those of ``KNOWN`` have beside them."""
 
 
 def normal(path: str) -> str | None:

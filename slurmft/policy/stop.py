@@ -396,7 +396,7 @@ def ping_interval_s(agents: int, *, lease_s: float) -> float:
     return min(max(LONGEST_PING_S, agents / REPORTS_PER_S), lease_s / 4)
 
 
-# --- At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5) ---
+# --- At which tick all ranks stop: the arithmetic of the agreement ---
 
 BATCH_BITS = 18
 SUB_BITS = 26

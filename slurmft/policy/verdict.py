@@ -120,7 +120,7 @@ PLANNED = frozenset(
         Cause.REQUEUED, Cause.RESIZED, Cause.RECLAIMED,
     }
 )  # fmt: skip
-"""Causes that never spend the failure budget (design, ordering rule 7)."""
+"""Causes that never spend the failure budget."""
 
 FREE = PLANNED | {Cause.FINISHED, Cause.CANCELLED, Cause.RERUN_ELSEWHERE, Cause.STRAGGLER, Cause.REPLICAS_DIFFER}
 """Causes that have no budget of retries: planned stops, ends, and moves away from a node."""

@@ -53,7 +53,7 @@ from slurmft.system.files import (
 )
 
 # --- claim ---
-# The claim to act on the end of an attempt: supervisor, guardian and cron may all try (design, ordering rule 2).
+# The claim to act on the end of an attempt: supervisor, guardian and cron may all try.
 
 SUPERVISOR = "supervisor on "
 """Prefix of the name of an actor inside the job, which ends with the job."""

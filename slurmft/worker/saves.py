@@ -349,7 +349,7 @@ class SaveTimer:
 
 # --- When this run saves periodically: by steps, by seconds or by itself, before the same step on every rank ---
 # By steps it is arithmetic. Otherwise rank 0 announces the step a few times in an interval, as two integers in a
-# broadcast (``schedule``); the steps between cost one comparison.
+# broadcast; the steps between cost one comparison.
 
 Tell = Callable[[Sequence[int]], Sequence[int]]
 """Rank 0's row, on every rank; a collective, to which the others give a row of the same length."""
@@ -606,7 +606,7 @@ class PageListener:
         self._page[Slot.RESCUE_PART] = number
 
     def on_rescuing(self, *, is_over: bool = False) -> None:
-        """As ``background.Listener``."""
+        """As ``savers.Listener``."""
         self._page[Slot.RESCUING] = 0 if is_over else time.monotonic_ns()
 
     def on_rescued(self, step: int) -> None:
