@@ -54,11 +54,11 @@ def test_replicas_go_from_none_to_lent_nodes_and_back_and_no_request_fails(small
     steady = Load(run, 300, kind="plain", clients=3)
     run.wait_for_step(20)
     assert len(run.events("replica ready")) == 1 and jobs(run) == []
-    crowd = Load(run, 30, kind="plain", clients=40)
+    crowd = Load(run, 90, kind="plain", clients=40)
     run.wait_for("replica ready", 1 + LENT, within_s=PATIENCE_S)
     assert len({event.details["node"] for event in run.events("replica ready")}) == 1 + LENT, run.story()
     assert len(run.routers) == 1, "its address stays"
-    eventually(lambda: "4 of 4 replicas" in run.slurmft("status", str(run.path)), 20, run.story)
+    eventually(lambda: "4 of 4 replicas" in run.slurmft("status", str(run.path)), PATIENCE_S, run.story)
     told = [crowd.result()]
     run.wait_for("lender cancelled", LENT, within_s=PATIENCE_S)
     run.wait_for("agent left", LENT)
@@ -67,7 +67,7 @@ def test_replicas_go_from_none_to_lent_nodes_and_back_and_no_request_fails(small
     told.append(steady.enough())
     print(told)
     assert all(each["errors"] == {} and each["right"] == each["asked"] > 100 for each in told), f"{told}\n{run.story()}"
-    eventually(lambda: run.events("replicas wanted")[-1].details["wanted"] == 0, 30, run.story)
+    eventually(lambda: run.events("replicas wanted")[-1].details["wanted"] == 0, PATIENCE_S, run.story)
     assert before == 1 and [e for e in run.events("replica died") if e.details["in_flight"]] == [], run.story()
     run.slurmft("stop", str(run.path))
     run.wait_until_out_of_queue(job)
@@ -85,7 +85,7 @@ def test_a_job_that_waits_to_lend_a_node_does_not_outlive_its_use_when_the_super
     try:
         steady = Load(run, 300, kind="plain", clients=3)
         run.wait_for_step(20)
-        crowd = Load(run, 20, kind="plain", clients=30)
+        crowd = Load(run, 45, kind="plain", clients=30)
         run.wait_for("joining", LENT)
         names = [event.event for event in run.folder.journal().read()]
         assert names.index("borrowing") < names.index("joining"), run.story()
