@@ -435,7 +435,7 @@ def test_a_run_whose_jobs_change_while_slurm_is_asked_has_not_stopped(runs, monk
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_a_bad_command_creates_nothing(runs, tmp_path, arguments, code, message):
-    (tmp_path / "c.yaml").write_text("command: [python, -m, x]\nrun_folder: new/run\n")
+    (tmp_path / "c.yaml").write_text("command: [python, -m, json.tool]\nrun_folder: new/run\n")
     before = sorted(tmp_path.rglob("*"))
     done = started(*arguments)
     assert done.returncode == code, done.stderr
@@ -456,7 +456,7 @@ def test_a_bad_command_creates_nothing(runs, tmp_path, arguments, code, message)
     ids=str,
 )
 def test_what_belongs_to_somebody_else_is_not_touched(runs, tmp_path, monkeypatch, capfd, arguments, message):
-    (tmp_path / "c.yaml").write_text("command: [python, -m, x]\nrun_folder: closed/run\n")
+    (tmp_path / "c.yaml").write_text("command: [python, -m, json.tool]\nrun_folder: closed/run\n")
     (tmp_path / "closed").mkdir(mode=0o755)
     for path in (runs, *runs.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -37,7 +37,7 @@ def commands(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def config(tmp_path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text(f"command: [python, -m, train]\nrun_folder: {tmp_path / 'run'}\nnproc_per_node: 1\n")
+    path.write_text(f"command: [python, -m, json.tool]\nrun_folder: {tmp_path / 'run'}\nnproc_per_node: 1\n")
     return path
 
 
