@@ -63,7 +63,7 @@ def test_an_unchanged_script_survives_a_preemption_by_its_own_means(lab: Lab, ne
         "-m",
         "slurmft.examples.plain_ddp",
         "--steps",
-        "80",
+        "200",
         "--save-every",
         "5",
         "--step-delay",
@@ -75,7 +75,7 @@ def test_an_unchanged_script_survives_a_preemption_by_its_own_means(lab: Lab, ne
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_until_done()
     assert "resuming at step" in run.output()
-    assert "finished step 80" in run.output()
+    assert "finished step 200" in run.output()
     assert len(run.events("requeued")) == 1
 
 
