@@ -50,7 +50,6 @@ from slurmft.operations.status import (
     story,
 )
 from slurmft.storage import run_folder
-from slurmft.storage.history import METRICS_FILE, curves
 from slurmft.storage.journal import Entry, Event, EventName, JournalTail
 from slurmft.storage.run_folder import LiveView, RunFolder, progress_of
 from slurmft.system.files import open_regular, read_part
@@ -315,9 +314,8 @@ class Watcher:
         """This moment."""
         if time.monotonic() - self._asked_s > SLURM_EVERY_S:
             self._seen, self._asked_s = overviews(self._runs), time.monotonic()
-            if self._chosen is not None and (found := curves(self._chosen.path / METRICS_FILE, CURVE_POINTS)):
-                name = min(found, key=lambda each: "loss" not in each.lower())
-                self._curve = name, [value for _, value in found[name]]
+            if self._chosen is not None and (found := curve_of(self._chosen))[1]:
+                self._curve = found
         if self._chosen is None or self._tail is None:
             return Scene(runs=self._seen, at=time.time())
         problem = ""
@@ -338,6 +336,19 @@ class Watcher:
         )  # fmt: skip
 
 
+def curve_of(run: RunFolder) -> tuple[str, Sequence[float]]:
+    """Name and values of the first number that the trainer reports: a loss, where there is one."""
+    from slurmft.storage.history import METRICS_FILE, curves  # `slurmft status` needs none
+
+    name, points = next(iter(curves(run.path / METRICS_FILE, CURVE_POINTS).items()), ("", []))
+    return name, [value for _, value in points]
+
+
+def known_step_s(view: LiveView) -> list[float]:
+    """Seconds of a step, of the ranks where that is known; ascending."""
+    return sorted(each for each in view.step_s if each is not None and each > 0)
+
+
 def open_sections(view: LiveView) -> list[tuple[str, int, float]]:
     """Each section that is open: its name, in how many ranks, and the longest time; the longest first."""
     count: Counter[str] = Counter()
@@ -356,7 +367,7 @@ LEVELS = 8
 def heat(view: LiveView) -> list[int | None]:
     """For each rank how slow its steps are: 0 as fast as the fastest, 7 twice as slow as the median or more; None
     where that is not known."""
-    known = sorted(each for each in view.step_s if each is not None and each > 0)
+    known = known_step_s(view)
     if not known:
         return [None] * max(len(view.steps), len(view.step_s))
     low, median = known[0], known[len(known) // 2]
@@ -550,7 +561,7 @@ def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
 
 def _pace(scene: Scene, run: Overview) -> str:
     """Steps in a second and the time that is left at this pace; nothing while it is not known."""
-    known = sorted(each for each in scene.view.step_s if each is not None and each > 0)
+    known = known_step_s(scene.view)
     if not known or run.state != "running" or run.step is None or not run.until:
         return ""
     step_s = known[len(known) // 2]

@@ -53,7 +53,6 @@ from slurmft.system.files import (
 LAUNCHERS = Path(__file__).parent.parent / "launchers"
 MAX_SCRIPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 16
-_IS_GUARD = "slurmft_is_batch_script"
 
 # --- submission ---
 
@@ -82,14 +81,14 @@ def submit_script(
     if {"help", "usage", "version", "h", "V"} & {name for name, _ in line.options}:
         return slurm.sbatch_as_given(words, environment)
     text, name = _script_of(line)
-    text = policy.without_guard(text) if _IS_GUARD in text else text
-    if text.startswith("\ufeff") or "\r\n" in text:
+    text = policy.without_guard(text)
+    if (plain := policy.plain(text)) != text:
         tell(
             "the script was written on another system: it is submitted without its byte order mark and carriage returns"
         )
     policy.refuse_several([*line.words, *line.command], text)
     options = list(_without_wrap(line))
-    given = [policy.head_of(text.removeprefix("\ufeff").replace("\r\n", "\n")), options]
+    given = [policy.head_of(plain), options]
     added = policy.added_options(given, environment)
     sent = None if policy.OWN_SIGNAL in added else policy.signal_of(given, environment)
     guarded = policy.with_guard(text, _guard(sent, overrides, again=again))
@@ -132,7 +131,7 @@ def _without_wrap(line: Line) -> Iterator[str]:
 def _guard(sent: tuple[str, int] | None, overrides: Sequence[str], *, again: bool) -> str:
     """The words in front of the script's first command."""
     values = {
-        _IS_GUARD: "yes", "SLURMFT_PYTHON": sys.executable, "SLURMFT_LAUNCHERS": str(LAUNCHERS),
+        "slurmft_is_batch_script": "yes", "SLURMFT_PYTHON": sys.executable, "SLURMFT_LAUNCHERS": str(LAUNCHERS),
         "SLURMFT_SIGNAL": "" if sent is None else "@".join(map(str, sent)), "SLURMFT_SET": json.dumps(overrides),
         "SLURMFT_AGAIN": "yes" if again else "",
     }  # fmt: skip
@@ -197,7 +196,6 @@ class _Script:
     """Of the folders of its runs: the first one's path."""
 
     start: str = field(init=False)
-    job: str = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.environment
@@ -207,7 +205,6 @@ class _Script:
         if before := given.get("SLURMFT_BASH_ENV"):
             self.own["BASH_ENV"] = before
         job = current_job(given)
-        self.job = given.get("SLURM_JOB_ID", "")
         identity = "none" if job is None else job.job_id
         name = re.sub(r"[^A-Za-z0-9._-]", "-", given.get("SLURM_JOB_NAME", "job")).lstrip(".-")[:80] or "job"
         root = Path(given.get("SLURMFT_RUNS") or Path(given.get("SLURM_SUBMIT_DIR", ".")) / "runs")
@@ -346,7 +343,9 @@ def _submitted(name: str, words: Sequence[str], script: _Script, tell: Tell) -> 
     deadline_s = time.monotonic() + LEAVING_S
     while not all(run.done() is not None or _has_left(run) for run in runs) and time.monotonic() < deadline_s:
         time.sleep(RELAY_S)
-    sys.stdout.write(f"{'' if line.value('parsable') is not None else 'Submitted batch job '}{script.job}\n")
+    sys.stdout.write(
+        f"{'' if line.value('parsable') is not None else 'Submitted batch job '}{script.own['SLURM_JOB_ID']}\n"
+    )
     return 0
 
 
@@ -359,7 +358,7 @@ def _is_itself(line: Line, script: _Script) -> bool:
                       for path in (script.environment.get("SLURMFT_SCRIPT", ""), line.command[0]))  # fmt: skip
     except OSError:
         return False
-    return policy.without_guard(own) == policy.without_guard(given)
+    return policy.plain(policy.without_guard(own)) == policy.plain(policy.without_guard(given))
 
 
 def _has_left(run: RunFolder) -> bool:

@@ -444,13 +444,18 @@ def refuse_several(words: Sequence[str], text: str) -> None:
                          hint="submit it with sbatch, or each component as a job of its own")  # fmt: skip
 
 
+def plain(text: str) -> str:
+    """The script without a byte order mark and carriage returns, as bash needs it."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
 def with_guard(text: str, guard: str) -> str:
     """The script with ``guard`` in front of its first command, on the same line: its lines keep their numbers.
 
     Raises:
         UsageError: no shell that could read it runs this script.
     """
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    text = plain(text)
     lines = text.split("\n")
     if not lines[0].startswith("#!"):
         raise UsageError("this is no batch script: its first line does not begin with #!",
@@ -473,7 +478,7 @@ _GUARD = re.compile(r'slurmft_is_batch_script=yes; .*?/functions\.sh"; fi; ')
 
 def without_guard(text: str) -> str:
     """The script as its user has written it, for one that ``with_guard`` may have changed."""
-    return _GUARD.sub("", text.removeprefix("\ufeff").replace("\r\n", "\n"), count=1)
+    return _GUARD.sub("", text, count=1)
 
 
 # --- which launch trains ---

@@ -59,7 +59,7 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """What has happened, for somebody who reads nothing else."""
+        """What has happened, in one sentence."""
         account, of = self.account, self.account.inference
         if of is None:
             did = f"came to step {account.step}"
@@ -256,7 +256,7 @@ def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0, is_one_of_m
 
 _HEAD = ("command", "nodes", "spare_nodes", "nproc_per_node", "launcher", "slurm.partition", "slurm.time",
          "slurm.gpus_per_node", "checkpoint.interval_steps", "checkpoint.peer_copies",
-         "inference.replicas")  # fmt: skip
+         "inference.replicas_per_node")  # fmt: skip
 
 
 def _head_of(run: RunFolder) -> list[tuple[str, str]]:
@@ -430,9 +430,9 @@ CURVE_HEIGHT = 120
 
 
 def curves_of(report: Report) -> list[dict[str, Any]]:
-    """The reported numbers as lines of a picture, a loss first: points in columns and in units of CURVE_HEIGHT."""
+    """The first of the reported numbers as lines of a picture: points in columns and in units of CURVE_HEIGHT."""
     drawn = list[dict[str, Any]]()
-    for name, points in sorted(report.curves.items(), key=lambda each: ("loss" not in each[0].lower(), each[0])):
+    for name, points in report.curves.items():
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(points) < 2 or len(drawn) == CURVES:
             continue

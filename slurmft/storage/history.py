@@ -233,7 +233,8 @@ def append_lines(path: Path, lines: list[str]) -> None:
 
 
 def curves(path: Path, points: int = 400) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of each reported number, by its name: of about ``points`` lines, spread evenly over the file.
+    """Step and value of each reported number, by its name, a loss first: of about ``points`` lines, spread evenly over
+    the file.
 
     Empty where there is no file that can be read; what is not a step with finite numbers is left out.
     """
@@ -257,7 +258,7 @@ def curves(path: Path, points: int = 400) -> dict[str, list[tuple[int, float]]]:
         pass
     finally:
         os.close(descriptor)
-    return found
+    return {name: found[name] for name in sorted(found, key=lambda each: ("loss" not in each.lower(), each))}
 
 
 def _line_at(descriptor: int, place: int) -> bytes:
