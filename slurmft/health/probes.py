@@ -709,7 +709,9 @@ class Probe:
     def late_after_s(self, scene: Scene) -> float:
         """Seconds without an answer that are CRITICAL here, and not UNKNOWN; infinite where that is never so."""
         late_s = self.late_s(scene.config)
-        if scene.context == "prolog" and math.isfinite(late_s):
+        if math.isinf(late_s):
+            return math.inf
+        if scene.context == "prolog":
             return scene.config.hooks.prolog_answer_s or math.inf
         return min(late_s, LONGEST_S.get(scene.context, math.inf)) if scene.context in PATIENCE else math.inf
 

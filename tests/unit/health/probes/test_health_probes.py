@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 import subprocess
@@ -20,8 +21,8 @@ from slurmft.config.health import (
     MemoryLimits,
     NetworkLimits,
 )
-from slurmft.health import node, probes
-from slurmft.health.checker import look
+from slurmft.health import gpu, node, probes
+from slurmft.health.checker import CONTEXTS, look
 from slurmft.health.node import Mount, Scene, mounts
 from slurmft.health.probes import PROBES, Link, Port, judge_mounts, judge_space, written_and_read
 from slurmft.policy.node_health import Status
@@ -278,6 +279,12 @@ def test_a_probe_lives_longer_than_what_it_waits_for(answer_s, context, limit):
     probe = next(probe for probe in PROBES if probe.names == ("filesystems",))
     config = HealthConfig(filesystems={"answer_s": answer_s})
     assert probe.limit(Scene(node="n1", now=0, context=context, config=config)) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_only_a_probe_that_says_so_makes_silence_a_fault(context):
+    scene = Scene(node="n1", now=0, context=context, config=HealthConfig())
+    assert {probe.names for probe in PROBES if probe.late_after_s(scene) < math.inf} <= {gpu.NAMES}
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="needs a filesystem of ours")
