@@ -26,7 +26,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.run_folder import Attempt, Owner, Progress, RunFolder, progress_of
-from slurmft.supervisor.act import FLUSH_S, Ending, Superfluous, keep_ended, superfluous
+from slurmft.supervisor.act import FLUSH_S, Ending, Superfluous, in_folder, keep_ended, superfluous
 from slurmft.supervisor.agents import Outlived, find_outlived
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.cluster import (
@@ -223,7 +223,7 @@ def _train(
         try:
             start = patiently(
                 lambda claim=claim: thread.call(  # type: ignore[misc]
-                    lambda: _begin(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
+                    lambda: _begin_named(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
                 ),
                 patience_s=STORAGE_PATIENCE_S,
             )
@@ -255,25 +255,30 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
     cluster, run = detect(environment), RunFolder(config.run_folder)
     thread = FolderThread()
-    owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
-    outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
-    if owner is None or not _is_lost(owner, environment):
-        if outlived is not None:
-            outlived.end()
-        return supervise(config, environment)  # it had not taken the run over yet; if another process has, this raises
-    cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
+    try:
+        owner, history, is_done = patiently(
+            lambda: thread.call(lambda: _left_behind(run), timeout_s=STORAGE_PATIENCE_S), patience_s=STORAGE_PATIENCE_S
+        )
+        outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
+    except StorageUnavailable as error:
+        return _try_again_later(config, cluster, run, error)
+    if is_done or owner is None or not _is_lost(owner, environment):
+        if outlived is not None:
+            outlived.end()
+        # it had not taken the run over yet; if another process has, this raises
+        return 0 if is_done else supervise(config, environment)
+    cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
-    history = thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S)
-    if run.done() is not None:
-        return 0
     start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
                   history=history, secret=b"")  # fmt: skip
     name = signal.Signals(number).name
     journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
     lost = Verdict(cause=Cause.SUPERVISOR_LOST, reason=f"the supervisor on {owner.host} was ended by {name}")
-    verdict = _verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=f"{name} ended the supervisor")
+    how = f"{name} ended the supervisor"
+    verdict = in_folder(start, lambda: _verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=how))
+    verdict = lost if verdict is None else verdict
     # the guardian has ended its agents, but for those that outlive a supervisor
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(),
@@ -289,6 +294,16 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
             **environment, LOCAL_JOB_VARIABLE: owner.job, LOCAL_RESTART_VARIABLE: str(owner.restart)
         }  # fmt: skip
     return supervise(config, environment, outlived)
+
+
+def _left_behind(run: RunFolder) -> tuple[Owner | None, list[Event], bool]:
+    """The run's owner, its journal, and whether it is finished.
+
+    Raises:
+        StorageError: the run folder cannot be read.
+    """
+    with writing(run.path):
+        return run.owner(), run.journal().read_past(), run.done() is not None
 
 
 def _end_endpoint(config: RunConfig, start: Start) -> None:
@@ -350,6 +365,14 @@ def _verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world
     )
     told = judge((), world_size=world_size, seen=seen)
     return told if told.cause in DECIDING else replace(lost, **facts)
+
+
+def _begin_named(
+    config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, claim: _Claim
+) -> Start | Superfluous | None:
+    """As ``_begin``; a disk that fills up between two of its files is waited for like any other."""
+    with writing(run.path):
+        return _begin(config, cluster, run, thread, claim)
 
 
 def _begin(

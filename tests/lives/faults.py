@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable
 
+from lives import slurm
 from lives.nodes import Agent
+from lives.timeline import inside
 from lives.world import World
-from slurmft.supervisor import guardian
+from slurmft.policy.suspicion import ManualEntry
+from slurmft.storage.exclusions import ExclusionList
 
 Fault = Callable[[World], None]
 
@@ -27,6 +29,7 @@ def _request(kind: str) -> Fault:
         world.note(f"a user asks for {kind}")
         (world.run.path / kind).write_text('{"who": "user"}')
 
+    ask.__name__ = f"ask_for_{kind}"
     return ask
 
 
@@ -92,6 +95,10 @@ def power_off(world: World) -> None:
         world.note(f"{host} loses power for {away_s} s")
         world.network.cut(host)
         world.off.add(host)
+        if host == world.host:
+            world.kill_supervisor(quietly=True)
+        if world.slurm is not None:
+            world.slurm.lose(host)
         for each in world.agents:
             if each.host == host and each.is_there:
                 each.lose_power()
@@ -103,21 +110,28 @@ def power_off(world: World) -> None:
                 if each.host == host and not each.process.alive:
                     each.process.kill()  # from now on its connections are refused
             world.network.heal(host)
+            if world.slurm is not None:
+                world.slurm.see_back(host)
 
         world.timeline.call_later(away_s, back)
 
 
 def cut_off(world: World) -> None:
     """All packets of a node are dropped for a while."""
-    if (agent := _agent(world, may_be="node lost")) is not None and agent.host not in world.off:
+    agent = _agent(world, may_be="node lost")
+    if agent is not None and agent.host not in world.off and agent.host != world.host:
         host, away_s = agent.host, world.chance.choice((0.3, 2.0, 8.0, 15.0, 40.0, 100.0))
         world.note(f"{host} is cut off for {away_s} s")
         world.network.cut(host)
+        if world.slurm is not None:
+            world.slurm.lose(host)
 
         def back() -> None:
             if host not in world.off:
                 world.note(f"{host} is connected again")
                 world.network.heal(host)
+                if world.slurm is not None:
+                    world.slurm.see_back(host)
 
         world.timeline.call_later(away_s, back)
 
@@ -137,6 +151,7 @@ def stop_agent(world: World) -> None:
         agent.process.stop()
 
         def go_on() -> None:
+            world.disturb()
             world.note(f"{agent.process.name} goes on")
             agent.process.go_on()
 
@@ -162,6 +177,7 @@ def stop_supervisor(world: World) -> None:
         supervisor.stop()
 
         def go_on() -> None:
+            world.disturb()
             world.note("the supervisor goes on")
             supervisor.go_on()
 
@@ -170,9 +186,8 @@ def stop_supervisor(world: World) -> None:
 
 def signal_supervisor(world: World) -> None:
     """A signal that asks for a stop, as of a preemption."""
-    if world.supervisor is not None and world.supervisor.alive:
-        world.note("SIGTERM for the supervisor")
-        guardian._note(signal.SIGTERM, None)
+    world.note("SIGTERM for the supervisor")
+    world.signal_supervisor()
 
 
 def signal_agents(world: World) -> None:
@@ -183,20 +198,136 @@ def signal_agents(world: World) -> None:
             agent.note_signal("SIGTERM")
 
 
+def tear_connection(world: World) -> None:
+    """A connection is gone for its agent alone; what it said just before comes late, and all of it again."""
+    if (agent := _agent(world)) is not None:
+        host, late_s = agent.host, world.chance.choice((0.1, 0.25, 1.0))
+        world.note(f"the connection of {host} is torn, and what was said comes {late_s} s late")
+        world.network.slow[host] = late_s
+        if agent.workers and world.chance.random() < 0.5:
+            world.accusable.add(("crash", host))
+            rank = world.chance.choice(sorted(agent.workers))
+            world.note(f"rank {rank} on {host} is killed before it")
+            agent.end_worker(rank, -9)
+        world.timeline.call_later(0.02, agent.tell_again)
+        world.timeline.call_later(0.03, world.network.tear, host)
+        world.timeline.call_later(0.04, world.network.slow.pop, host, None)
+
+
+def say_twice(world: World) -> None:
+    """Reports come twice, and an old one of progress with them."""
+    if (agent := _agent(world)) is not None:
+        world.note(f"{agent.process.name} says all once more")
+        agent.tell_again()
+
+
+def fill_disk(world: World) -> None:
+    """The disk of the run folder is full for a while."""
+    full_s = world.chance.choice((1.0, 4.0, 20.0, 100.0))
+    world.note(f"the run folder is full for {full_s} s")
+    world.full_until_s = world.timeline.now_s + full_s
+
+
+def fill_disk_in_its_work(world: World) -> None:
+    """The disk is full from one of the supervisor's next effects on."""
+    world.full_at, world.full_s = world.effects + world.chance.randrange(1, 60), world.chance.choice((0.5, 4.0, 20.0))
+
+
+def read_stale(world: World) -> None:
+    """What others write into the run folder is seen late: a network filesystem that keeps what it has read."""
+    stale_s = world.chance.choice((1.0, 3.0, 30.0))
+    world.note(f"the supervisor reads what is {stale_s} s old")
+    world.stale_until_s = world.timeline.now_s + stale_s
+
+
+def jump_clock(world: World) -> None:
+    """The clocks of all nodes jump."""
+    by_s = world.chance.choice((-3600.0, -5.0, 5.0, 3600.0, 86_400.0))
+    world.note(f"clocks jump by {by_s} s")
+    world.ahead_s += by_s
+
+
+# what only Slurm does
+
+
+def preempt(world: World) -> None:
+    """The job is preempted."""
+    if world.slurm is not None and world.job is not None and world.job.state == "RUNNING":
+        world.slurm.preempt(world.job, world.chance.choice((5, 30, 30, 120)))
+
+
+def requeue_job(world: World) -> None:
+    """An administrator requeues the job."""
+    if world.slurm is not None and world.job is not None and world.job.state == "RUNNING":
+        world.note("an administrator requeues the job")
+        world.slurm.requeue(world.job)
+
+
+def lose_controller(world: World) -> None:
+    """The controller does not answer the next commands, or does what it is asked for and does not say so."""
+    if world.slurm is not None:
+        world.slurm.errs = True
+        world.slurm.mood = world.chance.choice(("silent", "silent", "late"))
+        world.slurm.mood_lasts = world.chance.choice((1, 2, 3, 5, 12, 40))
+        world.note(f"the controller is {world.slurm.mood} for {world.slurm.mood_lasts} commands")
+
+
+def exclude_node(world: World) -> None:
+    """A user puts a node of the job on the exclusion list, and has the run go on elsewhere."""
+    if world.slurm is not None and world.job is not None and world.job.state == "RUNNING" and not world.excluded:
+        host = world.chance.choice(world.job.nodes)
+        world.note(f"a user excludes {host}")
+        entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
+        ExclusionList(world.config.exclusions.path).exclude(entry)
+        world.excluded_next.add(host)
+        _request("REQUEUE")(world)
+
+
+def forget(world: World) -> None:
+    """MinJobAge: the controller forgets jobs that have ended; another run gets the next number."""
+    if world.slurm is not None:
+        world.note("the controller forgets jobs that are over")
+        world.slurm.errs = True
+        world.slurm.forget()
+        world.slurm.submit("/another/run/job.sh", foreign=True)
+
+
+def look_in_between(world: World) -> None:
+    """Cron looks while everything goes on."""
+    if world.slurm is not None and not world.is_full and world.silent_until_s < world.timeline.now_s:
+        with inside(None):
+            slurm.look(world)
+
+
+def cancel_job(world: World) -> None:
+    """Its user cancels the job."""
+    if world.slurm is not None and not world.stop_asked_s:
+        world.note("scancel")
+        world.stop_asked_s = world.timeline.now_s
+        for job in world.slurm.mine():
+            world.slurm.cancel(job, world.slurm.user)
+
+
 FAULTS: tuple[Fault, ...] = (
     kill_rank, kill_rank, kill_rank_and_connection, hang_rank, kill_agent, power_off, cut_off, cut_off, reset,
     slow_node, stop_agent, stall_disk, stop_supervisor, kill_supervisor, kill_supervisor_in_its_work,
     signal_supervisor, signal_agents, _request("REQUEUE"), _request("SAVE"),
+    tear_connection, say_twice, fill_disk, fill_disk_in_its_work, read_stale, jump_clock,
 )  # fmt: skip
-RARE: tuple[Fault, ...] = (ask_for_stop,)
+OF_SLURM: tuple[Fault, ...] = (
+    preempt, preempt, requeue_job, lose_controller, lose_controller, forget, look_in_between, exclude_node,
+    kill_supervisor_in_its_work,
+)  # fmt: skip
+RARE: tuple[Fault, ...] = (ask_for_stop, cancel_job)
 RARELY = 0.02
 """Share of the rare ones: most lives are to be lived to their end."""
 
 
-def drawn(chance: random.Random, *, most: int) -> list[tuple[float, Fault]]:
-    """The faults of a life, and when each comes: often close to the one before."""
+def drawn(chance: random.Random, *, most: int, in_slurm: bool = False) -> list[tuple[float, Fault]]:
+    """The faults of a life, and when each comes: often close to the one before, or together with it."""
     at_s, faults = 0.0, []
+    usual = FAULTS + OF_SLURM * 2 if in_slurm else FAULTS
     for _ in range(chance.randrange(most + 1)):
-        at_s += chance.choice((0.01, 0.1, 0.5, 2.0, 10.0, 40.0)) * chance.random()
-        faults.append((at_s, chance.choice(RARE if chance.random() < RARELY else FAULTS)))
+        at_s += chance.choice((0.0, 0.01, 0.1, 0.5, 2.0, 10.0, 40.0)) * chance.random()
+        faults.append((at_s, chance.choice(RARE if chance.random() < RARELY else usual)))
     return faults

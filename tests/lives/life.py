@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,99 @@ from lives.timeline import Stuck
 from lives.world import World, simulated
 from slurmft.storage.journal import EventName
 
-PATIENT = {"num_in_job_restarts": 200, "num_job_retries_on_failure": 200, "max_no_progress_cycles": 200}
-"""Budgets that no life spends: whatever befalls it, the run has to end well."""
-
-
 Scheduled = Sequence[tuple[float, Fault]]
 """Faults, each with the seconds from the beginning of the life at which it comes."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a life may cost, where that is known of its faults."""
+
+    costless: bool = False
+    """No step is done again."""
+
+    most_starts: int = 0
+    """Each training fails before its first step, and there may be so many; 0: it trains."""
+
+    within_s: float = 0.0
+    """The run is over after so many seconds; 0: whenever."""
+
+
+IN_SLURM = 0.6
+"""Share of lives in Slurm; the others are of one machine."""
+
+PATIENT = {"num_in_job_restarts": 200, "num_job_retries_on_failure": 200, "max_no_progress_cycles": 200}
+"""Budgets that no life spends: whatever befalls it, the run has to end well."""
+
+
 def live(seed: int, *, most: int = 6) -> World:
     """Live the life of this seed. What did not hold is in its ``violations``."""
+    drawing = life_of(seed, most=most)
+    return lived(drawing.faults, until=drawing.until, seed=seed, in_slurm=drawing.in_slurm, **drawing.settings)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All that a seed decides of its life."""
+
+    faults: Scheduled
+    until: int
+    in_slurm: dict[str, Any] | None
+    settings: dict[str, Any]
+
+
+def life_of(seed: int, *, most: int = 6) -> Drawn:
+    """What is drawn for this seed."""
     chance = random.Random(seed)
-    settings = {
+    settings: dict[str, Any] = {
         "nodes": (nodes := chance.choice((1, 2, 2, 3))), "nproc_per_node": chance.choice((1, 2)),
-        "spare_nodes": chance.choice((0, 0, 1)),
+        "spare_nodes": chance.choice((0, 0, 1, 2)),
         "elastic": {"min_nodes": chance.choice((1, nodes, None))},
         "checkpoint": {"interval_steps": 10, "just_in_time": chance.random() < 0.7},
         "fault_tolerance": {**PATIENT, "agent_timeout_s": chance.choice((5.0, 10.0)),
                             "supervisor_lease_s": chance.choice((30.0, 60.0))},
     }  # fmt: skip
-    return lived(drawn(chance, most=most), until=chance.choice((20, 60, 150)), seed=seed, **settings)
+    in_slurm = None
+    if chance.random() < IN_SLURM:
+        in_slurm = {
+            "limit_s": chance.choice((60, 120, 100_000, 100_000)), "kill_wait_s": chance.choice((5, 30)),
+            "unnoticed_s": chance.choice((20.0, 60.0, 300.0)), "requeues_early": chance.random() < 0.5,
+        }  # fmt: skip
+        settings |= {
+            "preemption": {"continue_by": chance.choice(("auto", "auto", "auto", "resubmit")), "signal_lead_s": 20},
+            "slurm": {"partition": "low"},
+        }  # fmt: skip
+    faults = drawn(chance, most=most, in_slurm=in_slurm is not None)
+    return Drawn(faults, chance.choice((20, 60, 150)), in_slurm, settings)
 
 
-def lived(faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: bool = True, **settings: Any) -> World:
+def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
+    """The fewest of its faults with which a life still fails in the same way; none where it does not (ddmin)."""
+
+    def fails(faults: Scheduled) -> set[str]:
+        world = lived(faults, until=drawing.until, seed=seed, in_slurm=drawing.in_slurm, **drawing.settings)
+        return {each.partition(":")[0] for each in world.violations}
+
+    faults, found, size = list(drawing.faults), fails(drawing.faults), max(1, len(drawing.faults) // 2)
+    while found and size:
+        for at in range(0, len(faults), size):
+            left = faults[:at] + faults[at + size :]
+            if fails(left) & found:
+                faults = left
+                break
+        else:
+            size //= 2
+    return faults if found else []
+
+
+def lived(
+    faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: bool = True,
+    in_slurm: dict[str, Any] | None = None, bounds: Bounds | None = None, **settings: Any,
+) -> World:  # fmt: skip
     """Live the life in which these faults come.
 
     Args:
+        bounds: what this life may cost.
         peers_fail: ranks that wait for one that is gone may fail of it by themselves, and keep nothing then.
         until: steps of the run, of 0.2 s each; every tenth is saved.
         seed: decides what is left to chance.
@@ -50,19 +118,21 @@ def lived(faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: boo
     in_memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="life-", dir=in_memory if in_memory.is_dir() else None))
     try:
-        world = World(folder, random.Random(seed), **settings)
+        world = World(folder, random.Random(seed), in_slurm=in_slurm, **settings)
         world.until, world.save_every = until, 10
         if not peers_fail:
             world.peers_fail_s = (1e9,)
         with pytest.MonkeyPatch.context() as patch, simulated(world, patch):
+            world.is_doomed = bounds is not None and bounds.most_starts > 0
             for at_s, fault in faults:
                 world.timeline.call_later(at_s, fault, world)
             try:
-                code = world.live()
+                code = world.live() if world.slurm is None else world.live_in_slurm()
             except Stuck as error:
                 world.violate("every life ends", str(error))
             else:
                 _judge(world, code)
+                _judge_bounds(world, code, bounds or Bounds())
                 world.outlive()
         world.journal = [f"{event.at:%H:%M:%S.%f} {event.attempt} {event.event} {event.details}" for event in
                          world.events()]  # fmt: skip
@@ -71,10 +141,28 @@ def lived(faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: boo
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
+    pairs = zip(world.trainings, world.trainings[1:], strict=False)
+    if bounds.costless and any(after.began_at != before.step for before, after in pairs):
+        told = [(each.began_at, each.step) for each in world.trainings]
+        world.violate("a planned stop costs no step", f"first and last steps are {told}")
+    if bounds.most_starts and (len(world.starts) > bounds.most_starts or code == 0):
+        world.violate("budgets add up", f"{len(world.starts)} starts, where {bounds.most_starts} may be; then {code}")
+    if bounds.within_s and world.timeline.now_s - 1000.0 > bounds.within_s:
+        world.violate("in time", f"it ends after {world.timeline.now_s - 1000.0:.0f} s, not {bounds.within_s:.0f}")
+
+
 def _judge(world: World, code: int) -> None:
     """What must hold at the end of a life."""
     events = world.events()
-    if code != 0 and not world.stop_asked_s:
+    if code == 0 and not world.stop_asked_s and world.run.done() is None:
+        world.violate("the run ends complete", "it ends well, and no mark of it is in the run folder")
+    known = {event.details.get("generation") for event in events if event.event == EventName.ATTEMPT_STARTED}
+    if world.folder_is_well and not known.issuperset(world.starts):
+        world.violate("the journal is whole", f"generations {sorted({*world.starts} - known)} are not in it")
+    if world.slurm is not None and len(left := world.slurm.mine()) > 0 and world.run.done() is not None:
+        world.violate("one continuation", f"jobs {[job.job_id for job in left]} are left of a complete run")
+    if code != 0 and not world.stop_asked_s and not world.is_doomed:
         decided = [event.details.get("reason") for event in events if event.event == EventName.DECISION][-1:]
         world.violate("the run goes on", f"it ends with {code}: {decided}")
     elif code == 0 and world.saved != world.until:

@@ -1,4 +1,6 @@
-"""Many lives, on all cores: ``make lives SEEDS=0-99999``; the story of one: ``make lives STORY=SEED``."""
+"""Many lives, on all cores: ``make lives SEEDS=0-99999``. The first that fail are told, each with the fewest of its
+faults with which it still fails; the story of one: ``make lives STORY=SEED``.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,29 @@ import os
 import sys
 import time
 
-from lives.life import live, story
+from lives.life import life_of, lived, shortest, story
 
 MOST = 8
 """Faults in a life; ``make test`` has fewer, and shorter stories."""
 
 EVERY_S = 30.0
+TOLD = 5
+"""Stories of lives that failed: the others may have the same cause."""
 
 
 def _violations(seed: int) -> tuple[int, list[str]]:
-    return seed, live(seed, most=MOST).violations
+    drawn = life_of(seed, most=MOST)
+    world = lived(drawn.faults, until=drawn.until, seed=seed, in_slurm=drawn.in_slurm, **drawn.settings)
+    return seed, world.violations
+
+
+def tell(seed: int) -> str:
+    """The story of this seed, with as few faults as it takes to fail; with all of them where it does not."""
+    drawn = life_of(seed, most=MOST)
+    faults = shortest(drawn, seed=seed) or drawn.faults
+    world = lived(faults, until=drawn.until, seed=seed, in_slurm=drawn.in_slurm, **drawn.settings)
+    names = ", ".join(f"{fault.__name__} at {at_s:.2f} s" for at_s, fault in faults)
+    return f"seed {seed}, {len(faults)} of {len(drawn.faults)} faults: {names}\n{drawn.settings}\n{story(world)}"
 
 
 def main() -> int:
@@ -25,17 +40,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", nargs="?", default="0-999", metavar="FIRST-LAST")
     parser.add_argument("--story", type=int, metavar="SEED", help="live this one, and tell it")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N")
     options = parser.parse_args()
     if options.story is not None:
-        print(story(live(options.story, most=MOST)))
+        print(tell(options.story))
         return 0
     first, _, last = options.seeds.partition("-")
     seeds, began, told_s, found = range(int(first), int(last or first) + 1), time.monotonic(), time.monotonic(), 0
-    with multiprocessing.Pool(os.cpu_count(), maxtasksperchild=500) as pool:
+    with multiprocessing.Pool(options.processes, maxtasksperchild=500) as pool:
         for done, (seed, violations) in enumerate(pool.imap_unordered(_violations, seeds, chunksize=10), 1):
             if violations:
                 found += 1
                 print(f"seed {seed}: {'; '.join(violations)[:300]}", flush=True)
+                if found <= TOLD:
+                    print(tell(seed), flush=True)
             if time.monotonic() - told_s > EVERY_S or done == len(seeds):
                 told_s = time.monotonic()
                 print(f"{done} lives in {told_s - began:.0f} s, {found} with a violation", flush=True)

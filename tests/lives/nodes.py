@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from lives.world import World
 
 PAUSE_S = 0.2
+HEARD_S = 5.0
+"""How long after its node can be reached again an agent has got its orders."""
+
 HANG_S = 40.0
 BEGIN_S = 90.0
 """A step that takes longer is reported as a hang, and a rank that has not begun by then."""
@@ -105,8 +108,13 @@ class Worker:
 class Agent:
     """One node's agent, from its start to its end; a process of its own."""
 
-    def __init__(self, world: World, node: int, host: str, port: int) -> None:
-        self.world, self.node, self.host, self._port = world, node, host, port
+    def __init__(self, world: World, node: int, host: str, *, port: int, secret: bytes) -> None:
+        self.world, self.node, self.host, self._port, self._secret = world, node, host, port, secret
+        self.supervisor = world.host
+        """Where its supervisor is."""
+
+        self.job = world.job
+        self.restarts = 0 if world.job is None else world.job.restarts
         self.process = world.process(f"agent {node} on {host}")
         self.pid = world.next_pid()
         self.workers: dict[int, Worker] = {}
@@ -138,6 +146,8 @@ class Agent:
         reports = asyncio.create_task(self._report_regularly())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.world.note(f"{self.process.name} ends" + ("" if self._shutdown else ": no supervisor"))
+        if not self._shutdown:
+            self.world.check_lease(self)
         for task in (*tasks, reports):
             task.cancel()
         self._end_workers(-9, killed=True)
@@ -176,7 +186,7 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         self.world.dialing = self.host
-        channel = await connect("supervisor", self._port, self.world.secret)
+        channel = await connect(self.supervisor, self._port, self._secret)
         channel.send(Hello(node=self.node, host=self.host, pid=self.pid, birth=str(self.pid)))
         self._channel = channel
         for report in self._lasting:
@@ -309,6 +319,14 @@ class Agent:
         """A signal from Slurm."""
         self._tell(SignalReport(name=name, count=1, at=self.world.wall_s()))
 
+    def tell_again(self) -> None:
+        """Say once more, by the present connection, all that was said."""
+        if self._channel is not None:
+            for report in self._lasting:
+                self._channel.send(report)
+            ranks = tuple(worker.facts(self.world.until) for worker in self.workers.values())
+            self._channel.send(ProgressReport(ranks=ranks, ready=True, generation=self.generation))
+
     def _tell(self, report: Lasting) -> None:
         self._lasting.append(report)
         if self._channel is not None:
@@ -352,8 +370,12 @@ class Training:
         await asyncio.sleep(world.chance.uniform(0.2, 1.5))
         if not await self._until_all_can():
             return
-        if self.generation < world.newest:
+        # ranks that were cut off go on when they can; what they save is refused, and their agents end them at once
+        if self.generation < world.newest and world.timeline.now_s - world.disturbed_s > HEARD_S:
             world.violate("one continuation", f"generation {self.generation} begins to train after {world.newest}")
+        if world.is_doomed:
+            self.agents[0].end_worker(min(self.agents[0].workers), 1)
+            return
         self.step = self.began_at = world.resumed(self)
         for worker in self.workers():
             worker.resumed = worker.step = self.step

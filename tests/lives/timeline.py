@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,9 @@ class Timeline(asyncio.BaseEventLoop):
         self.now_s, self._until_s = 1000.0, 1000.0 + until_s
         self.answer_s: Callable[[], float] = lambda: 0.01
         """How long a thread takes for what it is asked."""
+
+        self.may_sleep: Callable[[], bool] = lambda: False
+        """Whether what a thread is asked for may wait: it is a real thread then."""
 
         self._selector = self
         self._clock_resolution = 1e-6
@@ -135,6 +139,9 @@ class Timeline(asyncio.BaseEventLoop):
         def work() -> None:
             if future.cancelled():
                 return
+            if self.may_sleep():
+                Thread(self, func, args, future).go_on()
+                return
             try:
                 future.set_result(func(*args))
             except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
@@ -142,6 +149,51 @@ class Timeline(asyncio.BaseEventLoop):
 
         self.call_later(self.answer_s(), work)
         return future
+
+
+class Thread:
+    """A thread of a life, which runs only while the timeline waits for it: ``sleep`` gives the turn back."""
+
+    present: Thread | None = None
+
+    def __init__(
+        self, timeline: Timeline, func: Callable[..., Any], args: tuple[Any, ...], future: asyncio.Future[Any]
+    ) -> None:
+        self._timeline, self._future = timeline, future
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._process = PROCESS.get()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run, func, args), daemon=True)
+        self._thread.start()
+
+    def go_on(self) -> None:
+        """Run it until it sleeps or ends."""
+        before, Thread.present = Thread.present, self
+        self._mine.release()
+        self._theirs.acquire()
+        Thread.present = before
+
+    def sleep(self, seconds: float) -> None:
+        """Called in the thread."""
+        with inside(self._process):
+            self._timeline.call_later(seconds, self.go_on)
+        self._theirs.release()
+        self._mine.acquire()
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._mine.acquire()
+        try:
+            result = func(*args)
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
+            if not self._future.done():
+                self._future.set_exception(error)
+        except BaseException:  # noqa: BLE001 - its process was killed
+            pass
+        else:
+            if not self._future.done():
+                self._future.set_result(result)
+        finally:
+            self._theirs.release()
 
 
 def _as_part_of_a_process(loop: Timeline, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
@@ -206,8 +258,15 @@ class End:
     def setsockopt(self, *_: Any) -> None:
         """Nothing; the network's own patience counts."""
 
+    def tear(self) -> None:
+        """This end is gone, and the other one hears nothing of it; what is on its way still arrives."""
+        if not self._closed:
+            self._closed = True
+            self.reader.feed_eof()
+
     def _send(self, data: bytes | None) -> None:
-        if self._network.is_cut(self.node) or self._network.is_cut(self.peer.node):
+        is_remote = self.node != self.peer.node
+        if is_remote and (self._network.is_cut(self.node) or self._network.is_cut(self.peer.node)):
             self._held.append(data)
             return
         self._arrives_s = max(
@@ -219,6 +278,8 @@ class End:
     def _arrive(self, data: bytes | None) -> None:
         peer = self.peer
         if peer._closed:
+            if data is not None and not self._closed:  # as TCP answers data for a connection that is not there: a reset
+                self.tear()
             return
         if data is None:
             peer.reader.feed_eof()
@@ -243,6 +304,7 @@ class Network:
         self._ends: list[End] = []
         self._cut: dict[str, float] = {}
         self.listeners: dict[int, tuple[Process, Callable[[Any, Any], Coroutine[Any, Any, None]]]] = {}
+        self.on_change: Callable[[], object] = lambda: None
         self.slow: dict[str, float] = {}
         """By how many seconds messages of a node are late."""
 
@@ -256,23 +318,33 @@ class Network:
 
     def cut(self, node: str) -> None:
         """Drop all packets of the node."""
+        self.on_change()
         self._cut.setdefault(node, self.timeline.now_s)
 
     def heal(self, node: str) -> None:
         """Let packets of the node pass again."""
+        self.on_change()
         since_s = self._cut.pop(node, None)
         if since_s is None:
             return
         is_late = self.timeline.now_s - since_s > self.PATIENCE_S
         for end in self._ends:
-            if end.node == node or end.peer.node == node:
+            if end.node != end.peer.node and node in (end.node, end.peer.node):
                 end.abort() if is_late else end.flush()
 
     def reset(self, node: str) -> None:
         """Reset all connections of the node."""
+        self.on_change()
         for end in self._ends:
             if end.node == node and not end.is_closing():
                 end.abort()
+
+    def tear(self, node: str) -> None:
+        """Break the connections that the node has made, of which the other side hears nothing."""
+        self.on_change()
+        for end in self._ends[::2]:
+            if end.node == node and not end.is_closing():
+                end.tear()
 
     async def dial(self, host: str, port: int, own: str) -> tuple[asyncio.StreamReader, End]:
         """Connect from the node ``own``, as the present process.
@@ -281,7 +353,7 @@ class Network:
             OSError: nothing listens there, or the node is cut off.
         """
         await asyncio.sleep(self.latency_s())
-        if self.is_cut(own):
+        if own != host and (self.is_cut(own) or self.is_cut(host)):
             await asyncio.sleep(10.0)
             raise TimeoutError
         process, serve = self.listeners.get(port, (None, None))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, tzinfo
@@ -25,23 +26,37 @@ from typing import Any
 import pytest
 
 from lives.nodes import Agent, Training
-from lives.timeline import PROCESS, Network, Process, Stuck, Timeline, inside
+from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
+from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError, StorageUnavailable
 from slurmft.ipc.messages import Ping, StartWorkers
 from slurmft.policy.stop import ping_interval_s
+from slurmft.scheduler import own_jobs, slurm
+from slurmft.scheduler.nodes import expand
 from slurmft.storage import journal as journal_module
+from slurmft.storage import run_folder as run_folder_module
+from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor import act as act_module
 from slurmft.supervisor import agents as agents_module
 from slurmft.supervisor import guardian
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.agents import AgentPool
 from slurmft.supervisor.cluster import LOCAL_JOB_VARIABLE, LOCAL_RESTART_VARIABLE, LocalCluster
+from slurmft.system import processes
 
 START_S = 1_700_000_000.0
 LONGEST_S = 2 * 3600.0
+FOLDER_S = 10.0
+PARTLY = 0.3
+"""How often a full disk still has room for a part of what is written."""
+
+SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED, EventName.EXCLUSIONS_REFUSED})
+"""Events that say why a run is on a node that is to be kept off."""
+
 STOP_KNOWN_S = 5.0
 """A supervisor that lives, and whose run folder answers, has seen a request for a stop by then."""
 
@@ -93,7 +108,7 @@ class Machine(LocalCluster):
 
     async def start_agent(self, config: RunConfig, log_folder: Path, attempt: Any, *, host: str, index: int) -> Any:
         """A simulated agent; none on a node that is off."""
-        return Started(self._world.begin_agent(index, f"n{index}"))
+        return Started(self._world.begin_agent(index, f"n{index}", log_folder))
 
     def start_anew(self, argv: Any) -> None:
         """End this process here; the life starts the next one."""
@@ -109,10 +124,13 @@ class World:
         config: keys of the run's configuration beside those that every life has.
     """
 
-    def __init__(self, folder: Path, chance: random.Random, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, chance: random.Random, *, in_slurm: dict[str, Any] | None = None, **config: Any
+    ) -> None:
         self.chance, self.story = chance, [""]
         self.timeline = Timeline(until_s=LONGEST_S)
         self.network = Network(self.timeline, chance)
+        self.network.on_change = self.disturb
         self.run = RunFolder(folder / "run")
         self.config = RunConfig.model_validate({
             "run_folder": str(self.run.path), "command": ["true"], "nodes": 2, "nproc_per_node": 2,
@@ -142,13 +160,50 @@ class World:
         self.peers_fail_s: tuple[float, ...] = (0.05, 0.5, 3.0, 1e9)
         """How long ranks may wait for one that is gone before they fail of it."""
 
+        self.disturbed_s = 0.0
+        """When a fault has kept an agent and its supervisor apart the last time."""
+
+        self.excluded: set[str] = set()
+        self.excluded_next: set[str] = set()
+        """Nodes that a user has put on the exclusion list, before the newest job was decided about, and since."""
+
+        self.is_doomed = False
+        """Whether each training fails before its first step."""
+
         self.stop_asked_s = 0.0
         """When a user has asked for the end of the run; 0 before."""
 
         self.silent_until_s = 0.0
         """The run folder answers nothing before."""
 
+        self.full_until_s = self.stale_until_s = 0.0
+        """Before, nothing can be written into the run folder; nothing new of others can be seen in it."""
+
+        self.well_since_s = 0.0
+        """Nothing is wrong with the run folder after it."""
+
+        self.ahead_s = 0.0
+        """By how much the nodes' clocks are ahead of the controller's."""
+
+        self.slurm = None if in_slurm is None else Controller(self, **in_slurm)
+        self.job: Job | None = None
+        """Whose supervisor runs."""
+
+        self._lost: list[int] = []
+        self._me = processes.Process("login", 1, "1")
+        self._ignores_signals = False
+        self._ended_by_slurm = False
+
+        self.written: dict[str, float] = {}
+        """When files of the run folder were written."""
+
         self.effects = 0
+        self.full_at, self.full_s = -1, 0.0
+        """The disk of the run folder is full from this effect on, for so many seconds."""
+
+        self.killed_after = ""
+        """The supervisor is killed after the first command that begins like this."""
+
         self.killed_at = -1
         """The supervisor is killed before this effect on the run folder."""
 
@@ -165,14 +220,18 @@ class World:
         return self._pids
 
     @property
-    def secret(self) -> bytes:
-        """The control channel's, of the newest attempt that agents know."""
-        newest = max(self.run.attempts.glob("*/secret"), key=lambda path: path.stat().st_mtime_ns)
-        return newest.read_bytes()
+    def host(self) -> str:
+        """Where the supervisor is: a node of its job; without Slurm, on none that can be lost."""
+        return "supervisor" if self.job is None else self.job.batch_host
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk of the run folder is."""
+        return self.timeline.now_s < self.full_until_s
 
     def wall_s(self) -> float:
         """Unix time."""
-        return START_S + self.timeline.now_s
+        return START_S + self.timeline.now_s + self.ahead_s
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -189,10 +248,10 @@ class World:
         self.note(f"VIOLATION {invariant}: {what}")
         self.violations.append(f"{invariant}: {what}")
 
-    def begin_agent(self, node: int, host: str) -> Agent:
-        """Start an agent; it ends at once on a node that is off."""
+    def begin_agent(self, node: int, host: str, folder: Path) -> Agent:
+        """Start an agent, which finds its supervisor by this folder; it ends at once on a node that is off."""
         port = max(self.network.listeners, default=0)
-        agent = Agent(self, node, host, port)
+        agent = Agent(self, node, host, port=port, secret=(folder / "secret").read_bytes())
         self.agents.append(agent)
         self.note(f"{agent.process.name} starts" + (", in vain" if host in self.off else ""))
         if host in self.off:  # as of Slurm: a step on a node that is gone, and not noticed yet, fails after 6 s
@@ -207,10 +266,16 @@ class World:
         """The training of an order's generation."""
         if order.generation not in self._trainings:
             self.note(f"generation {order.generation} starts on {order.nodelist}")
+            self._check_start(order)
             if self.stop_asked_s and self.timeline.now_s > self.stop_asked_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
         return self._trainings[order.generation]
+
+    @property
+    def starts(self) -> list[int]:
+        """The generations whose workers were started."""
+        return sorted(self._trainings)
 
     @property
     def trainings(self) -> list[Training]:
@@ -253,7 +318,136 @@ class World:
         """The journal."""
         return self.run.journal().read_past()
 
+    # what holds at each moment
+
+    @property
+    def folder_is_well(self) -> bool:
+        """Whether the run folder has taken everything, for long enough that what was kept back is in it, too."""
+        until_s = max(self.silent_until_s, self.full_until_s, self.stale_until_s, self.well_since_s)
+        return self.timeline.now_s > until_s + FOLDER_S
+
+    def disturb(self) -> None:
+        """From now on an agent may miss its supervisor for a while."""
+        self.disturbed_s = self.timeline.now_s
+
+    def check_lease(self, agent: Agent) -> None:
+        """An agent ends, as it has heard of no supervisor for its lease."""
+        lease_s = self.config.fault_tolerance.supervisor_lease_s
+        is_served = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
+        if is_served and self.timeline.now_s - self.disturbed_s > lease_s + 1.0:
+            self.violate("agents stay", f"{agent.process.name} ends, although its supervisor lives and can be reached")
+
+    def check_requeue(self) -> None:
+        """Nothing of a job runs any more when its supervisor puts it back into the queue."""
+        for agent in self.agents:
+            is_reached = not self.network.is_cut(agent.host) and not agent.process.stopped
+            if agent.is_there and agent.job is self.job and is_reached and agent.host not in self.network.slow:
+                self.violate("agents end before the requeue", f"{agent.process.name} lives")
+
+    def _check_start(self, order: StartWorkers) -> None:
+        if self.run.done() is not None:
+            self.violate("the end is the end", f"generation {order.generation} starts after the run was complete")
+        barred = self.excluded & set(expand(order.nodelist))
+        if barred and not any(event.event in SAYS_WHY for event in self.events()):
+            self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
+        if not self.folder_is_well:
+            return
+        started = [event for event in self.events() if event.event == EventName.ATTEMPT_STARTED]
+        if not started or started[-1].details.get("generation") != order.generation:
+            self.violate("entry before action", f"generation {order.generation} starts, and the journal does not know")
+
+    def check_told(self, argv: Sequence[str]) -> None:
+        """What goes on in Slurm was decided, and is in the journal."""
+        if (
+            not ((argv[0] == "sbatch" and "--test-only" not in argv) or argv[1:2] == ["requeue"])
+            or not self.folder_is_well
+        ):
+            return
+        last = self.events()[-40:]
+        wanted = EventName.RESUBMITTING if argv[0] == "sbatch" else EventName.REQUEUEING
+        begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED), default=0)
+        if not any(event.event == EventName.DECISION for event in last[begun:]):
+            self.violate("entry before action", f"{' '.join(argv[:3])}, and no decision is in the journal")
+        if argv[0] != "sbatch":
+            self.check_requeue()
+        if not any(event.event == wanted for event in last[begun:]):
+            self.violate("entry before action", f"{' '.join(argv[:3])}, and the journal does not know of it")
+
+    def effect(self, what: str) -> None:
+        """One more effect of the supervisor's, before which it may be killed."""
+        if self.is_gone():
+            raise Killed
+        self.effects += 1
+        if self.effects == self.full_at:
+            self.note(f"before {what}: the run folder is full for {self.full_s} s")
+            self.full_until_s = self.timeline.now_s + self.full_s
+        if self.effects == self.killed_at:
+            self.note(f"before {what}:")
+            self.kill_supervisor()
+            raise Killed
+
     # the life of the supervisor
+
+    def live_in_slurm(self) -> int:
+        """Have Slurm run the jobs of the run until none follows; returns 0 where the run is complete then.
+
+        Raises:
+            Stuck: it never ends.
+        """
+        code = 0
+        with submitted(self):
+            while (job := next_job(self)) is not None:
+                code = self._run_batch_script(job)
+        return 0 if self.run.done() is not None else code or -1
+
+    def _run_batch_script(self, job: Job) -> int:
+        restarts, number, code = job.restarts, None, -1
+        self.job, self._ended_by_slurm, self._lost = job, False, []
+        self.excluded, self.excluded_next = self.excluded | self.excluded_next, set()
+        environment = environment_of(job)
+        os.environ["SLURMD_NODENAME"] = job.batch_host
+        for _ in range(guardian.MAX_LOSSES + 1):
+            self.supervisor, pid = self.process("supervisor"), self.next_pid()
+            self.disturb()
+            self._me = processes.Process(job.batch_host, pid, f"born {pid}")
+            environment["SLURMFT_GUARD_LOST"] = " ".join(map(str, self._lost))
+            try:
+                with inside(self.supervisor):
+                    if number is None:
+                        code = run_module.supervise(self.config, environment)
+                    else:
+                        code = run_module.recover(self.config, environment, number)
+                self._end_of_supervisor(f"ends with {code}")
+                break
+            except Killed:
+                code, number = 137, signal.SIGKILL
+                is_off = job.batch_host in self.off
+                self._end_of_supervisor("is gone", quietly=is_off)
+                if is_off or self._ended_by_slurm:
+                    break
+                self._lost.append(pid)
+                for agent in self.agents:  # its guardian ends what it can reach
+                    if agent.job is job and agent.is_there and not self.network.is_cut(agent.host):
+                        agent.die()
+            except SlurmftError as error:
+                code = error.exit_code
+                self._end_of_supervisor(f"refuses: {error}")
+                break
+        assert self.slurm is not None
+        if job.batch_host not in self.off:
+            self.slurm.script_ended(job, restarts, code)
+        self.supervisor = self.job = None
+        return code
+
+    @contextmanager
+    def on_login_node(self) -> Iterator[None]:
+        """What is done in here is done by cron, or a person, there."""
+        before, self._me = self._me, processes.Process("login", 1, "1")
+        try:
+            with inside(None):
+                yield
+        finally:
+            self._me = before
 
     def live(self) -> int:
         """Run supervisors until the run has ended for good; returns the last exit code.
@@ -264,6 +458,7 @@ class World:
         code, number = -1, None
         for _ in range(200):
             self.supervisor = self.process("supervisor")
+            self.disturb()
             environment = dict(self._attempt_environment)
             try:
                 with inside(self.supervisor):
@@ -300,18 +495,40 @@ class World:
             if agent.is_there and not agent.process.stopped:
                 self.violate("agents end", f"{agent.process.name} lives {lease_s + 5.0} s after the end of the run")
 
-    def _end_of_supervisor(self, how: str) -> None:
+    def _end_of_supervisor(self, how: str, *, quietly: bool = False) -> None:
         self.note(f"the supervisor {how}")
         assert self.supervisor is not None
-        self.supervisor.kill()
+        if quietly:  # its node is gone: nobody hears of it
+            self.supervisor.alive = False
+        else:
+            self.supervisor.kill()
+        self._ignores_signals = False
         guardian._kept.clear()
         guardian._listeners.clear()
 
-    def kill_supervisor(self) -> None:
-        """SIGKILL, at this moment of its work."""
+    def signal_supervisor(self) -> None:
+        """SIGTERM."""
+        if self.supervisor is not None and self.supervisor.alive and not self._ignores_signals:
+            guardian._note(signal.SIGTERM, None)
+
+    @contextmanager
+    def ignoring_signals(self) -> Iterator[None]:
+        """As ``slurm.ignoring_signals``."""
+        before, self._ignores_signals = self._ignores_signals, True
+        try:
+            yield
+        finally:
+            self._ignores_signals = before
+
+    def kill_supervisor(self, *, by_slurm: bool = False, quietly: bool = False) -> None:
+        """SIGKILL, at this moment of its work; quietly: its node is gone."""
         if self.supervisor is not None and self.supervisor.alive:
             self.note("SIGKILL for the supervisor")
-            self.supervisor.kill()
+            self._ended_by_slurm = self._ended_by_slurm or by_slurm
+            if quietly:
+                self.supervisor.alive = False
+            else:
+                self.supervisor.kill()
             if self.timeline.is_running():
                 self.timeline.stop()
 
@@ -331,7 +548,12 @@ class World:
         if self.is_gone():
             raise Killed
         supervisor = self.supervisor
-        if self.timeline.is_running() or supervisor is None:
+        if Thread.present is not None and self.timeline.is_running():
+            Thread.present.sleep(seconds)
+            if self.is_gone():
+                raise Killed
+            return
+        if self.timeline.is_running() or supervisor is None or PROCESS.get() is not supervisor:
             self.timeline.now_s += seconds
             return
         supervisor.stopped = True
@@ -409,7 +631,13 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
 
     patch.setattr(asyncio, "open_connection", open_connection)
     patch.setattr(journal_module, "datetime", type("Wall", (_Wall,), {"world": world}))
-    patch.setattr(run_module, "detect", lambda environment: Machine(world, environment))
+    if world.slurm is None:
+        patch.setattr(run_module, "detect", lambda environment: Machine(world, environment))
+    else:
+        _simulate_slurm(world, world.slurm, patch)
+    _simulate_disk(world, patch)
+    for function, name in ((ExclusionList.__init__, "clock"),):
+        patch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, name: world.wall_s})
     patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
     patch.setattr(FolderThread, "__init__", _begin_thread)
     patch.setattr(FolderThread, "submit", lambda self, work: _submit(world, work))
@@ -437,6 +665,92 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
         root.removeHandler(complaints)
         world.end()
         asyncio.set_event_loop(None)
+
+
+def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "SQUEUE", "SBATCH"))]:
+        patch.delenv(name)
+    patch.setenv("SLURMD_NODENAME", "")
+    patch.setattr(run_module, "detect", lambda environment: SlurmMachine(world, environment))
+    patch.setattr(slurm, "subprocess", SimpleNamespace(
+        run=controller.subprocess_run, DEVNULL=-3, TimeoutExpired=TimeoutError))  # fmt: skip
+    waits = {"clock": lambda: world.timeline.now_s, "sleep": world.pass_time}
+    patch.setattr(slurm.run_patiently, "__kwdefaults__", {**slurm.run_patiently.__kwdefaults__, **waits})
+    patch.setattr(own_jobs, "_local_cluster", lambda _: "here")
+    patch.setattr(own_jobs, "keep_ahead", lambda *_: None)
+    for module in (slurm, act_module, run_module):
+        patch.setattr(module, "ignoring_signals", world.ignoring_signals)
+    patch.setattr(processes, "me", lambda: world._me)
+    patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world._me.pid, world._me.birth))
+    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world._me.host))
+    patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
+    world.timeline.may_sleep = lambda: controller.mood_lasts > 0
+    signs: dict[str, float] = {}
+
+    def touch(_: RunFolder, attempt: Any) -> None:
+        if world.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        signs[str(attempt)] = world.timeline.now_s
+
+    def newest(_: RunFolder, owner: Any) -> float | None:
+        return signs.get(f"{owner.job}.{owner.restart}.{owner.cycle}")
+
+    def is_fresh(run: RunFolder, owner: Any) -> bool:
+        at_s = newest(run, owner)
+        return at_s is not None and world.timeline.now_s - at_s < run_folder_module.FRESH_S
+
+    def seconds_since(run: RunFolder, path: Path) -> float | None:
+        return world.timeline.now_s - world.written.get(str(path), 0.0) if path.exists() else None
+
+    for function in (touch, newest, is_fresh, seconds_since):
+        patch.setattr(run_folder_module, function.__name__, function)
+
+
+def _simulate_disk(world: World, patch: pytest.MonkeyPatch) -> None:  # noqa: C901 - one small function for each call
+    """A full disk, a kill between two writes, and reads that are old."""
+    write, replace, root = os.write, os.replace, str(world.run.path)
+
+    def path_of(descriptor: int) -> str:
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            return ""
+        return path if path.startswith(root) else ""
+
+    def is_ours() -> bool:
+        return world.supervisor is not None and PROCESS.get() is world.supervisor
+
+    def full_write(descriptor: int, content: Any) -> int:
+        if path := path_of(descriptor):
+            if is_ours():
+                world.effect(f"a line of {path.removeprefix(root)}")
+            if world.is_full:
+                if len(content) > 40 and world.chance.random() < PARTLY:
+                    return write(descriptor, content[: len(content) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            world.written[path] = world.timeline.now_s
+        return write(descriptor, content)
+
+    def full_fsync(descriptor: int) -> None:
+        if world.is_full and path_of(descriptor):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def noted_replace(source: Any, target: Any, **rest: Any) -> None:
+        if str(target).startswith(root):
+            if is_ours():
+                world.effect(f"a new {str(target).removeprefix(root)}")
+            world.written[str(target)] = world.timeline.now_s
+        replace(source, target, **rest)
+
+    patch.setattr(os, "write", full_write)
+    patch.setattr(os, "fsync", full_fsync)
+    patch.setattr(os, "replace", noted_replace)
+    seen = RunFolder.see_request
+
+    def see_request(run: RunFolder, kind: str) -> str | None:
+        return None if world.timeline.now_s < world.stale_until_s and is_ours() else seen(run, kind)
+
+    patch.setattr(RunFolder, "see_request", see_request)
 
 
 def _no_process(argv: Any, *_: Any, **__: Any) -> None:
@@ -487,10 +801,7 @@ def _submit(world: World, work: Callable[[], Any]) -> Future[Any]:
     if world.is_gone():
         raise Killed
     future: Future[Any] = Future()
-    world.effects += 1
-    if world.effects == world.killed_at:
-        world.kill_supervisor()
-        raise Killed
+    world.effect("work on the run folder")
     silent_s = world.silent_until_s - world.timeline.now_s
     if silent_s <= 0:
         _do(future, work)

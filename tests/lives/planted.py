@@ -1,0 +1,339 @@
+"""Faults of ours, each in one place: what is planted, the invariant that finds it, and the life that shows it.
+
+A test of the tests: an invariant that nothing can break proves nothing. Each is found within ``TRIES`` lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from lives import faults
+from lives.life import PATIENT, Bounds, lived
+from lives.world import World
+from slurmft.ipc.messages import RescueState
+from slurmft.policy.verdict import Action, Cause
+from slurmft.scheduler import own_jobs
+from slurmft.storage.journal import EventName
+from slurmft.storage.patience import PatientJournal
+from slurmft.storage.run_folder import EndingClaim, RunFolder
+from slurmft.supervisor import act as act_module
+from slurmft.supervisor import attempt as attempt_module
+from slurmft.supervisor import run as run_module
+from slurmft.supervisor.act import Continuation, Ending
+from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
+from slurmft.supervisor.attempt import AttemptRunner
+from slurmft.supervisor.crew import AttemptFolder, Crew, Reviver
+from slurmft.supervisor.hangs import Hangs
+from slurmft.supervisor.run import Attempts
+from slurmft.supervisor.stops import SlurmsWord, Stops
+
+TRIES = 30
+Plant = Callable[[pytest.MonkeyPatch], None]
+Scene = Callable[[int], World]
+
+KEEPING = {"checkpoint": {"interval_steps": 10, "just_in_time": True}, "fault_tolerance": PATIENT}
+ON_DISK = {"checkpoint": {"interval_steps": 10, "just_in_time": False}, "fault_tolerance": PATIENT}
+SLURM = {"limit_s": 100_000, "kill_wait_s": 30, "unnoticed_s": 60.0, "requeues_early": False}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault of ours."""
+
+    plant: Plant
+    invariant: str
+    """Beginning of the violation that finds it."""
+
+    scene: Scene
+    """The life, by its seed."""
+
+
+# lives
+
+
+def _life(*befalls: tuple[float, faults.Fault], shift_s: float = 0.0, **settings: Any) -> Scene:
+    """These faults at these times, for each seed a little later."""
+
+    def scene(seed: int) -> World:
+        moved = [(at_s + seed * shift_s, fault) for at_s, fault in befalls]
+        return lived(moved, seed=seed, **{**KEEPING, **settings})
+
+    return scene
+
+
+def _in_slurm(*befalls: tuple[float, faults.Fault], slurm: dict[str, Any] | None = None, **settings: Any) -> Scene:
+    section = {"slurm": {"partition": "low"}, **settings}
+    section["preemption"] = {"signal_lead_s": 20, **settings.get("preemption", {})}
+    return _life(*befalls, in_slurm={**SLURM, **(slurm or {})}, **section)
+
+
+def _silent(seconds: float) -> faults.Fault:
+    def fault(world: World) -> None:
+        world.note(f"the run folder is silent for {seconds} s")
+        world.silent_until_s = world.timeline.now_s + seconds
+
+    return fault
+
+
+def _full(seconds: float) -> faults.Fault:
+    def fault(world: World) -> None:
+        world.note(f"the run folder is full for {seconds} s")
+        world.full_until_s = world.timeline.now_s + seconds
+
+    return fault
+
+
+def _preempted(grace_s: int) -> faults.Fault:
+    def fault(world: World) -> None:
+        if world.slurm is not None and world.job is not None:
+            world.slurm.preempt(world.job, grace_s)
+
+    return fault
+
+
+def _controller(mood: str, commands: int, *, at: str) -> faults.Fault:
+    """From the first command that begins with ``at``, the controller is like that for so many commands."""
+
+    def fault(world: World) -> None:
+        slurm = world.slurm
+        assert slurm is not None
+        slurm.moods.append((at, mood, commands))
+
+    return fault
+
+
+def _kill_after(command: str) -> faults.Fault:
+    """The supervisor is killed right after the first command that begins like that."""
+
+    def fault(world: World) -> None:
+        world.killed_after = command
+
+    return fault
+
+
+REQUEUE = faults._request("REQUEUE")
+LOST_REPORT = _life((9.0, faults.kill_rank_and_connection), shift_s=0.01, nodes=1, nproc_per_node=2)
+RANK = _life((5.0, faults.kill_rank), nodes=2, nproc_per_node=1)
+QUIET = _life(until=400, nodes=2, nproc_per_node=1, fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})
+STOP = _life((5.0, faults.ask_for_stop), nodes=1)
+HANG = _life((5.0, faults.hang_rank), nodes=1, nproc_per_node=2)
+ASKED = _life((5.0, REQUEUE), shift_s=0.05, nodes=1, nproc_per_node=1, bounds=Bounds(costless=True))
+RESET = _life((5.0, faults.reset), shift_s=0.05, nodes=2, nproc_per_node=1)
+POWER = _life(
+    (5.0, faults.power_off), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1}, bounds=Bounds(within_s=100.0)
+)
+SUSPENDED = _life((5.0, faults.stop_supervisor), nodes=2, nproc_per_node=1)
+BETWEEN = _life((5.0, faults.kill_rank), (5.02, _silent(70.0)), nodes=1,
+                fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})  # fmt: skip
+FULL = _life((4.9, _full(8.0)), (5.0, faults.kill_rank), nodes=1)
+LONG_FULL = _life((4.9, _full(20.0)), (5.0, faults.kill_rank), nodes=1)
+DOOMED = _life(nodes=1, bounds=Bounds(most_starts=6), fault_tolerance={
+    **PATIENT, "num_in_job_restarts": 2, "num_job_retries_on_failure": 1, "retry_delay_s": 0})  # fmt: skip
+DOOMED_IN_SLURM = _in_slurm(nodes=1, bounds=Bounds(most_starts=6), fault_tolerance={
+    **PATIENT, "num_in_job_restarts": 2, "num_job_retries_on_failure": 1, "retry_delay_s": 0})  # fmt: skip
+PLANNED = _life((4.0, REQUEUE), (9.0, REQUEUE), (14.0, REQUEUE), nodes=1, fault_tolerance={
+    **PATIENT, "num_in_job_restarts": 0, "num_job_retries_on_failure": 0})  # fmt: skip
+PREEMPTED = _in_slurm((5.0, _preempted(60)), nodes=2, nproc_per_node=1, bounds=Bounds(costless=True))
+RANK_IN_SLURM = _in_slurm((5.0, faults.kill_rank), nodes=2, nproc_per_node=1,
+                          fault_tolerance={**PATIENT, "num_in_job_restarts": 0})  # fmt: skip
+LATE_SBATCH = _in_slurm((4.9, _controller("late", 1, at="sbatch")), (5.0, REQUEUE), nodes=1,
+                        preemption={"continue_by": "resubmit"})  # fmt: skip
+KILLED_AFTER_SBATCH = _in_slurm((4.9, _kill_after("sbatch")), (5.0, REQUEUE), nodes=1,
+                                preemption={"continue_by": "resubmit"})  # fmt: skip
+KILLED_IN_REQUEUE = _in_slurm(
+    (4.9, _kill_after("scontrol requeue")), (5.0, REQUEUE), nodes=1, bounds=Bounds(within_s=110.0)
+)
+STOPPED_IN_GRACE = _in_slurm((5.0, _preempted(60)), (5.1, faults.ask_for_stop), nodes=1,
+                             slurm={"requeues_early": True})  # fmt: skip
+EXCLUDED = _in_slurm((5.0, faults.exclude_node), nodes=2, nproc_per_node=1)
+FORGOTTEN = _in_slurm((5.0, faults.forget), (6.0, REQUEUE), nodes=1)
+
+
+# what is planted
+
+
+async def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+async def _ask_once(_pool: AgentPool, links: Any, _journal: Any) -> None:
+    await ask_each(links, RescueState(), timeout_s=17.0)
+
+
+async def _ask_the_first(pool: AgentPool, links: Any, journal: Any) -> None:
+    await REAL_RESCUE(pool, links[:1], journal)
+
+
+REAL_RESCUE = attempt_module.rescue
+
+
+async def _slept(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return 0.0
+
+
+async def _no_requests(*_: Any, **__: Any) -> dict[str, str]:
+    return {}
+
+
+def _put(owner: Any, name: str, value: Any) -> Plant:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Plant:
+    """Have ``around`` called in the place of a method, with the method first."""
+    real = getattr(owner, name)
+    return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: around(real, *args, **kwargs))
+
+
+def _unsaid(*names: EventName) -> Plant:
+    """These events never reach the journal."""
+
+    def append(real: Any, self: Any, event: EventName, **details: Any) -> Any:
+        return self.compose(event, details) if event in names else real(self, event, **details)
+
+    return _wrap(PatientJournal, "append", append)
+
+
+def _lost_when_full(self: PatientJournal) -> None:
+    while self._pending:
+        with contextlib.suppress(OSError):
+            self.write(self._pending[0][1])
+        self._pending.popleft()
+
+
+def _without_pings(self: Attempts, work: Any) -> Any:
+    self._between.close()
+    return self._runner.run(work)
+
+
+def _without_claim(self: Ending, verdict: Any, decision: Any) -> int | None:
+    assert isinstance(self.cluster, act_module.SlurmCluster)
+    self._continuation(self.cluster, verdict).begin(verdict)
+    return decision.exit_code  # type: ignore[no-any-return]
+
+
+def _finish(real: Any, self: Ending, verdict: Any, decision: Any, **rest: Any) -> Any:
+    return real(self, verdict, replace(decision, action=Action.FINISH), **rest)
+
+
+def _counted(real: Any, *args: Any) -> Any:
+    budget = real(*args)
+    return replace(budget, failures_so_far=budget.failures_so_far + 1)
+
+
+def _unspent(real: Any, *args: Any) -> Any:
+    return replace(real(*args), failures_so_far=0, restarts_so_far=0)
+
+
+def _failed_instead(real: Any, self: Ending, verdict: Any) -> Any:
+    planned = verdict.cause in act_module.PLANNED
+    return real(self, replace(verdict, cause=Cause.WORKER_ERROR, exit_code=1) if planned else verdict)
+
+
+def _unowned(self: RunFolder, owner: Any) -> None:
+    if owner.generation == 1:
+        REAL_TAKE_OVER(self, owner)
+
+
+REAL_TAKE_OVER = RunFolder.take_over
+
+PLANTED: dict[str, Planted] = {
+    # ends, and what is kept before them
+    "nodes are asked for their state once": Planted(
+        _put(attempt_module, "rescue", _ask_once), "state is kept", LOST_REPORT),
+    "nodes are not asked for their state": Planted(_put(attempt_module, "rescue", _nothing), "state is kept", RANK),
+    "only the first node is asked for its state": Planted(
+        _put(attempt_module, "rescue", _ask_the_first), "state is kept", RANK),
+    "ends of workers are not taken in": Planted(
+        _put(AttemptRunner, "_on_exit", lambda *_: None), "every life ends", RANK),
+    "every report counts as told before": Planted(
+        _put(AgentLink, "has_told", lambda *_: True), "every life ends", RANK),
+    "hangs are not looked into": Planted(_put(Hangs, "investigate", _nothing), "every life ends", HANG),
+    "workers that are to end are not killed": Planted(
+        _put(AttemptRunner, "_kill_peers", _nothing), "every life ends", RANK),
+    # silence, leases, connections
+    "a connection that broke is a lost node at once": Planted(
+        _put(Crew, "reconnected", _nothing), "no evidence", RESET),
+    "nobody pings": Planted(_put(AgentPool, "ping", lambda *_: None), "agents stay", QUIET),
+    "nobody pings between two attempts": Planted(
+        _put(Attempts, "_run_in_loop", _without_pings), "agents stay", BETWEEN),
+    "silence is not noticed": Planted(_put(AgentPool, "silent_for", lambda *_: []), "in time", POWER),
+    "a supervisor that was stopped blames its nodes": Planted(
+        _put(attempt_module, "overslept_s", _slept), "no evidence", SUSPENDED),
+    "a lost agent is not started again": Planted(_put(Reviver, "lost", lambda *_, **__: None), "in time", _life(
+        (5.0, faults.kill_agent), nodes=2, nproc_per_node=1, bounds=Bounds(within_s=60.0))),
+    # decisions, and the journal before them
+    "no decision is carried out": Planted(_put(Ending, "_carry_out", lambda *_: 0), "the run ends", RANK),
+    "an attempt is taken for finished when it was stopped": Planted(
+        _wrap(Ending, "follow", _finish), "the run ends complete", ASKED),
+    "an attempt begins before the journal knows": Planted(
+        _unsaid(EventName.ATTEMPT_STARTED), "entry before action", RANK),
+    "a requeue comes before its decision": Planted(_unsaid(EventName.DECISION), "entry before action", RANK_IN_SLURM),
+    "a requeue comes before its entry": Planted(_unsaid(EventName.REQUEUEING), "entry before action", RANK_IN_SLURM),
+    "a submission comes before its entry": Planted(
+        _unsaid(EventName.RESUBMITTING), "entry before action", LATE_SBATCH),
+    "events that meet a full disk are lost": Planted(
+        _put(PatientJournal, "_write_pending", _lost_when_full), "the journal is whole", FULL),
+    "a full disk is not waited for": Planted(_put(run_module, "STORAGE_PATIENCE_S", 0.0), "the run goes on", LONG_FULL),
+    "the right to act is never given": Planted(
+        _put(EndingClaim, "take", lambda *_, **__: False), "the run goes on", ASKED),
+    "no new owner is recorded": Planted(_put(RunFolder, "take_over", _unowned), "every life ends", RANK),
+    # budgets
+    "a budget is not spent": Planted(_wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED),
+    "a budget is not spent over jobs": Planted(
+        _wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED_IN_SLURM),
+    "a planned stop counts as a failure": Planted(_wrap(Ending, "act_on", _failed_instead), "the run goes on", PLANNED),
+    # stops
+    "a request for a stop is not seen": Planted(
+        _put(RunFolder, "see_request", lambda *_: None), "stop means stop", STOP),
+    "a request that was seen is forgotten": Planted(
+        _put(AttemptFolder, "requests", _no_requests), "stop means stop", STOP),
+    "signals are not listened to": Planted(
+        _put(Stops, "on_signal", lambda *_: None), "a planned stop costs no step", PREEMPTED),
+    "a stop does not save": Planted(_put(Stops, "_agreed_stop", _nothing), "a planned stop costs no step", PREEMPTED),
+    "Slurm may undo a stop": Planted(
+        lambda patch: (patch.setattr(act_module, "keep_ended", lambda *_: None),
+                       patch.setattr(run_module, "superfluous", lambda *_: None))[0],
+        "stop means stop", STOPPED_IN_GRACE),
+    # one continuation
+    "a submission without an answer is made again": Planted(
+        _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
+    "a killed supervisor's submission is made again": Planted(
+        lambda patch: (patch.setattr(Continuation, "_began_to_resubmit", lambda _: False),
+                       patch.setattr(Continuation, "_other_job", lambda _: None))[0],
+        "one continuation", KILLED_AFTER_SBATCH),
+    "a run that is complete is started again": Planted(
+        _put(RunFolder, "done", lambda _: None), "the run ends complete", RANK),
+    "agents outlive the requeue": Planted(
+        _put(Attempts, "dismiss", lambda _: None), "agents end before the requeue", RANK_IN_SLURM),
+    # placement
+    "an exclusion is forgotten": Planted(
+        lambda patch: (patch.setattr(act_module, "next_placement", lambda *_, **__: None),
+                       patch.setattr(run_module, "settle", lambda *_: None))[0],
+        "excluded nodes", EXCLUDED),
+    "another run's job is requeued": Planted(
+        _put(own_jobs, "refuse_another", lambda *_: None), "requeue of job", FORGOTTEN),
+    "why Slurm ends a job is not asked": Planted(
+        _put(SlurmsWord, "is_ending", _nothing), "a planned stop costs no step", PREEMPTED),
+}  # fmt: skip
+
+
+def lives_to_find(planted: Planted, patch: pytest.MonkeyPatch, tries: int = TRIES) -> int | None:
+    """How many lives it took; None where it was not found."""
+    planted.plant(patch)
+    for seed in range(tries):
+        if any(each.startswith(planted.invariant) for each in planted.scene(seed).violations):
+            return seed + 1
+    return None
+
+
+def scenes() -> Sequence[Scene]:
+    """The lives in which nothing is planted: nothing must be found in them."""
+    return list({id(each.scene): each.scene for each in PLANTED.values()}.values())
