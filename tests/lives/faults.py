@@ -175,9 +175,11 @@ def stop_supervisor(world: World) -> None:
         away_s = world.chance.choice((0.5, 5.0, 20.0, 70.0, 200.0))
         world.note(f"the supervisor is stopped for {away_s} s")
         supervisor.stop()
+        world.is_suspended = True
 
         def go_on() -> None:
             world.disturb()
+            world.is_suspended = False
             world.note("the supervisor goes on")
             supervisor.go_on()
 
@@ -292,6 +294,16 @@ def forget(world: World) -> None:
         world.slurm.submit("/another/run/job.sh", foreign=True)
 
 
+def give_number_again(world: World) -> None:
+    """The controller was restored from an older state: the job is not in it, and another run gets its number."""
+    slurm, job = world.slurm, world.job
+    if slurm is not None and job is not None and slurm.state.jobs.get(job.job_id) is job and job.state == "RUNNING":
+        world.note(f"the controller has lost job {job.job_id}, and gives its number again")
+        slurm.errs = True
+        slurm.lose_job(job, after_s=world.chance.choice((3.0, 60.0)))
+        slurm.submit("/another/run/job.sh", foreign=True)
+
+
 def look_in_between(world: World) -> None:
     """Cron looks while everything goes on."""
     if world.slurm is not None and not world.is_full and world.silent_until_s < world.timeline.now_s:
@@ -315,8 +327,8 @@ FAULTS: tuple[Fault, ...] = (
     tear_connection, say_twice, fill_disk, fill_disk_in_its_work, read_stale, jump_clock,
 )  # fmt: skip
 OF_SLURM: tuple[Fault, ...] = (
-    preempt, preempt, requeue_job, lose_controller, lose_controller, forget, look_in_between, exclude_node,
-    kill_supervisor_in_its_work,
+    preempt, preempt, requeue_job, lose_controller, lose_controller, forget, give_number_again,
+    look_in_between, exclude_node, kill_supervisor_in_its_work,
 )  # fmt: skip
 RARE: tuple[Fault, ...] = (ask_for_stop, cancel_job)
 RARELY = 0.02

@@ -14,7 +14,7 @@ import pytest
 
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
-from lives.world import World, simulated
+from lives.world import LONGEST_S, World, simulated
 from slurmft.storage.journal import EventName
 
 Scheduled = Sequence[tuple[float, Fault]]
@@ -28,11 +28,20 @@ class Bounds:
     costless: bool = False
     """No step is done again."""
 
+    decided: bool = False
+    """The decision about every attempt is in the journal."""
+
+    stops: bool = False
+    """It is stopped long before its end."""
+
     most_starts: int = 0
     """Each training fails before its first step, and there may be so many; 0: it trains."""
 
     within_s: float = 0.0
     """The run is over after so many seconds; 0: whenever."""
+
+    longest_s: float = LONGEST_S
+    """A life that goes on for longer will never end."""
 
 
 IN_SLURM = 0.6
@@ -104,7 +113,7 @@ def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
 
 def lived(
     faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: bool = True,
-    in_slurm: dict[str, Any] | None = None, bounds: Bounds | None = None, **settings: Any,
+    in_slurm: dict[str, Any] | None = None, bounds: Bounds = Bounds(), **settings: Any,
 ) -> World:  # fmt: skip
     """Live the life in which these faults come.
 
@@ -123,16 +132,20 @@ def lived(
         if not peers_fail:
             world.peers_fail_s = (1e9,)
         with pytest.MonkeyPatch.context() as patch, simulated(world, patch):
-            world.is_doomed = bounds is not None and bounds.most_starts > 0
+            world.most_starts = bounds.most_starts
+            world.timeline.until_s = 1000.0 + bounds.longest_s
             for at_s, fault in faults:
                 world.timeline.call_later(at_s, fault, world)
             try:
                 code = world.live() if world.slurm is None else world.live_in_slurm()
             except Stuck as error:
-                world.violate("every life ends", str(error))
+                is_over = 0 < bounds.most_starts < len(world.starts)
+                world.violate(
+                    "budgets add up" if is_over else "every life ends", f"{error}; {len(world.starts)} starts"
+                )
             else:
                 _judge(world, code)
-                _judge_bounds(world, code, bounds or Bounds())
+                _judge_bounds(world, code, bounds)
                 world.outlive()
         world.journal = [f"{event.at:%H:%M:%S.%f} {event.attempt} {event.event} {event.details}" for event in
                          world.events()]  # fmt: skip
@@ -146,8 +159,16 @@ def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
     if bounds.costless and any(after.began_at != before.step for before, after in pairs):
         told = [(each.began_at, each.step) for each in world.trainings]
         world.violate("a planned stop costs no step", f"first and last steps are {told}")
-    if bounds.most_starts and (len(world.starts) > bounds.most_starts or code == 0):
-        world.violate("budgets add up", f"{len(world.starts)} starts, where {bounds.most_starts} may be; then {code}")
+    if bounds.stops and world.run.done() is not None:
+        world.violate("stop means stop", "the run is complete all the same")
+    if bounds.decided:
+        events = world.events()
+        attempts = [event.attempt for event in events if event.event == EventName.ATTEMPT_STARTED]
+        decided = {event.attempt for event in events if event.event == EventName.DECISION}
+        if missing := [attempt for attempt in attempts if attempt not in decided]:
+            world.violate("the journal is whole", f"no decision about {missing} is in it")
+    if bounds.most_starts and code == 0:
+        world.violate("budgets add up", "a run that never trains ends well")
     if bounds.within_s and world.timeline.now_s - 1000.0 > bounds.within_s:
         world.violate("in time", f"it ends after {world.timeline.now_s - 1000.0:.0f} s, not {bounds.within_s:.0f}")
 
@@ -162,7 +183,7 @@ def _judge(world: World, code: int) -> None:
         world.violate("the journal is whole", f"generations {sorted({*world.starts} - known)} are not in it")
     if world.slurm is not None and len(left := world.slurm.mine()) > 0 and world.run.done() is not None:
         world.violate("one continuation", f"jobs {[job.job_id for job in left]} are left of a complete run")
-    if code != 0 and not world.stop_asked_s and not world.is_doomed:
+    if code != 0 and not world.stop_asked_s and not world.most_starts:
         decided = [event.details.get("reason") for event in events if event.event == EventName.DECISION][-1:]
         world.violate("the run goes on", f"it ends with {code}: {decided}")
     elif code == 0 and world.saved != world.until:

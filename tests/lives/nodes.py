@@ -373,7 +373,7 @@ class Training:
         # ranks that were cut off go on when they can; what they save is refused, and their agents end them at once
         if self.generation < world.newest and world.timeline.now_s - world.disturbed_s > HEARD_S:
             world.violate("one continuation", f"generation {self.generation} begins to train after {world.newest}")
-        if world.is_doomed:
+        if world.most_starts:
             self.agents[0].end_worker(min(self.agents[0].workers), 1)
             return
         self.step = self.began_at = world.resumed(self)

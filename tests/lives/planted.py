@@ -28,10 +28,10 @@ from slurmft.supervisor import run as run_module
 from slurmft.supervisor.act import Continuation, Ending
 from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
-from slurmft.supervisor.crew import AttemptFolder, Crew, Reviver
+from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.run import Attempts
-from slurmft.supervisor.stops import SlurmsWord, Stops
+from slurmft.supervisor.stops import Stops
 
 TRIES = 30
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -62,7 +62,9 @@ def _life(*befalls: tuple[float, faults.Fault], shift_s: float = 0.0, **settings
 
     def scene(seed: int) -> World:
         moved = [(at_s + seed * shift_s, fault) for at_s, fault in befalls]
-        return lived(moved, seed=seed, **{**KEEPING, **settings})
+        bounds = settings.get("bounds", Bounds())
+        longest_s = 1600.0 if "in_slurm" in settings else 250.0
+        return lived(moved, seed=seed, **{**KEEPING, **settings, "bounds": replace(bounds, longest_s=longest_s)})
 
     return scene
 
@@ -85,6 +87,23 @@ def _full(seconds: float) -> faults.Fault:
     def fault(world: World) -> None:
         world.note(f"the run folder is full for {seconds} s")
         world.full_until_s = world.timeline.now_s + seconds
+
+    return fault
+
+
+def _suspended(seconds: float) -> faults.Fault:
+    def fault(world: World) -> None:
+        supervisor = world.supervisor
+        assert supervisor is not None
+        supervisor.stop()
+        world.is_suspended = True
+
+        def go_on() -> None:
+            world.disturb()
+            world.is_suspended = False
+            supervisor.go_on()
+
+        world.timeline.call_later(seconds, go_on)
 
     return fault
 
@@ -119,19 +138,20 @@ def _kill_after(command: str) -> faults.Fault:
 
 REQUEUE = faults._request("REQUEUE")
 LOST_REPORT = _life((9.0, faults.kill_rank_and_connection), shift_s=0.01, nodes=1, nproc_per_node=2)
+RANKS = _life((5.0, faults.kill_rank), (9.0, faults.kill_rank), nodes=1)
 RANK = _life((5.0, faults.kill_rank), nodes=2, nproc_per_node=1)
-QUIET = _life(until=400, nodes=2, nproc_per_node=1, fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})
-STOP = _life((5.0, faults.ask_for_stop), nodes=1)
+STOP = _life((5.0, faults.ask_for_stop), nodes=1, bounds=Bounds(stops=True))
 HANG = _life((5.0, faults.hang_rank), nodes=1, nproc_per_node=2)
 ASKED = _life((5.0, REQUEUE), shift_s=0.05, nodes=1, nproc_per_node=1, bounds=Bounds(costless=True))
 RESET = _life((5.0, faults.reset), shift_s=0.05, nodes=2, nproc_per_node=1)
 POWER = _life(
     (5.0, faults.power_off), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1}, bounds=Bounds(within_s=100.0)
 )
-SUSPENDED = _life((5.0, faults.stop_supervisor), nodes=2, nproc_per_node=1)
+SUSPENDED = _life((5.0, _suspended(20.0)), nodes=2, nproc_per_node=1,
+                  fault_tolerance={**PATIENT, "agent_timeout_s": 5.0})  # fmt: skip
 BETWEEN = _life((5.0, faults.kill_rank), (5.02, _silent(70.0)), nodes=1,
                 fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})  # fmt: skip
-FULL = _life((4.9, _full(8.0)), (5.0, faults.kill_rank), nodes=1)
+FULL = _life((4.9, _full(8.0)), (5.0, faults.kill_rank), nodes=1, bounds=Bounds(decided=True))
 LONG_FULL = _life((4.9, _full(20.0)), (5.0, faults.kill_rank), nodes=1)
 DOOMED = _life(nodes=1, bounds=Bounds(most_starts=6), fault_tolerance={
     **PATIENT, "num_in_job_restarts": 2, "num_job_retries_on_failure": 1, "retry_delay_s": 0})  # fmt: skip
@@ -139,7 +159,7 @@ DOOMED_IN_SLURM = _in_slurm(nodes=1, bounds=Bounds(most_starts=6), fault_toleran
     **PATIENT, "num_in_job_restarts": 2, "num_job_retries_on_failure": 1, "retry_delay_s": 0})  # fmt: skip
 PLANNED = _life((4.0, REQUEUE), (9.0, REQUEUE), (14.0, REQUEUE), nodes=1, fault_tolerance={
     **PATIENT, "num_in_job_restarts": 0, "num_job_retries_on_failure": 0})  # fmt: skip
-PREEMPTED = _in_slurm((5.0, _preempted(60)), nodes=2, nproc_per_node=1, bounds=Bounds(costless=True))
+PREEMPTED = _in_slurm((5.0, _preempted(60)), until=400, nodes=2, nproc_per_node=1, bounds=Bounds(costless=True))
 RANK_IN_SLURM = _in_slurm((5.0, faults.kill_rank), nodes=2, nproc_per_node=1,
                           fault_tolerance={**PATIENT, "num_in_job_restarts": 0})  # fmt: skip
 LATE_SBATCH = _in_slurm((4.9, _controller("late", 1, at="sbatch")), (5.0, REQUEUE), nodes=1,
@@ -149,10 +169,10 @@ KILLED_AFTER_SBATCH = _in_slurm((4.9, _kill_after("sbatch")), (5.0, REQUEUE), no
 KILLED_IN_REQUEUE = _in_slurm(
     (4.9, _kill_after("scontrol requeue")), (5.0, REQUEUE), nodes=1, bounds=Bounds(within_s=110.0)
 )
-STOPPED_IN_GRACE = _in_slurm((5.0, _preempted(60)), (5.1, faults.ask_for_stop), nodes=1,
+STOPPED_IN_GRACE = _in_slurm((5.0, faults.ask_for_stop), (5.0, _preempted(60)), nodes=1,
                              slurm={"requeues_early": True})  # fmt: skip
 EXCLUDED = _in_slurm((5.0, faults.exclude_node), nodes=2, nproc_per_node=1)
-FORGOTTEN = _in_slurm((5.0, faults.forget), (6.0, REQUEUE), nodes=1)
+FORGOTTEN = _in_slurm((5.0, faults.give_number_again), (5.1, REQUEUE), nodes=1)
 
 
 # what is planted
@@ -261,14 +281,11 @@ PLANTED: dict[str, Planted] = {
     # silence, leases, connections
     "a connection that broke is a lost node at once": Planted(
         _put(Crew, "reconnected", _nothing), "no evidence", RESET),
-    "nobody pings": Planted(_put(AgentPool, "ping", lambda *_: None), "agents stay", QUIET),
     "nobody pings between two attempts": Planted(
         _put(Attempts, "_run_in_loop", _without_pings), "agents stay", BETWEEN),
     "silence is not noticed": Planted(_put(AgentPool, "silent_for", lambda *_: []), "in time", POWER),
     "a supervisor that was stopped blames its nodes": Planted(
         _put(attempt_module, "overslept_s", _slept), "no evidence", SUSPENDED),
-    "a lost agent is not started again": Planted(_put(Reviver, "lost", lambda *_, **__: None), "in time", _life(
-        (5.0, faults.kill_agent), nodes=2, nproc_per_node=1, bounds=Bounds(within_s=60.0))),
     # decisions, and the journal before them
     "no decision is carried out": Planted(_put(Ending, "_carry_out", lambda *_: 0), "the run ends", RANK),
     "an attempt is taken for finished when it was stopped": Planted(
@@ -284,7 +301,7 @@ PLANTED: dict[str, Planted] = {
     "a full disk is not waited for": Planted(_put(run_module, "STORAGE_PATIENCE_S", 0.0), "the run goes on", LONG_FULL),
     "the right to act is never given": Planted(
         _put(EndingClaim, "take", lambda *_, **__: False), "the run goes on", ASKED),
-    "no new owner is recorded": Planted(_put(RunFolder, "take_over", _unowned), "every life ends", RANK),
+    "no new owner is recorded": Planted(_put(RunFolder, "take_over", _unowned), "every life ends", RANKS),
     # budgets
     "a budget is not spent": Planted(_wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED),
     "a budget is not spent over jobs": Planted(
@@ -295,8 +312,6 @@ PLANTED: dict[str, Planted] = {
         _put(RunFolder, "see_request", lambda *_: None), "stop means stop", STOP),
     "a request that was seen is forgotten": Planted(
         _put(AttemptFolder, "requests", _no_requests), "stop means stop", STOP),
-    "signals are not listened to": Planted(
-        _put(Stops, "on_signal", lambda *_: None), "a planned stop costs no step", PREEMPTED),
     "a stop does not save": Planted(_put(Stops, "_agreed_stop", _nothing), "a planned stop costs no step", PREEMPTED),
     "Slurm may undo a stop": Planted(
         lambda patch: (patch.setattr(act_module, "keep_ended", lambda *_: None),
@@ -319,9 +334,7 @@ PLANTED: dict[str, Planted] = {
                        patch.setattr(run_module, "settle", lambda *_: None))[0],
         "excluded nodes", EXCLUDED),
     "another run's job is requeued": Planted(
-        _put(own_jobs, "refuse_another", lambda *_: None), "requeue of job", FORGOTTEN),
-    "why Slurm ends a job is not asked": Planted(
-        _put(SlurmsWord, "is_ending", _nothing), "a planned stop costs no step", PREEMPTED),
+        _put(own_jobs, "refuse_another", lambda *_: None), "update of job", FORGOTTEN),
 }  # fmt: skip
 
 

@@ -251,6 +251,13 @@ class Controller(FakeSlurm):
         if self._world.job is job and not self._is_lost(job.batch_host):
             self._world.kill_supervisor(by_slurm=True)
 
+    def lose_job(self, job: Job, *, after_s: float) -> None:
+        """Forget a job that runs; its nodes end what the controller does not know when they register again."""
+        del self.state.jobs[job.job_id]
+        self.state.next_id = int(job.job_id)
+        with inside(None):
+            self._world.timeline.call_later(after_s, self._kill, job)
+
     def script_ended(self, job: Job, restarts: int, code: int) -> None:
         """The batch script of a start has ended."""
         if self.state.jobs.get(job.job_id) is not job or job.restarts != restarts or job.state != "RUNNING":

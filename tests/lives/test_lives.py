@@ -64,7 +64,8 @@ def test_a_disk_that_fills_up_within_the_begin_of_an_attempt_is_waited_for(effec
 # Faults of ours, each in one place, and what shows them
 
 SHOWN = (
-    "nodes are asked for their state once", "every report counts as told before", "nobody pings",
+    "nodes are asked for their state once", "every report counts as told before",
+    "nobody pings between two attempts",
     "a requeue comes before its decision", "events that meet a full disk are lost", "a budget is not spent",
     "Slurm may undo a stop", "a submission without an answer is made again", "an exclusion is forgotten",
 )  # fmt: skip

@@ -60,7 +60,7 @@ class Timeline(asyncio.BaseEventLoop):
 
     def __init__(self, *, until_s: float) -> None:
         super().__init__()
-        self.now_s, self._until_s = 1000.0, 1000.0 + until_s
+        self.now_s, self.until_s = 1000.0, 1000.0 + until_s
         self.answer_s: Callable[[], float] = lambda: 0.01
         """How long a thread takes for what it is asked."""
 
@@ -80,7 +80,7 @@ class Timeline(asyncio.BaseEventLoop):
         if timeout is None:
             raise Stuck("nothing will ever happen again")
         self.now_s += timeout
-        if self.now_s > self._until_s:
+        if self.now_s > self.until_s:
             raise Stuck("the life goes on for too long")
         return []
 

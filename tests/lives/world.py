@@ -57,6 +57,9 @@ PARTLY = 0.3
 SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED, EventName.EXCLUSIONS_REFUSED})
 """Events that say why a run is on a node that is to be kept off."""
 
+PINGED_S = 20.0
+"""An agent that can be reached hears of its supervisor within this time; no lease is as short."""
+
 STOP_KNOWN_S = 5.0
 """A supervisor that lives, and whose run folder answers, has seen a request for a stop by then."""
 
@@ -163,12 +166,15 @@ class World:
         self.disturbed_s = 0.0
         """When a fault has kept an agent and its supervisor apart the last time."""
 
+        self.is_suspended = False
+        """Whether the supervisor is stopped by a fault."""
+
         self.excluded: set[str] = set()
         self.excluded_next: set[str] = set()
         """Nodes that a user has put on the exclusion list, before the newest job was decided about, and since."""
 
-        self.is_doomed = False
-        """Whether each training fails before its first step."""
+        self.most_starts = 0
+        """Each training fails before its first step, and there may be so many; 0: it trains."""
 
         self.stop_asked_s = 0.0
         """When a user has asked for the end of the run; 0 before."""
@@ -270,6 +276,8 @@ class World:
             if self.stop_asked_s and self.timeline.now_s > self.stop_asked_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
+            if 0 < self.most_starts < len(self._trainings):
+                self.timeline.until_s = self.timeline.now_s  # enough is seen
         return self._trainings[order.generation]
 
     @property
@@ -332,9 +340,9 @@ class World:
 
     def check_lease(self, agent: Agent) -> None:
         """An agent ends, as it has heard of no supervisor for its lease."""
-        lease_s = self.config.fault_tolerance.supervisor_lease_s
         is_served = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
-        if is_served and self.timeline.now_s - self.disturbed_s > lease_s + 1.0:
+        is_served = is_served and not self.is_suspended
+        if is_served and self.timeline.now_s - self.disturbed_s > PINGED_S:
             self.violate("agents stay", f"{agent.process.name} ends, although its supervisor lives and can be reached")
 
     def check_requeue(self) -> None:
