@@ -23,7 +23,7 @@ from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
 from slurmft.ipc.zygote_start import as_variable
 from slurmft.policy import container as policy
 from slurmft.policy.container import Container
-from slurmft.policy.job_identity import OwnJob, merged
+from slurmft.policy.job_identity import JobIdentity, OwnJob, merged
 from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import nodes as scheduler_nodes
@@ -323,15 +323,21 @@ class SlurmCluster:
         except (SlurmError, ValueError):
             return {}
 
-    def identify(self) -> None:
-        """Read what distinguishes this job from earlier and later ones with its number; blocking."""
+    def identify(self, known: JobIdentity | None = None) -> None:
+        """Read what distinguishes this job from earlier and later ones with its number; blocking.
+
+        Args:
+            known: what the run has recorded of this job; another one may have its number by now.
+        """
+        self.own = OwnJob(self.job.job_id, self.job.identity if known is None else known)
         try:
-            text = own_jobs.show(OwnJob(self.job.job_id, self.job.identity))
+            text = own_jobs.show(self.own)
         except SlurmError as error:
-            log.warning("job %s is known from its environment only: %s", self.job.job_id, error.what)
+            source = "environment" if known is None else "run folder"
+            log.warning("job %s is known from its %s only: %s", self.job.job_id, source, error.what)
             return
         seen = own_jobs.identity_of(text, self.job.identity.cluster)
-        self.own = OwnJob(self.job.job_id, merged(self.job.identity, seen))
+        self.own = OwnJob(self.job.job_id, merged(self.own.known, seen))
 
     def is_newest_start(self) -> bool | None:
         """From scontrol: the job runs here, and was not requeued since."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from slurmft.config.run import RunConfig
 from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
 from slurmft.ipc.messages import Ping
+from slurmft.policy.job_identity import JobIdentity
 from slurmft.policy.judge import DECIDING, Circumstances, judge
 from slurmft.policy.stop import ping_interval_s
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, End, Verdict
@@ -42,7 +43,7 @@ from slurmft.supervisor.guardian import log_signal, lost_pids
 from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_over
 from slurmft.supervisor.live import Companion
 from slurmft.supervisor.observations import collect
-from slurmft.supervisor.owner import owner_lives, owner_writes, this_process
+from slurmft.supervisor.owner import job_of, owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import Accuser, next_cycle, settle
 from slurmft.system import processes
 from slurmft.system.background import BackgroundLog
@@ -193,11 +194,15 @@ MAX_STORAGE_RETRIES = 12
 LOOK_S = 5.0
 
 
-def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None) -> int:
+def supervise(
+    config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None,
+    known: JobIdentity | None = None,
+) -> int:  # fmt: skip
     """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
 
     Args:
         outlived: agents that have outlived the supervisor before this one.
+        known: what that supervisor has recorded of the job.
 
     Raises:
         RunBusy: another live job trains this run.
@@ -207,7 +212,7 @@ def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outli
     _refuse_too_few_nodes(config, environment)
     log_file = BackgroundLog()
     if isinstance(cluster, SlurmCluster):
-        cluster.identify()
+        cluster.identify(known)
     with Companion(config, run) as companion, Attempts(config, log_file, outlived) as attempts:
         return _train(config, environment, run, cluster, companion=companion, attempts=attempts)
 
@@ -255,14 +260,14 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
     cluster, run = detect(environment), RunFolder(config.run_folder)
     thread = FolderThread()
-    if isinstance(cluster, SlurmCluster):
-        cluster.identify()
     try:
-        owner, history, is_done = patiently(
+        owner, known, history, is_done = patiently(
             lambda: thread.call(lambda: _left_behind(run), timeout_s=STORAGE_PATIENCE_S), patience_s=STORAGE_PATIENCE_S
         )
         outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
     except StorageUnavailable as error:
+        if isinstance(cluster, SlurmCluster):
+            cluster.identify()
         return _try_again_later(config, cluster, run, error)
     if is_done or owner is None or not _is_lost(owner, environment):
         if outlived is not None:
@@ -270,6 +275,8 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
         # it had not taken the run over yet; if another process has, this raises
         return 0 if is_done else supervise(config, environment)
     cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
+    if isinstance(cluster, SlurmCluster):
+        cluster.identify(known)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
                   history=history, secret=b"")  # fmt: skip
@@ -293,17 +300,19 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
         environment = {
             **environment, LOCAL_JOB_VARIABLE: owner.job, LOCAL_RESTART_VARIABLE: str(owner.restart)
         }  # fmt: skip
-    return supervise(config, environment, outlived)
+    return supervise(config, environment, outlived, known)
 
 
-def _left_behind(run: RunFolder) -> tuple[Owner | None, list[Event], bool]:
-    """The run's owner, its journal, and whether it is finished.
+def _left_behind(run: RunFolder) -> tuple[Owner | None, JobIdentity | None, list[Event], bool]:
+    """The run's owner, the identity of its job, the journal, and whether the run is finished.
 
     Raises:
         StorageError: the run folder cannot be read.
     """
     with writing(run.path):
-        return run.owner(), run.journal().read_past(), run.done() is not None
+        owner = run.owner()
+        known = None if owner is None else job_of(run, owner).known
+        return owner, known, run.journal().read_past(), run.done() is not None
 
 
 def _end_endpoint(config: RunConfig, start: Start) -> None:

@@ -61,6 +61,7 @@ def slow_node(world: World) -> None:
     if (agent := _agent(world)) is not None:
         host, late_s = agent.host, world.chance.choice((0.3, 1.2, 2.5))
         world.note(f"messages of {host} take {late_s} s")
+        world.accusable.add(("node lost", host))  # a handshake takes four of them, and its time is limited
         world.network.slow[host] = late_s
         world.timeline.call_later(world.chance.choice((1.0, 20.0)), world.network.slow.pop, host, None)
 

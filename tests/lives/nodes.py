@@ -137,6 +137,11 @@ class Agent:
         """Whether it runs."""
         return self.process.alive and self.code is None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether its supervisor has taken its connection; between two attempts, none does."""
+        return self._channel is not None
+
     # its life
 
     async def live(self) -> None:

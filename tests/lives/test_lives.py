@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from lives.faults import kill_agent, kill_rank, kill_rank_and_connection, power_off
+from lives.faults import (
+    give_number_again,
+    kill_agent,
+    kill_rank,
+    kill_rank_and_connection,
+    kill_supervisor,
+    power_off,
+)
 from lives.life import Scheduled, life_of, live, lived, shortest, story
 from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, scenes
 from lives.world import World
@@ -57,6 +64,13 @@ def test_a_disk_that_fills_up_within_the_begin_of_an_attempt_is_waited_for(effec
         world.full_at, world.full_s = world.effects + effect, 3.0
 
     faults = [(5.0, kill_rank), (5.01, fill)]
+    world = lived(faults, until=40, nodes=1, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_a_guardian_does_nothing_to_the_job_that_has_got_its_number() -> None:
+    """It took the identity of whatever job had the number, and set the begin time of another run's."""
+    faults = [(1.4, give_number_again), (2.3, kill_supervisor)]
     world = lived(faults, until=40, nodes=1, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
 

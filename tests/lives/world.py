@@ -312,8 +312,14 @@ class World:
         """An agent was told to kill its workers: they must have been asked for their state."""
         living = [worker for worker in agent.workers.values() if worker.alive and worker.step > worker.resumed >= 0]
         asked = agent.asked_to_keep == agent.generation
-        # a stop that is overdue, or one before it could save, kills what cannot answer
-        if living and self.config.checkpoint.just_in_time and not asked and not self.is_stopping():
+        # a stop that is overdue, or one before it could save, kills what cannot answer; a newer start has its state
+        if (
+            living
+            and agent.generation == self.newest
+            and self.config.checkpoint.just_in_time
+            and not asked
+            and not self.is_stopping()
+        ):
             self.violate("state is kept", f"{agent.host} kills workers at step {living[0].step}, and was never asked")
 
     def is_stopping(self) -> bool:
@@ -341,7 +347,7 @@ class World:
     def check_lease(self, agent: Agent) -> None:
         """An agent ends, as it has heard of no supervisor for its lease."""
         is_served = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
-        is_served = is_served and not self.is_suspended
+        is_served = is_served and agent.is_connected and not self.is_suspended and not self.network.is_cut(agent.host)
         if is_served and self.timeline.now_s - self.disturbed_s > PINGED_S:
             self.violate("agents stay", f"{agent.process.name} ends, although its supervisor lives and can be reached")
 
