@@ -486,10 +486,12 @@ def forbid_requeue(job: OwnJob, *, patience_s: float) -> None:
     """Make Slurm let the job end when it ends. ``requeue`` allows it again, as long as the job runs.
 
     Raises:
+        ForeignJob: another job has its number now.
         SlurmError: Slurm refused or did not answer for ``patience_s`` seconds.
     """
+    show(job, patience_s=patience_s / 2)
     argv = ["scontrol", "update", f"JobId={job}", "Requeue=0"]
-    slurm.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
+    slurm.run_patiently(argv, patience_s=patience_s / 2, cluster=cluster_to_ask(job))
 
 
 def shrink(job: OwnJob, nodes: Collection[str]) -> None:

@@ -341,6 +341,8 @@ def keep_ended(end: End, cluster: Cluster, journal: PatientJournal, history: Ite
     with ignoring_signals():  # the grace may end now, and its TERM must not reach scontrol
         try:
             job = own_jobs.requeueing(cluster.own, cluster.attempt.restart, patience_s=ASK_S)
+        except own_jobs.ForeignJob:  # ours is gone, and is not requeued
+            return
         except SlurmError as error:
             log.warning("cannot tell whether Slurm would requeue job %s: %s", cluster.own, error.what)
             job = None

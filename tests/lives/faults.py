@@ -314,10 +314,10 @@ def look_in_between(world: World) -> None:
 
 def cancel_job(world: World) -> None:
     """Its user cancels the job."""
-    if world.slurm is not None and not world.stop_asked_s:
+    if world.slurm is not None and not world.stop_asked_s and (jobs := world.slurm.mine()):
         world.note("scancel")
         world.stop_asked_s = world.timeline.now_s
-        for job in world.slurm.mine():
+        for job in jobs:
             world.slurm.cancel(job, world.slurm.user)
 
 

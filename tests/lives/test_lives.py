@@ -17,9 +17,11 @@ from lives.faults import (
     kill_rank_and_connection,
     kill_supervisor,
     power_off,
+    requeue_job,
 )
 from lives.life import Scheduled, life_of, live, lived, shortest, story
 from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, scenes
+from lives.planted import REQUEUE as ask_for_requeue
 from lives.world import World
 
 BLOCKS, EACH = 10, 20
@@ -72,6 +74,13 @@ def test_a_guardian_does_nothing_to_the_job_that_has_got_its_number() -> None:
     """It took the identity of whatever job had the number, and set the begin time of another run's."""
     faults = [(1.4, give_number_again), (2.3, kill_supervisor)]
     world = lived(faults, until=40, nodes=1, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_a_supervisor_whose_job_was_lost_forbids_nothing_to_another_run() -> None:
+    """Asked whether Slurm would requeue it, it heard of another run's job, and switched the requeue of that one off."""
+    faults = [(2.0, requeue_job), (14.0, give_number_again), (15.0, ask_for_requeue)]
+    world = lived(faults, until=60, nodes=1, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
 
 

@@ -309,8 +309,9 @@ class Network:
         """By how many seconds messages of a node are late."""
 
     def latency_s(self, *nodes: str) -> float:
-        """Of one message between these nodes."""
-        return self._chance.uniform(0.0002, 0.003) + sum(self.slow.get(node, 0.0) for node in nodes)
+        """Of one message between these nodes; within one, none is slow."""
+        slow_s = sum(self.slow.get(node, 0.0) for node in nodes) if len({*nodes}) > 1 else 0.0
+        return self._chance.uniform(0.0002, 0.003) + slow_s
 
     def is_cut(self, node: str) -> bool:
         """Whether nothing gets to the node, or from it."""
