@@ -12,14 +12,16 @@ import pytest
 
 from lives.faults import (
     give_number_again,
+    jump_clock,
     kill_agent,
     kill_rank,
     kill_rank_and_connection,
     kill_supervisor,
     power_off,
     requeue_job,
+    say_twice,
 )
-from lives.life import Scheduled, life_of, live, lived, shortest, story
+from lives.life import Drawn, Scheduled, live, lived, shortest, story
 from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, scenes
 from lives.planted import REQUEUE as ask_for_requeue
 from lives.world import World
@@ -113,6 +115,8 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 
 
 def test_a_life_that_fails_is_told_with_the_faults_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    PLANTED["ends of workers are not taken in"].plant(monkeypatch)
-    drawn = life_of(next(seed for seed in range(100) if len(live(seed).violations) and len(life_of(seed).faults) > 2))
-    assert 0 < len(shortest(drawn, seed=0)) <= len(drawn.faults)
+    PLANTED["nodes are not asked for their state"].plant(monkeypatch)
+    befalls = [(1.0, say_twice), (3.0, jump_clock), (5.0, kill_rank), (9.0, say_twice)]
+    drawn = Drawn(befalls, 60, None, {**KEEPING, "nodes": 2, "nproc_per_node": 1})
+    found = next(filter(None, (shortest(drawn, seed=seed) for seed in range(20))))
+    assert [fault for _, fault in found] == [kill_rank]
