@@ -594,8 +594,7 @@ class AttemptRunner:
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
         section, pinged_s = self._config.fault_tolerance, 0.0
-        # state is kept even when it is over, and that waits for all that are not silent
-        while not self._over.is_set() or (self._keeping is not None and not self._keeping.done()):
+        while True:  # also when it is over: its end may wait for the run folder for longer than the agents' lease
             agents = len(self._pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
             ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
@@ -607,6 +606,9 @@ class AttemptRunner:
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
                 self._pool.ping(Ping(limits=self._hangs.limits()))
+            # state is kept even when it is over, and that waits for all that are not silent
+            if self._over.is_set() and (self._keeping is None or self._keeping.done()):
+                continue
             for link in self._pool.silent_for(timeout_s, now_s):
                 silent_s = now_s - link.last_heard
                 if silent_s > self._crew.roster.patience_s(link, timeout_s):

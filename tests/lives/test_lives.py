@@ -20,10 +20,12 @@ from lives.faults import (
     power_off,
     requeue_job,
     say_twice,
+    signal_agents,
 )
-from lives.life import Drawn, Scheduled, live, lived, shortest, story
+from lives.life import PATIENT, Drawn, Scheduled, live, lived, shortest, story
 from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, scenes
 from lives.planted import REQUEUE as ask_for_requeue
+from lives.planted import _silent as silent
 from lives.world import World
 
 BLOCKS, EACH = 10, 20
@@ -83,6 +85,13 @@ def test_a_supervisor_whose_job_was_lost_forbids_nothing_to_another_run() -> Non
     """Asked whether Slurm would requeue it, it heard of another run's job, and switched the requeue of that one off."""
     faults = [(2.0, requeue_job), (14.0, give_number_again), (15.0, ask_for_requeue)]
     world = lived(faults, until=60, nodes=1, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_agents_hear_of_an_attempt_that_is_over_and_waits_for_the_run_folder() -> None:
+    """Stopped while its start waited for a silent folder, it pinged nobody any more, and its agents ended."""
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
+    world = lived([(0.5, silent(100.0)), (21.0, signal_agents)], until=20, nodes=3, **settings)
     assert not world.violations, story(world)
 
 
