@@ -25,7 +25,7 @@ from slurmft.storage.run_folder import EndingClaim, RunFolder
 from slurmft.supervisor import act as act_module
 from slurmft.supervisor import attempt as attempt_module
 from slurmft.supervisor import run as run_module
-from slurmft.supervisor.act import Continuation, Ending
+from slurmft.supervisor.act import AttemptEnd, Continuation
 from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.crew import AttemptFolder, Crew
@@ -233,13 +233,13 @@ def _without_pings(self: Attempts, work: Any) -> Any:
     return self._runner.run(work)
 
 
-def _without_claim(self: Ending, verdict: Any, decision: Any) -> int | None:
+def _without_claim(self: AttemptEnd, verdict: Any, decision: Any) -> int | None:
     assert isinstance(self.cluster, act_module.SlurmCluster)
     self._continuation(self.cluster, verdict).begin(verdict)
     return decision.exit_code  # type: ignore[no-any-return]
 
 
-def _finish(real: Any, self: Ending, verdict: Any, decision: Any, **rest: Any) -> Any:
+def _finish(real: Any, self: AttemptEnd, verdict: Any, decision: Any, **rest: Any) -> Any:
     return real(self, verdict, replace(decision, action=Action.FINISH), **rest)
 
 
@@ -252,7 +252,7 @@ def _unspent(real: Any, *args: Any) -> Any:
     return replace(real(*args), failures_so_far=0, restarts_so_far=0)
 
 
-def _failed_instead(real: Any, self: Ending, verdict: Any) -> Any:
+def _failed_instead(real: Any, self: AttemptEnd, verdict: Any) -> Any:
     planned = verdict.cause in act_module.PLANNED
     return real(self, replace(verdict, cause=Cause.WORKER_ERROR, exit_code=1) if planned else verdict)
 
@@ -287,9 +287,9 @@ PLANTED: dict[str, Planted] = {
     "a supervisor that was stopped blames its nodes": Planted(
         _put(attempt_module, "overslept_s", _slept), "no evidence", SUSPENDED),
     # decisions, and the journal before them
-    "no decision is carried out": Planted(_put(Ending, "_carry_out", lambda *_: 0), "the run ends", RANK),
+    "no decision is carried out": Planted(_put(AttemptEnd, "_carry_out", lambda *_: 0), "the run ends", RANK),
     "an attempt is taken for finished when it was stopped": Planted(
-        _wrap(Ending, "follow", _finish), "the run ends complete", ASKED),
+        _wrap(AttemptEnd, "follow", _finish), "the run ends complete", ASKED),
     "an attempt begins before the journal knows": Planted(
         _unsaid(EventName.ATTEMPT_STARTED), "entry before action", RANK),
     "a requeue comes before its decision": Planted(_unsaid(EventName.DECISION), "entry before action", RANK_IN_SLURM),
@@ -306,7 +306,7 @@ PLANTED: dict[str, Planted] = {
     "a budget is not spent": Planted(_wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED),
     "a budget is not spent over jobs": Planted(
         _wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED_IN_SLURM),
-    "a planned stop counts as a failure": Planted(_wrap(Ending, "act_on", _failed_instead), "the run goes on", PLANNED),
+    "a planned stop counts as a failure": Planted(_wrap(AttemptEnd, "act_on", _failed_instead), "the run goes on", PLANNED),
     # stops
     "a request for a stop is not seen": Planted(
         _put(RunFolder, "see_request", lambda *_: None), "stop means stop", STOP),
