@@ -53,8 +53,8 @@ ANYWHERE = {"stalling request": 6, "supervisor": 6, "srun": 6, "TERM": 6, "power
 each of which may cost as many engines as make it poison (3)."""
 
 EXPLAINS_S = {"stalling request": 125.0}
-"""Seconds after a fault in which it explains deaths, 60 but for these: a request that stalls has 100 s, may wait most of
-them in the line of those that are tried alone, and stalls 15 s."""
+"""Seconds after a fault in which it explains deaths, 60 but for these: a request that stalls has 100 s, may wait most
+of them in the line of those that are tried alone, and stalls 15 s."""
 PATIENCE_S = {"stall": 110.0, "long": 110.0}
 """Seconds that these clients wait for a word; 30 all others."""
 
