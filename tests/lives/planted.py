@@ -306,7 +306,8 @@ PLANTED: dict[str, Planted] = {
     "a budget is not spent": Planted(_wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED),
     "a budget is not spent over jobs": Planted(
         _wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED_IN_SLURM),
-    "a planned stop counts as a failure": Planted(_wrap(AttemptEnd, "act_on", _failed_instead), "the run goes on", PLANNED),
+    "a planned stop counts as a failure": Planted(
+        _wrap(AttemptEnd, "act_on", _failed_instead), "the run goes on", PLANNED),
     # stops
     "a request for a stop is not seen": Planted(
         _put(RunFolder, "see_request", lambda *_: None), "stop means stop", STOP),
