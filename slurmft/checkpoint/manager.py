@@ -43,7 +43,7 @@ from slurmft.checkpoint.state import (
     number_of,
     original,
 )
-from slurmft.checkpoint.step_copies import OfLead, Row, StepCopies, Turn, mismatch
+from slurmft.checkpoint.step_copies import LOOKS, OfLead, Row, StepCopies, Turn, mismatch, two_are_under_way
 from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
@@ -306,7 +306,7 @@ class CheckpointManager(NamedStates):
         )  # fmt: skip
         self._rescue: JustInTime | None = None
         self._steps = StepCopies(self.settings.peer_interval, self._snapshots, self._turn, self.directory)
-        self._is_saving = False
+        self._is_saving, self._left_out = False, 0
         SAVERS.join(self)
         self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
@@ -328,9 +328,11 @@ class CheckpointManager(NamedStates):
         With ``async_save`` this returns as soon as the state is copied, and ``wait`` returns when it is durable; else
         it is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
         0's) takes plain values and tensors, or a function that returns them: rank 0 calls that one now and at the end
-        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``). None: it was the
-        session that saved, as it was time to, and two earlier saves are still under way (``checkpoint.when_busy``); any
-        other save waits for them, and after half a minute takes the place of the one that has not begun.
+        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``).
+
+        At most two saves are under way. Where the session saves, as it is time to, this one takes the place of a save
+        that waits for the disk; None: both are being written already (``checkpoint.when_busy``). A stop takes the place
+        of the newer one at once, any other save waits, for half a minute at most before it does so.
 
         Raises:
             CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
@@ -381,7 +383,7 @@ class CheckpointManager(NamedStates):
             if any(row[1] for row in rows):
                 break
             if rows[0][0]:
-                self._turn.awaited = None
+                self._turn.has_ended()
                 self._note_committed(identity.step, rows[0][2] / 1e9)
                 if self._rescue is not None:
                     self._rescue.saved(identity.step)
@@ -389,7 +391,7 @@ class CheckpointManager(NamedStates):
                 self._forget_others(identity.commit)
                 return
             self._snapshots.sleep(identity, LOOK_S)
-        self._turn.awaited = None
+        self._turn.has_ended()
         self._snapshots.give_up(identity)
         guard = Guard()
         with guard:
@@ -522,8 +524,11 @@ class CheckpointManager(NamedStates):
             prepared = self._snapshots.prepare(captured(), rank=team.rank, world_size=team.world_size)
         deadline_s = time.monotonic() + ROOM_S
         what = f"step {step} was not saved to {self.directory}"
+        given_up, looks = None, LOOKS
         while True:
-            rows = self._turn.exchange(team, guard, step, prepared)
+            # an older one that waits is worth less than this, at the latest when it has taken that long
+            must_go_first = urgent or time.monotonic() > deadline_s - ROOM_S / 2
+            rows = self._turn.exchange(team, guard, step, prepared, self._snapshots, must_go_first=must_go_first)
             if any(row[Row.CODE] for row in rows):
                 raise failure(what, [row[Row.CODE] for row in rows], team, guard)
             if problem := mismatch(rows):
@@ -533,19 +538,31 @@ class CheckpointManager(NamedStates):
                 self._snapshots.leave_spill()
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if not self._steps.give_way() and may_skip:
-                if team.is_lead:
-                    log.warning("step %d is not saved: two earlier saves are still being written", step)
+            if given_up is not None:
+                looks -= 1
+            elif may_skip or rows[0][Row.MUST_GO_FIRST]:
+                given_up = self._turn.gives_way(rows)
+                if given_up is not None:
+                    self._snapshots.give_up(given_up)
+                    self._tell_left_out(team, given_up.step, f"step {step} takes its place")
+            may_look = looks > 0 if given_up is not None else not two_are_under_way(rows) and self._steps.give_way()
+            if may_skip and not may_look:
+                self._tell_left_out(team, step, "two earlier saves are still being written")
                 return None
-            if urgent or time.monotonic() > deadline_s - ROOM_S / 2:  # an older one that waits is worth less than this
-                self._snapshots.make_room()
-            time.sleep(LOOK_S)
+            self._snapshots.sleep(given_up, LOOK_S)
             with guard:
-                prepared = self._snapshots.again(prepared)
+                prepared = replace(prepared, place=self._snapshots.free())
                 if prepared.place is None and time.monotonic() > deadline_s:
                     raise TimeoutError(
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
                     )
+
+    def _tell_left_out(self, team: Team, step: int, reason: str) -> None:
+        """The first one, and then each time that their number has doubled: it may be so at every step."""
+        self._left_out += 1
+        if team.is_lead and self._left_out.bit_count() == 1:
+            log.warning("step %d is not saved: %s (%d so far); saves take longer than the interval", step, reason,
+                        self._left_out)  # fmt: skip
 
     def _compare(self, team: Team, flat: FlatState, step: int) -> None:
         """At two steps of a manager; at the first one, state that will differ may be zero still.
@@ -601,7 +618,7 @@ class CheckpointManager(NamedStates):
 
     def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
         """Copy, and hand over to the writer. All ranks get errors of it at the next save or ``wait``."""
-        self._turn.awaited = identity
+        self._turn.begins(identity)
         reached("announced")
         try:
             with self._rescue.staging() if self._rescue is not None else contextlib.nullcontext():

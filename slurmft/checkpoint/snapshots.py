@@ -553,8 +553,7 @@ class Snapshots:
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
-        place = self._free()
-        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
+        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=self.free())
 
     def take_place(self, rank: int, world_size: int) -> None:
         """Set the rank and world size, which name its places in memory."""
@@ -562,13 +561,14 @@ class Snapshots:
             raise UsageError(f"this checkpoint manager was rank {self._rank}'s, and now rank {rank} uses it")
         self._rank, self._world_size = rank, world_size
 
-    def again(self, prepared: LaidOut) -> LaidOut:
-        """The same with a place, where one has become free meanwhile."""
-        place = self._free()
-        return LaidOut(flat=prepared.flat, layout=prepared.layout, packed=prepared.packed, place=place)
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """How many saves are, and the commit of the one that waits until another one is written; 0 where none does."""
+        unwritten = [one for one in self._busy() if one != self.copies.current]
+        return len(self._saves()), unwritten[-1].commit if len(unwritten) > 1 else 0
 
     def make_room(self) -> None:
-        """Give up a snapshot that waits behind another one; a stop has something newer."""
+        """Give up a snapshot that waits behind another one; what a failed run keeps is newer."""
         unfinished = self._unfinished()
         if self.copies.current in unfinished:
             unfinished = [one for one in unfinished if one != self.copies.current]
@@ -759,9 +759,9 @@ class Snapshots:
             raise OSError(known.errno, known.problem)
         raise CheckpointError(known.problem)
 
-    def sleep(self, identity: Identity, seconds: float) -> None:
-        """Return when there is a new report on a snapshot, or after so many seconds."""
-        if self._writer is not None and identity in self._writer.unfinished():
+    def sleep(self, identity: Identity | None, seconds: float) -> None:
+        """Return when there is a final report on a snapshot, or after so many seconds."""
+        if self._writer is not None and identity is not None and identity in self._writer.unfinished():
             self._writer.wait(identity, seconds)
         else:
             time.sleep(seconds)
@@ -836,10 +836,13 @@ class Snapshots:
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def _free(self) -> Place | None:
+    def free(self) -> Place | None:
         """A place for a save; None while all are in use, or too many older ones wait for their commit."""
-        older = [one for one in self._unfinished() if one != self.copies.current]
-        return self.arena.free(self._taken()) if len(older) < MAX_UNCOMMITTED else None
+        return self.arena.free(self._taken()) if len(self._saves()) < MAX_UNCOMMITTED else None
+
+    def _saves(self) -> list[Identity]:
+        """That have not ended."""
+        return [one for one in self._unfinished() if one != self.copies.current]
 
     def _taken(self) -> list[Identity]:
         """Snapshots whose places are not free."""

@@ -92,8 +92,9 @@ def is_note(name: str) -> bool:
 def give_up(folder: Path, shard: int, reason: str) -> None:
     """Free a shard's space in the folder of an uncommitted save, and leave a note there; rank 0 frees all of it.
 
-    Never raises: remaining files are removed with the folder, after a later commit. Nothing is touched that may be
-    committed: a shard whose receipt is there, and saves that a newer attempt has taken over.
+    Never raises: remaining files are removed with the folder, after a later commit, or when rank 0 gives up the next
+    save. Nothing is touched that may be committed: a shard whose receipt is there, and saves that a newer attempt has
+    taken over.
     """
     try:
         check_fence()
@@ -101,7 +102,7 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
         return
     if (folder / MANIFEST).exists() or (shard and (folder / index_file(shard)).exists()):
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StorageError):
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
         names = os.listdir(folder) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
         for name in names:
@@ -109,6 +110,20 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
         _leave_note(folder / note_file(shard), reason[:1000])
+        if shard == 0:
+            _remove_given_up(folder)
+
+
+def _remove_given_up(newest: Path) -> None:
+    """Saves that rank 0 gave up before the newest one: on a disk that is full for long none is committed, whose pruning
+    would remove their folders."""
+    identities = Catalog(newest.parent).identities()
+    given_up = next((one for one in identities if one.folder_name == newest.name), None)
+    for one in identities:
+        folder = newest.parent / one.folder_name
+        is_older = given_up is not None and one.generation == given_up.generation and one.commit < given_up.commit
+        if is_older and (folder / note_file(0)).exists() and not (folder / MANIFEST).exists():
+            remove_folder(folder)
 
 
 def _leave_note(path: Path, reason: str) -> None:
