@@ -290,16 +290,9 @@ class CheckpointManager:
         if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
             with SAVERS.before_step(loaded.step):
                 again = self.save(
-                    model,
-                    optimizer,
-                    step=loaded.step,
-                    metrics=loaded.metrics,
-                    scheduler=scheduler,
-                    scaler=scaler,
-                    loader=loader,
-                    extra=loaded.extra,
-                    async_save=True,
-                )
+                    model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
+                    loader=loader, extra=loaded.extra, async_save=True,
+                )  # fmt: skip
             if loaded.path is not None and again is not None:
                 same_state(self.directory, loaded.path.name, again.name)
         if loaded.found:
@@ -519,7 +512,7 @@ class CheckpointManager:
                 return None
             self._snapshots.sleep(given_up, LOOK_S)
             with guard:
-                prepared = replace(prepared, place=self._snapshots.free())
+                prepared = replace(prepared, place=self._snapshots.free("disk"))
                 if prepared.place is None and time.monotonic() > deadline_s:
                     raise TimeoutError(
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
@@ -590,11 +583,10 @@ class CheckpointManager:
         reached("announced")
         try:
             with self._rescue.staging() if self._rescue is not None else contextlib.nullcontext():
-                place = self._snapshots.stage(prepared, identity)
                 metrics = prepared.flat.objects[FACTS]["metrics"] if team.is_lead else {}
                 order = order_of(self.settings, metrics, self._distrusted) if team.is_lead else None
-                self._snapshots.submit(place, self.directory / identity.folder_name, identity, order, urgent=urgent)
-                reached("submitted")
+                folder = self.directory / identity.folder_name
+                self._snapshots.stage(prepared, identity, folder, order=order, urgent=urgent)
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)

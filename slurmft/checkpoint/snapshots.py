@@ -17,8 +17,9 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import xxhash
@@ -469,6 +470,10 @@ CLOSE_S = 600.0
 FAILING_S = 20.0
 """The same for one that the disk refuses."""
 
+Target = Literal["disk", "peers"]
+"""Where a snapshot goes from its place in memory: a save to disk (and to peers, and the local disk), as configured; the
+copy of a step between two saves to peers alone, if there are any."""
+
 MAX_UNCOMMITTED = 2
 """Saves of rank 0 that have not ended: one may be written while another one is committed."""
 
@@ -533,7 +538,7 @@ class Snapshots:
             self._arena = Arena(self._rank, self._memory, PLACES_WITH_COPIES if has_copies else PLACES)
         return self._arena
 
-    def prepare(self, flat: FlatState, *, rank: int, world_size: int) -> LaidOut:
+    def prepare(self, flat: FlatState, *, rank: int, world_size: int, to: Target = "disk") -> LaidOut:
         """Lay ``flat`` out, and find a place for it.
 
         Raises:
@@ -553,7 +558,9 @@ class Snapshots:
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
-        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=self.free())
+        if to == "peers" and self.copies.problem:
+            raise OSError(errno.ENOMEM, self.copies.problem)
+        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=self.free(to))
 
     def take_place(self, rank: int, world_size: int) -> None:
         """Set the rank and world size, which name its places in memory."""
@@ -576,21 +583,42 @@ class Snapshots:
         for identity in unfinished[1:]:
             self._writer_process().abandon(identity)
 
-    def stage(self, prepared: LaidOut, identity: Identity) -> Place:
-        """Copy the state into its place, which is returned. When this returns, the trainer may change it.
+    def stage(
+        self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Target = "disk",
+        order: CommitOrder | None = None, urgent: bool = False,
+    ) -> None:  # fmt: skip
+        """Copy the state into its place, and hand it to the writer. When this returns, the trainer may change it.
+
+        The writer makes it durable in ``folder``; rank 0 gives an ``order`` to commit it. What goes to peers alone it
+        hashes and sends, and ``copies`` gets to know the end of that.
 
         Raises:
             OSError: there is no memory for it.
         """
         place = self._beside_what_is_kept(prepared.place, identity)
-        _, index = self._copy(place, prepared.layout, prepared.flat, prepared.packed, identity)
+        _, index = self._copy(place, prepared, identity)
         reached("staged")
         place.complete(index)
         reached("index in place")
         self.arena.warm_up(prepared.layout.capacity_bytes(prepared.packed))
         if self._device is not None:
             self.arena.pin(self._device)
-        return place
+        if to == "peers":
+            self.copies.begin(identity)
+        else:
+            with self._lock:
+                self._known[identity] = Standing(step=identity.step, since=time.monotonic())
+                for old in list(self._known)[:-8]:
+                    del self._known[old]
+        self._writer_process().submit(
+            WriteRequest(
+                identity=identity, shard=self._rank, shards=self._world_size, snapshot=place.index, image=place.image,
+                folder=folder, commit=order, urgent=urgent, max_bytes_per_s=float(self._settings.bandwidth or 0),
+                goes_to_peers=self.sends_saves, is_step_copy=to == "peers",
+                keeps=self.copies.needed if to == "peers" else None,
+            )
+        )  # fmt: skip
+        reached("submitted")
 
     def keep(self, flat: FlatState, identity: Identity, check: Callable[[], None]) -> None:
         """Copy all that a rank has of a replicated state, hashed, to where the next attempt finds it; not to disk.
@@ -605,7 +633,8 @@ class Snapshots:
         packed = layout.pack(flat.objects)
         place = self._place_soon()
         self._ask_for_room(place, layout.capacity_bytes(packed), flat.part.parts_of(ranks_of_this_node()))
-        memory, index = self._copy(place, layout, flat, packed, identity, within_s=DEVICE_S)
+        laid_out = LaidOut(flat=flat, layout=layout, packed=packed, place=place)
+        memory, index = self._copy(place, laid_out, identity, within_s=DEVICE_S)
         check()
         digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
         place.complete(index.with_digests(digests))
@@ -654,9 +683,9 @@ class Snapshots:
         return place
 
     def _copy(
-        self, place: Place, layout: Layout, flat: FlatState, packed: list[Packed], identity: Identity, *,
-        within_s: float | None = None,
-    ) -> tuple[memoryview, ShardIndex]:  # fmt: skip
+        self, place: Place, prepared: LaidOut, identity: Identity, *, within_s: float | None = None
+    ) -> tuple[memoryview, ShardIndex]:
+        layout, flat, packed = prepared.layout, prepared.flat, prepared.packed
         memory = memoryview(place.begin(layout.capacity_bytes(packed)))
         reached("slot emptied")
         if place.layout is not layout:
@@ -668,44 +697,6 @@ class Snapshots:
             self._device = copy_into(self._views[place], sources, place.address, within_s=within_s)
         reached("half staged")
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
-
-    def submit(
-        self, place: Place, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
-    ) -> None:
-        """Have the writer make what lies in ``place`` durable; rank 0 gives an ``order`` to commit it."""
-        with self._lock:
-            self._known[identity] = Standing(step=identity.step, since=time.monotonic())
-            for old in list(self._known)[:-8]:
-                del self._known[old]
-        self._writer_process().submit(
-            WriteRequest(
-                identity=identity, shard=self._rank, shards=self._world_size, snapshot=place.index, image=place.image,
-                folder=folder, commit=order, urgent=urgent, max_bytes_per_s=float(self._settings.bandwidth or 0),
-                goes_to_peers=self.sends_saves,
-            )
-        )  # fmt: skip
-
-    def copy_step(self, flat: FlatState, identity: Identity, folder: Path, *, rank: int, world_size: int) -> None:
-        """Copy the state, and have the writer hash and send it; ``copies`` gets to know the end of that.
-
-        Raises: as ``prepare`` and ``stage``.
-        """
-        prepared = self.prepare(flat, rank=rank, world_size=world_size)
-        if self.copies.problem:
-            raise OSError(errno.ENOMEM, self.copies.problem)
-        place = self.stage(replace(prepared, place=self.arena.free(self._taken())), identity)
-        self.copies.begin(identity)
-        self._writer_process().submit(
-            WriteRequest(
-                identity=identity, shard=rank, shards=world_size, snapshot=place.index, image=place.image,
-                folder=folder, max_bytes_per_s=float(self._settings.bandwidth or 0), is_step_copy=True,
-                keeps=self.copies.needed,
-            )
-        )  # fmt: skip
-
-    def has_place(self) -> bool:
-        """Whether something could be copied now."""
-        return self.arena.free(self._taken()) is not None
 
     def failed_here(self, identity: Identity, error: Exception) -> None:
         """This rank could not copy its part; all others would wait for it without this note."""
@@ -836,9 +827,9 @@ class Snapshots:
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def free(self) -> Place | None:
-        """A place for a save; None while all are in use, or too many older ones wait for their commit."""
-        return self.arena.free(self._taken()) if len(self._saves()) < MAX_UNCOMMITTED else None
+    def free(self, to: Target) -> Place | None:
+        """A place; None while all are in use, or, for a save, while too many older ones wait for their commit."""
+        return None if to == "disk" and len(self._saves()) >= MAX_UNCOMMITTED else self.arena.free(self._taken())
 
     def _saves(self) -> list[Identity]:
         """That have not ended."""

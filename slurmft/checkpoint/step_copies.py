@@ -393,9 +393,8 @@ class StepCopies:
             began_ns = time.perf_counter_ns()
             flat = for_save(self._trainee, self._extra, {}, rank=team.rank, world_size=team.world_size)
             with self.beside():
-                self._snapshots.copy_step(
-                    flat, identity, self._directory / identity.folder_name, rank=team.rank, world_size=team.world_size
-                )
+                prepared = self._snapshots.prepare(flat, rank=team.rank, world_size=team.world_size, to="peers")
+                self._snapshots.stage(prepared, identity, self._directory / identity.folder_name, to="peers")
         except Exception as error:
             log.exception("step %d is not copied", step)
             if not isinstance(error, OSError) or error.errno != errno.EBUSY:
@@ -424,7 +423,7 @@ class StepCopies:
     def _has_place(self) -> int:
         """1, or 0 where there may be one later, or -1 where there will be none."""
         try:
-            has_place = self._snapshots.has_place()
+            has_place = self._snapshots.free("peers") is not None
         except OSError as error:
             has_place, self._problem = False, str(error)
         return -1 if self._problem or self._places.problem else has_place

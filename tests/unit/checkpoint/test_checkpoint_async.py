@@ -290,7 +290,7 @@ def test_saves_that_are_written_and_wait_for_their_commit_are_two_at_most(folder
             continue
         identity = Identity(step, 0, step)
         path = folder / identity.folder_name
-        saving.submit(saving.stage(prepared, identity), path, identity, CommitOrder(), urgent=False)
+        saving.stage(prepared, identity, path, order=CommitOrder())
         eventually((path / index_file(0)).exists)
         eventually(lambda: not saving._busy())
         written.append(step)
