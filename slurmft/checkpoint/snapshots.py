@@ -452,10 +452,6 @@ class StepPlaces:
     problem: str = ""
     """Why there is no place for any."""
 
-    def begin(self, identity: Identity) -> None:
-        """It goes to the writer now."""
-        self.ended, self.current = None, identity
-
     def hear(self, report: Report) -> None:
         """Take in a report on the current one."""
         if report.final:
@@ -576,12 +572,9 @@ class Snapshots:
 
     def make_room(self) -> None:
         """Give up a snapshot that waits behind another one; what a failed run keeps is newer."""
-        unfinished = self._unfinished()
-        if self.copies.current in unfinished:
-            unfinished = [one for one in unfinished if one != self.copies.current]
-            self._writer_process().abandon(self.copies.current)
-        for identity in unfinished[1:]:
-            self._writer_process().abandon(identity)
+        for identity in (self.copies.current, *self._saves()[1:]):
+            if identity is not None:
+                self.give_up(identity)
 
     def stage(
         self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Target = "disk",
@@ -604,7 +597,7 @@ class Snapshots:
         if self._device is not None:
             self.arena.pin(self._device)
         if to == "peers":
-            self.copies.begin(identity)
+            self.copies.ended, self.copies.current = None, identity
         else:
             with self._lock:
                 self._known[identity] = Standing(step=identity.step, since=time.monotonic())
