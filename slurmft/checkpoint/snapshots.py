@@ -599,9 +599,10 @@ class Snapshots:
         if to == "peers":
             self.copies.ended, self.copies.current = None, identity
         else:
+            under_way = self._unfinished()  # the oldest may outlast any number of saves that gave way meanwhile
             with self._lock:
                 self._known[identity] = Standing(step=identity.step, since=time.monotonic())
-                for old in list(self._known)[:-8]:
+                for old in [one for one in self._known if one not in under_way][:-8]:
                     del self._known[old]
         self._writer_process().submit(
             WriteRequest(
