@@ -179,7 +179,7 @@ _PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 16 << 20
 
 
-class Place:
+class SnapshotSlot:
     """One of a rank's places for a snapshot.
 
     Args:
@@ -312,9 +312,9 @@ class Arena:
         self._may_warm = threading.Event()
         self._may_warm.set()
         self._budget: Budget | None = None
-        self.places = [Place(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in places]
+        self.places = [SnapshotSlot(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in places]
 
-    def free(self, busy: Iterable[Identity]) -> Place | None:
+    def free(self, busy: Iterable[Identity]) -> SnapshotSlot | None:
         """The place whose snapshot is the oldest; None where all are ``busy``: still being read, or needed.
 
         A place that is still being warmed comes last: to wait for it would take longer than the copy.
@@ -488,7 +488,7 @@ class LaidOut:
     flat: FlatState
     layout: Layout
     packed: list[Packed]
-    place: Place | None
+    place: SnapshotSlot | None
     """Where to; None while all places are in use."""
 
 
@@ -512,7 +512,7 @@ class Snapshots:
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
         self._is_memory_chosen = False
         self._layout: Layout | None = None
-        self._views: dict[Place, list[torch.Tensor]] = {}
+        self._views: dict[SnapshotSlot, list[torch.Tensor]] = {}
         self._known: dict[Identity, Standing] = {}
         self._lock = threading.Lock()
         self._fenced: Fenced | None = None
@@ -634,7 +634,7 @@ class Snapshots:
         place.complete(index.with_digests(digests))
         self._kept = identity
 
-    def _ask_for_room(self, place: Place, bytes_needed: int, ranks: int) -> None:
+    def _ask_for_room(self, place: SnapshotSlot, bytes_needed: int, ranks: int) -> None:
         """A place grows by all of a replicated state, and that must never call the OOM killer.
 
         Of so many ``ranks`` of this node each keeps a part at the same time, and none knows how far the others are.
@@ -646,7 +646,7 @@ class Snapshots:
         if bytes_needed > has_bytes and (problem := fits((bytes_needed - has_bytes) * ranks, self.arena.folder)):
             raise OSError(errno.ENOMEM, problem)
 
-    def _place_soon(self) -> Place:
+    def _place_soon(self) -> SnapshotSlot:
         """A place, at last that of a save which has not begun to be written: the state to keep is at least as new.
 
         Raises:
@@ -663,7 +663,7 @@ class Snapshots:
             time.sleep(0.005)
         return place
 
-    def _beside_what_is_kept(self, place: Place | None, identity: Identity) -> Place:
+    def _beside_what_is_kept(self, place: SnapshotSlot | None, identity: Identity) -> SnapshotSlot:
         """A rescue may have come between: its copy of this step is not written over.
 
         Raises:
@@ -677,7 +677,7 @@ class Snapshots:
         return place
 
     def _copy(
-        self, place: Place, prepared: LaidOut, identity: Identity, *, within_s: float | None = None
+        self, place: SnapshotSlot, prepared: LaidOut, identity: Identity, *, within_s: float | None = None
     ) -> tuple[memoryview, ShardIndex]:
         layout, flat, packed = prepared.layout, prepared.flat, prepared.packed
         memory = memoryview(place.begin(layout.capacity_bytes(packed)))
@@ -821,7 +821,7 @@ class Snapshots:
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def free(self, to: Target) -> Place | None:
+    def free(self, to: Target) -> SnapshotSlot | None:
         """A place; None while all are in use, or, for a save, while too many older ones wait for their commit."""
         return None if to == "disk" and len(self._saves()) >= MAX_UNCOMMITTED else self.arena.free(self._taken())
 

@@ -68,10 +68,10 @@ class Row(IntEnum):
     """Rank 0's: which step was committed last, and how long that took; zeros before."""
 
     EXTRA = 10
-    """Rank 0's: ``OfLead``; others may have been given none."""
+    """Rank 0's: ``LeadExtra``; others may have been given none."""
 
 
-class OfLead(IntEnum):
+class LeadExtra(IntEnum):
     """The ``extra`` of rank 0."""
 
     NONE = 0
@@ -81,14 +81,14 @@ class OfLead(IntEnum):
     FUNCTION = 2
 
     @classmethod
-    def of(cls, extra: object) -> OfLead:
+    def of(cls, extra: object) -> LeadExtra:
         return cls.FUNCTION if callable(extra) else cls.FIXED if extra else cls.NONE
 
     def to_note(self, extra: object) -> tuple[Extra | None, str]:
         """What is noted after every step on a rank that was given ``extra`` itself, or why nothing can be."""
-        if self is OfLead.FIXED:
+        if self is LeadExtra.FIXED:
             return None, "extra= is no function, so its value between two saves is unknown"
-        if self is OfLead.NONE:
+        if self is LeadExtra.NONE:
             return None, ""
         return (extra if callable(extra) else _never_called), ""
 
@@ -111,7 +111,7 @@ class Turn:
         self._before: Identity | None = None
         """The one before it, which is the newest again where that one gives way."""
 
-        self.extra = OfLead.NONE
+        self.extra = LeadExtra.NONE
         """Of the newest save or load; each rank's own until they have agreed."""
 
         self._has_agreed = False
@@ -179,7 +179,7 @@ class Turn:
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
             self.commit, self._has_agreed = rows[0][Row.COMMIT], True
-            self.extra = OfLead(rows[0][Row.EXTRA])
+            self.extra = LeadExtra(rows[0][Row.EXTRA])
         return rows
 
     def committed_here(self, step: int, seconds: float) -> None:
