@@ -15,7 +15,6 @@ import operator
 import os
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from slurmft.checkpoint.state import (
     number_of,
     original,
 )
-from slurmft.checkpoint.step_copies import LeadExtra, Row, StepCopies, Turn, mismatch
+from slurmft.checkpoint.step_copies import LOOKS, LeadExtra, Row, StepCopies, Turn, mismatch, two_are_under_way
 from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
@@ -52,7 +51,7 @@ from slurmft.storage.verdicts import check_fence
 from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, weakly
 
-# --- Checkpoints by their name: one folder among others, or any plain state of a program that has no model ---
+# --- Checkpoints by their name, also of any plain state of a program that has no model ---
 
 _ID = "checkpoint_id: "
 """Beginning of the metric that an id which is no number is kept as: markers hold metrics, and can be read cheaply."""
@@ -60,12 +59,278 @@ _ID = "checkpoint_id: "
 _STATE = "plain state"
 
 
-class NamedStates(ABC):
-    """The part of ``CheckpointManager`` that knows checkpoints by name. All methods are collectives, as there."""
+def named(entry: Entry) -> str:
+    """The id that ``save_checkpoint`` was given, where it was no number; else empty."""
+    return next((name.removeprefix(_ID) for name in entry.metrics if name.startswith(_ID)), "")
 
-    directory: Path
-    settings: Any
-    _distrusted: Any
+
+def _numbered(checkpoint_id: object) -> tuple[int | None, str]:
+    """(step, "") or (None, name)."""
+    if isinstance(checkpoint_id, str):
+        if checkpoint_id.isascii() and checkpoint_id.isdecimal() and int(checkpoint_id) <= MAX_STEP:
+            return int(checkpoint_id), ""
+        if checkpoint_id.strip() and checkpoint_id.isprintable() and len(checkpoint_id) <= 200:
+            return None, checkpoint_id
+    elif not isinstance(checkpoint_id, bool):
+        try:
+            step = operator.index(checkpoint_id)  # type: ignore[arg-type]
+        except TypeError:
+            step = -1
+        if 0 <= step <= MAX_STEP:
+            return step, ""
+    raise UsageError(f"checkpoint_id is {checkpoint_id!r:.60}", hint="a step number from 0 on, or a name of one line")
+
+
+def _nothing() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that stand for none: both must be there in a checkpoint."""
+    model = torch.nn.ParameterDict({"none": torch.zeros(())})
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+# --- Saving and resuming a training run, on one process or on many ---
+
+log = logging.getLogger(__name__)
+
+GivenExtra = Mapping[str, Any] | Extra | None
+
+ROOM_S = 60.0
+"""How long a save that must not be skipped waits for one of its two places."""
+
+LOOK_S = 0.05
+COMPARISONS = 2
+
+
+class CheckpointManager:
+    """The checkpoints of one training run.
+
+    Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.
+    Replicated (DDP) and sharded (FSDP2) models; each rank writes its share. The directory lies on a filesystem that
+    every rank sees. Other values come from the run's section ``checkpoint``, or its defaults.
+
+    Args:
+        keep_last_n: checkpoints of this many steps are kept (at least 1).
+        save_best: keep the one with the best ``best_metric`` as well, however old.
+        best_metric: a key of ``metrics``; checkpoints without it, or where it is not finite, are never best.
+        keep_every: keep the first at or after every multiple of so many steps; 0: none for that reason.
+        async_save: train on while a checkpoint is written.
+        extra: the ``extra`` of saves that are given none; see ``save``.
+
+    Raises:
+        UsageError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: Path | str,
+        keep_last_n: int | None = None,
+        save_best: bool | None = None,
+        best_metric: str | None = None,
+        best_mode: BestMode | None = None,
+        *,
+        keep_every: int | None = None,
+        async_save: bool | None = None,
+        extra: Extra | None = None,
+    ) -> None:
+        given = {
+            "keep_last_n": keep_last_n, "save_best": save_best, "best_metric": best_metric, "best_mode": best_mode,
+            "keep_every": keep_every, "async_save": async_save,
+        }  # fmt: skip
+        self.settings = WorkerSettings.from_environment(os.environ).checkpoint.changed(given)
+        if self.settings.keep_last_n < 1:
+            raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
+        if self.settings.best_mode not in ("min", "max"):
+            raise UsageError(f"best_mode is {best_mode!r}; it is 'min' or 'max'")
+        self.directory = Path(checkpoint_dir)
+        savers.mend()
+        self._extra = extra
+        self._distrusted: set[Path] = set()
+        self._compared: set[int] = set()
+        self._turn = Turn()
+        self._snapshots = Snapshots(
+            self.settings, memory=memory_folder_of(self.directory), spill=self.directory / STAGING,
+            on_committed=weakly(self._on_committed), on_failed=weakly(self._on_failed),
+        )  # fmt: skip
+        self._rescue: JustInTime | None = None
+        self._steps = StepCopies(self.settings.peer_interval, self._snapshots, self._turn, self.directory)
+        self._is_saving, self._left_out = False, 0
+        SAVERS.join(self)
+        self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
+
+    def save(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        step: int,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        extra: GivenExtra = None,
+        async_save: bool | None = None,
+    ) -> Path | None:
+        """Save ``step`` and return the folder of the checkpoint; then prune old ones.
+
+        With ``async_save`` this returns as soon as the state is copied, and ``wait`` returns when it is durable; else
+        it is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
+        0's) takes plain values and tensors, or a function that returns them: rank 0 calls that one now and at the end
+        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``).
+
+        At most two saves are under way. Where the session saves, as it is time to, this one takes the place of a save
+        that waits for the disk; None: both are being written already (``checkpoint.when_busy``). A stop takes the place
+        of the newer one at once, any other save waits, for half a minute at most before it does so.
+
+        Raises:
+            CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
+                ranks that failed and why.
+            DirectoryInUse: another manager of this process saves in this directory.
+            Fenced: a newer attempt owns the run; nothing was committed.
+            UsageError: the caller is a signal handler. Where the session saves for that signal at the end of the step,
+                this only says so, and returns None.
+        """
+        if SAVERS.is_left_to_the_session():
+            return None
+        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        SAVERS.trains(model, optimizer)
+        team, extra = Team(), self._extra if extra is None else extra
+        is_async = self.settings.async_save if async_save is None else async_save
+        urgent = SAVERS.is_urgent or not is_async
+        may_skip = SAVERS.is_periodic and not urgent and self.settings.when_busy == "skip"
+        self._turn.extra = LeadExtra.of(extra)
+        now = functools.partial(for_save, trainee, extra, metrics or {}, rank=team.rank, world_size=team.world_size)
+        prepared = self._agree(team, now, step, urgent=urgent, may_skip=may_skip)
+        if prepared is None:
+            SAVERS.outcome = SaveOutcome.SKIPPED
+            return None
+        self._compare(team, prepared.flat, step)
+        identity = Identity(step, own_generation(), self._turn.commit)
+        folder = self.directory / identity.folder_name
+        self._arm(trainee, extra, step=step, safe=step)  # first: a rank that dies in the copy must not lose the step
+        self._stage(team, prepared, identity, urgent=urgent)
+        SAVERS.outcome = SaveOutcome.STAGED
+        if not is_async:
+            self.wait()
+        return folder
+
+    def wait(self) -> None:
+        """Return when the newest save is durable; at once where there is none.
+
+        Raises:
+            CheckpointError: it failed, for a reason that may pass (it is given up; save again) or will not.
+            Fenced: a newer attempt owns the run.
+        """
+        if (identity := self._turn.awaited) is None:
+            return
+        team = Team()
+        self._snapshots.hurry()
+        while True:
+            standing = self._snapshots.standing(identity)
+            rows = team.exchange(self._turn.progress_row(team, standing))
+            if any(row[1] for row in rows):
+                break
+            if rows[0][0]:
+                self._turn.has_ended()
+                self._note_committed(identity.step, rows[0][2] / 1e9)
+                if self._rescue is not None:
+                    self._rescue.saved(identity.step)
+                self._snapshots.settled(identity)
+                self._forget_others(identity.commit)
+                return
+            self._snapshots.sleep(identity, LOOK_S)
+        self._turn.has_ended()
+        self._snapshots.give_up(identity)
+        guard = Guard()
+        with guard:
+            self._snapshots.raise_failure(identity)
+        what = f"{self.directory / identity.folder_name} was not committed"
+        raise failure(what, [row[1] for row in rows], team, guard)
+
+    def close(self) -> None:
+        """Let the writer finish, and release the memory; not a collective, and not needed at the end of a process."""
+        SAVERS.leave(self)
+        if self._rescue is not None:
+            self._rescue.disarm("the manager is closed")
+        self._steps.disarm("the manager is closed")
+        self._finalizer()
+
+    def load_latest(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
+    ) -> LoadedCheckpoint:
+        """Resume from the newest state that every rank can verify: from memory where it is whole there, else from disk.
+
+        Skipped checkpoints are logged and returned. Nothing is loaded into the objects before every rank has read and
+        verified its part. With the same world size, training goes on bit for bit. With another one, the loader goes on
+        at the position that all ranks share, and ranks that have no random state in the checkpoint keep theirs, with a
+        warning. The optimizer's state keeps the types that it was saved with. Saves of this process into the directory
+        are waited for first; one that fails is logged, and not found.
+
+        Args:
+            allow_missing: which of "scheduler", "scaler" and "loader" may begin anew where the checkpoint has no state
+                for them, or (the loader) where one that shares no position meets another number of ranks.
+            allow_cast: take weights of another dtype than the model's.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+            CheckpointError: checkpoints exist and none is usable (each is named with its reason), or an intact one
+                does not fit the objects.
+        """
+        self._settle()
+        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        SAVERS.trains(model, optimizer)
+        loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
+        loaded = self._loaded(loading, loading.newest())
+        if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
+            with SAVERS.before_step(loaded.step):
+                again = self.save(
+                    model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
+                    loader=loader, extra=loaded.extra, async_save=True,
+                )  # fmt: skip
+            if loaded.path is not None and again is not None:
+                same_state(self.directory, loaded.path.name, again.name)
+        if loaded.found:
+            self._arm_loaded(trainee, loaded)
+        return loaded
+
+    def load_best(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
+    ) -> LoadedCheckpoint:
+        """As ``load_latest``, in order of ``best_metric`` instead of age, and from disk.
+
+        Raises:
+            CheckpointError: as ``load_latest``; also when checkpoints exist and none has a finite ``best_metric``.
+        """
+        self._settle()
+        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        SAVERS.trains(model, optimizer)
+        loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
+        return self._loaded(loading, loading.best(self.settings.best_metric, self.settings.best_mode))
+
+    def next_step(self) -> int | None:
+        """The step of the state that ``load_latest`` tries first; None where there is none. Nothing is read or changed.
+
+        Raises:
+            CheckpointError: the directory cannot be read.
+        """
+        self._settle()
+        return Loading(self.directory, Trainee(*_nothing())).next_step()
+
+    # By a name, or of a program that has no model
 
     def save_checkpoint(self, state: Any, checkpoint_id: int | str) -> Path | None:
         """Save any plain state, such as a dict of numbers, texts, lists and tensors; rank 0's where there are several.
@@ -84,10 +349,7 @@ class NamedStates(ABC):
         metrics = {f"{_ID}{name}": 0.0} if name else {}
         if step is None:
             step = self._newest_step() + 1
-        model, optimizer = _nothing()
-        return self.save(
-            model, optimizer, step=step, metrics=metrics, extra={_STATE: as_plain(state)}, async_save=False
-        )
+        return self.save(*_nothing(), step=step, metrics=metrics, extra={_STATE: as_plain(state)}, async_save=False)
 
     def load_checkpoint(self, checkpoint_id: int | str | None = None) -> Any:
         """The state that ``save_checkpoint`` was given under this id, or the newest one; None where there is none.
@@ -96,13 +358,12 @@ class NamedStates(ABC):
             CheckpointError: it exists and cannot be used, or holds a model (``load_latest`` loads those).
             UsageError: the id is neither a number of a step nor a name.
         """
-        model, optimizer = _nothing()
         if checkpoint_id is None:
-            loaded = self.load_latest(model, optimizer)
+            loaded = self.load_latest(*_nothing())
         else:
             step, name = _numbered(checkpoint_id)
             loaded = self._load_chosen(
-                Trainee(model, optimizer),
+                Trainee(*_nothing()),
                 lambda entry: entry.step == step if step is not None else f"{_ID}{name}" in entry.metrics,
             )
         if not loaded.found:
@@ -190,305 +451,7 @@ class NamedStates(ABC):
     def _newest_step(self) -> int:
         """Of all checkpoints, also of one that is still being written; the same on all ranks."""
         self._settle()
-        model, optimizer = _nothing()
-        return Loading(self.directory, Trainee(model, optimizer)).newest_step()
-
-    @abstractmethod
-    def save(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, step: int,
-        metrics: Mapping[str, SupportsFloat] | None = None, extra: Mapping[str, Any] | None = None,
-        async_save: bool | None = None,
-    ) -> Path | None: ...  # fmt: skip
-
-    @abstractmethod
-    def load_latest(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoadedCheckpoint: ...
-
-    @abstractmethod
-    def wait(self) -> None: ...
-
-    @abstractmethod
-    def _settle(self) -> None: ...
-
-    @abstractmethod
-    def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint: ...
-
-
-def named(entry: Entry) -> str:
-    """The id that ``save_checkpoint`` was given, where it was no number; else empty."""
-    return next((name.removeprefix(_ID) for name in entry.metrics if name.startswith(_ID)), "")
-
-
-def _numbered(checkpoint_id: object) -> tuple[int | None, str]:
-    """(step, "") or (None, name)."""
-    if isinstance(checkpoint_id, str):
-        if checkpoint_id.isascii() and checkpoint_id.isdecimal() and int(checkpoint_id) <= MAX_STEP:
-            return int(checkpoint_id), ""
-        if checkpoint_id.strip() and checkpoint_id.isprintable() and len(checkpoint_id) <= 200:
-            return None, checkpoint_id
-    elif not isinstance(checkpoint_id, bool):
-        try:
-            step = operator.index(checkpoint_id)  # type: ignore[arg-type]
-        except TypeError:
-            step = -1
-        if 0 <= step <= MAX_STEP:
-            return step, ""
-    raise UsageError(f"checkpoint_id is {checkpoint_id!r:.60}", hint="a step number from 0 on, or a name of one line")
-
-
-def _nothing() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer that stand for none: both must be there in a checkpoint."""
-    model = torch.nn.ParameterDict({"none": torch.zeros(())})
-    return model, torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-# --- Saving and resuming a training run, on one process or on many ---
-
-log = logging.getLogger(__name__)
-
-GivenExtra = Mapping[str, Any] | Extra | None
-
-ROOM_S = 60.0
-"""How long a save that must not be skipped waits for one of its two places."""
-
-LOOK_S = 0.05
-COMPARISONS = 2
-
-
-class CheckpointManager(NamedStates):
-    """The checkpoints of one training run.
-
-    Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.
-    Replicated (DDP) and sharded (FSDP2) models; each rank writes its share. The directory lies on a filesystem that
-    every rank sees. Other values come from the run's section ``checkpoint``, or its defaults.
-
-    Args:
-        keep_last_n: checkpoints of this many steps are kept (at least 1).
-        save_best: keep the one with the best ``best_metric`` as well, however old.
-        best_metric: a key of ``metrics``; checkpoints without it, or where it is not finite, are never best.
-        keep_every: keep the first at or after every multiple of so many steps; 0: none for that reason.
-        async_save: train on while a checkpoint is written.
-        extra: the ``extra`` of saves that are given none; see ``save``.
-
-    Raises:
-        UsageError: an argument makes no sense.
-    """
-
-    def __init__(
-        self,
-        checkpoint_dir: Path | str,
-        keep_last_n: int | None = None,
-        save_best: bool | None = None,
-        best_metric: str | None = None,
-        best_mode: BestMode | None = None,
-        *,
-        keep_every: int | None = None,
-        async_save: bool | None = None,
-        extra: Extra | None = None,
-    ) -> None:
-        given = {
-            "keep_last_n": keep_last_n, "save_best": save_best, "best_metric": best_metric, "best_mode": best_mode,
-            "keep_every": keep_every, "async_save": async_save,
-        }  # fmt: skip
-        self.settings = WorkerSettings.from_environment(os.environ).checkpoint.changed(given)
-        if self.settings.keep_last_n < 1:
-            raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
-        if self.settings.best_mode not in ("min", "max"):
-            raise UsageError(f"best_mode is {best_mode!r}; it is 'min' or 'max'")
-        self.directory = Path(checkpoint_dir)
-        savers.mend()
-        self._extra = extra
-        self._distrusted: set[Path] = set()
-        self._compared: set[int] = set()
-        self._turn = Turn()
-        self._snapshots = Snapshots(
-            self.settings, memory=memory_folder_of(self.directory), spill=self.directory / STAGING,
-            on_committed=weakly(self._on_committed), on_failed=weakly(self._on_failed),
-        )  # fmt: skip
-        self._rescue: JustInTime | None = None
-        self._steps = StepCopies(self.settings.peer_interval, self._snapshots, self._turn, self.directory)
-        self._is_saving = False
-        SAVERS.join(self)
-        self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
-
-    def save(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        step: int,
-        metrics: Mapping[str, SupportsFloat] | None = None,
-        scheduler: Stateful | None = None,
-        scaler: Stateful | None = None,
-        loader: Stateful | None = None,
-        extra: GivenExtra = None,
-        async_save: bool | None = None,
-    ) -> Path | None:
-        """Save ``step`` and return the folder of the checkpoint; then prune old ones.
-
-        With ``async_save`` this returns as soon as the state is copied, and ``wait`` returns when it is durable; else
-        it is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
-        0's) takes plain values and tensors, or a function that returns them: rank 0 calls that one now and at the end
-        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``). None: it was the
-        session that saved, as it was time to, and two earlier saves are still under way (``checkpoint.when_busy``); any
-        other save waits for them, and after half a minute takes the place of the one that has not begun.
-
-        Raises:
-            CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
-                ranks that failed and why.
-            DirectoryInUse: another manager of this process saves in this directory.
-            Fenced: a newer attempt owns the run; nothing was committed.
-            UsageError: the caller is a signal handler. Where the session saves for that signal at the end of the step,
-                this only says so, and returns None.
-        """
-        if SAVERS.is_left_to_the_session():
-            return None
-        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        SAVERS.trains(model, optimizer)
-        team, extra = Team(), self._extra if extra is None else extra
-        is_async = self.settings.async_save if async_save is None else async_save
-        urgent = SAVERS.is_urgent or not is_async
-        may_skip = SAVERS.is_periodic and not urgent and self.settings.when_busy == "skip"
-        self._turn.extra = LeadExtra.of(extra)
-        now = functools.partial(for_save, trainee, extra, metrics or {}, rank=team.rank, world_size=team.world_size)
-        prepared = self._agree(team, now, step, urgent=urgent, may_skip=may_skip)
-        if prepared is None:
-            SAVERS.outcome = SaveOutcome.SKIPPED
-            return None
-        self._compare(team, prepared.flat, step)
-        identity = Identity(step, own_generation(), self._turn.commit)
-        folder = self.directory / identity.folder_name
-        self._arm(trainee, extra, step=step, safe=step)  # first: a rank that dies in the copy must not lose the step
-        self._stage(team, prepared, identity, urgent=urgent)
-        SAVERS.outcome = SaveOutcome.STAGED
-        if not is_async:
-            self.wait()
-        return folder
-
-    def wait(self) -> None:
-        """Return when the newest save is durable; at once where there is none.
-
-        Raises:
-            CheckpointError: it failed, for a reason that may pass (it is given up; save again) or will not.
-            Fenced: a newer attempt owns the run.
-        """
-        if (identity := self._turn.awaited) is None:
-            return
-        team = Team()
-        self._snapshots.hurry()
-        while True:
-            standing = self._snapshots.standing(identity)
-            rows = team.exchange(self._turn.progress_row(team, standing))
-            if any(row[1] for row in rows):
-                break
-            if rows[0][0]:
-                self._turn.awaited = None
-                self._note_committed(identity.step, rows[0][2] / 1e9)
-                if self._rescue is not None:
-                    self._rescue.saved(identity.step)
-                self._snapshots.settled(identity)
-                self._forget_others(identity.commit)
-                return
-            self._snapshots.sleep(identity, LOOK_S)
-        self._turn.awaited = None
-        self._snapshots.give_up(identity)
-        guard = Guard()
-        with guard:
-            self._snapshots.raise_failure(identity)
-        what = f"{self.directory / identity.folder_name} was not committed"
-        raise failure(what, [row[1] for row in rows], team, guard)
-
-    def close(self) -> None:
-        """Let the writer finish, and release the memory; not a collective, and not needed at the end of a process."""
-        SAVERS.leave(self)
-        if self._rescue is not None:
-            self._rescue.disarm("the manager is closed")
-        self._steps.disarm("the manager is closed")
-        self._finalizer()
-
-    def load_latest(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        scheduler: Stateful | None = None,
-        scaler: Stateful | None = None,
-        loader: Stateful | None = None,
-        allow_missing: Collection[str] = (),
-        allow_cast: bool = False,
-    ) -> LoadedCheckpoint:
-        """Resume from the newest state that every rank can verify: from memory where it is whole there, else from disk.
-
-        Skipped checkpoints are logged and returned. Nothing is loaded into the objects before every rank has read and
-        verified its part. With the same world size, training goes on bit for bit. With another one, the loader goes on
-        at the position that all ranks share, and ranks that have no random state in the checkpoint keep theirs, with a
-        warning. The optimizer's state keeps the types that it was saved with. Saves of this process into the directory
-        are waited for first; one that fails is logged, and not found.
-
-        Args:
-            allow_missing: which of "scheduler", "scaler" and "loader" may begin anew where the checkpoint has no state
-                for them, or (the loader) where one that shares no position meets another number of ranks.
-            allow_cast: take weights of another dtype than the model's.
-
-        Raises:
-            Fenced: a newer attempt owns the run.
-            CheckpointError: checkpoints exist and none is usable (each is named with its reason), or an intact one
-                does not fit the objects.
-        """
-        self._settle()
-        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        SAVERS.trains(model, optimizer)
-        loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
-        loaded = self._loaded(loading, loading.newest())
-        if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
-            with SAVERS.before_step(loaded.step):
-                again = self.save(
-                    model,
-                    optimizer,
-                    step=loaded.step,
-                    metrics=loaded.metrics,
-                    scheduler=scheduler,
-                    scaler=scaler,
-                    loader=loader,
-                    extra=loaded.extra,
-                    async_save=True,
-                )
-            if loaded.path is not None and again is not None:
-                same_state(self.directory, loaded.path.name, again.name)
-        if loaded.found:
-            self._arm_loaded(trainee, loaded)
-        return loaded
-
-    def load_best(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        scheduler: Stateful | None = None,
-        scaler: Stateful | None = None,
-        loader: Stateful | None = None,
-        allow_missing: Collection[str] = (),
-        allow_cast: bool = False,
-    ) -> LoadedCheckpoint:
-        """As ``load_latest``, in order of ``best_metric`` instead of age, and from disk.
-
-        Raises:
-            CheckpointError: as ``load_latest``; also when checkpoints exist and none has a finite ``best_metric``.
-        """
-        self._settle()
-        trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        SAVERS.trains(model, optimizer)
-        loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
-        return self._loaded(loading, loading.best(self.settings.best_metric, self.settings.best_mode))
-
-    def next_step(self) -> int | None:
-        """The step of the state that ``load_latest`` tries first; None where there is none. Nothing is read or changed.
-
-        Raises:
-            CheckpointError: the directory cannot be read.
-        """
-        self._settle()
-        nothing = torch.nn.Module()
-        return Loading(self.directory, Trainee(nothing, torch.optim.SGD([torch.zeros(1)]))).next_step()
+        return Loading(self.directory, Trainee(*_nothing())).newest_step()
 
     # Called by the session (trainer.savers)
 
@@ -522,8 +485,11 @@ class CheckpointManager(NamedStates):
             prepared = self._snapshots.prepare(captured(), rank=team.rank, world_size=team.world_size)
         deadline_s = time.monotonic() + ROOM_S
         what = f"step {step} was not saved to {self.directory}"
+        given_up, looks = None, LOOKS
         while True:
-            rows = self._turn.exchange(team, guard, step, prepared)
+            # an older one that waits is worth less than this, at the latest when it has taken that long
+            must_go_first = urgent or time.monotonic() > deadline_s - ROOM_S / 2
+            rows = self._turn.exchange(team, guard, step, prepared, self._snapshots, must_go_first=must_go_first)
             if any(row[Row.CODE] for row in rows):
                 raise failure(what, [row[Row.CODE] for row in rows], team, guard)
             if problem := mismatch(rows):
@@ -533,19 +499,31 @@ class CheckpointManager(NamedStates):
                 self._snapshots.leave_spill()
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if not self._steps.give_way() and may_skip:
-                if team.is_lead:
-                    log.warning("step %d is not saved: two earlier saves are still being written", step)
+            if given_up is not None:
+                looks -= 1
+            elif may_skip or rows[0][Row.MUST_GO_FIRST]:
+                given_up = self._turn.gives_way(rows)
+                if given_up is not None:
+                    self._snapshots.give_up(given_up)
+                    self._tell_left_out(team, given_up.step, f"step {step} takes its place")
+            may_look = looks > 0 if given_up is not None else not two_are_under_way(rows) and self._steps.give_way()
+            if may_skip and not may_look:
+                self._tell_left_out(team, step, "two earlier saves are still being written")
                 return None
-            if urgent or time.monotonic() > deadline_s - ROOM_S / 2:  # an older one that waits is worth less than this
-                self._snapshots.make_room()
-            time.sleep(LOOK_S)
+            self._snapshots.sleep(given_up, LOOK_S)
             with guard:
-                prepared = self._snapshots.again(prepared)
+                prepared = replace(prepared, place=self._snapshots.free("disk"))
                 if prepared.place is None and time.monotonic() > deadline_s:
                     raise TimeoutError(
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
                     )
+
+    def _tell_left_out(self, team: Team, step: int, reason: str) -> None:
+        """The first one, and then each time that their number has doubled: it may be so at every step."""
+        self._left_out += 1
+        if team.is_lead and self._left_out.bit_count() == 1:
+            log.warning("step %d is not saved: %s (%d so far); saves take longer than the interval", step, reason,
+                        self._left_out)  # fmt: skip
 
     def _compare(self, team: Team, flat: FlatState, step: int) -> None:
         """At two steps of a manager; at the first one, state that will differ may be zero still.
@@ -601,15 +579,14 @@ class CheckpointManager(NamedStates):
 
     def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
         """Copy, and hand over to the writer. All ranks get errors of it at the next save or ``wait``."""
-        self._turn.awaited = identity
+        self._turn.begins(identity)
         reached("announced")
         try:
             with self._rescue.staging() if self._rescue is not None else contextlib.nullcontext():
-                place = self._snapshots.stage(prepared, identity)
                 metrics = prepared.flat.objects[FACTS]["metrics"] if team.is_lead else {}
                 order = order_of(self.settings, metrics, self._distrusted) if team.is_lead else None
-                self._snapshots.submit(place, self.directory / identity.folder_name, identity, order, urgent=urgent)
-                reached("submitted")
+                folder = self.directory / identity.folder_name
+                self._snapshots.stage(prepared, identity, folder, order=order, urgent=urgent)
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)

@@ -17,8 +17,9 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import xxhash
@@ -451,10 +452,6 @@ class StepPlaces:
     problem: str = ""
     """Why there is no place for any."""
 
-    def begin(self, identity: Identity) -> None:
-        """It goes to the writer now."""
-        self.ended, self.current = None, identity
-
     def hear(self, report: Report) -> None:
         """Take in a report on the current one."""
         if report.final:
@@ -468,6 +465,10 @@ CLOSE_S = 600.0
 
 FAILING_S = 20.0
 """The same for one that the disk refuses."""
+
+Target = Literal["disk", "peers"]
+"""Where a snapshot goes from its place in memory: a save to disk (and to peers, and the local disk), as configured; the
+copy of a step between two saves to peers alone, if there are any."""
 
 MAX_UNCOMMITTED = 2
 """Saves of rank 0 that have not ended: one may be written while another one is committed."""
@@ -533,7 +534,7 @@ class Snapshots:
             self._arena = Arena(self._rank, self._memory, PLACES_WITH_COPIES if has_copies else PLACES)
         return self._arena
 
-    def prepare(self, flat: FlatState, *, rank: int, world_size: int) -> LaidOut:
+    def prepare(self, flat: FlatState, *, rank: int, world_size: int, to: Target = "disk") -> LaidOut:
         """Lay ``flat`` out, and find a place for it.
 
         Raises:
@@ -553,8 +554,9 @@ class Snapshots:
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
-        place = self._free()
-        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
+        if to == "peers" and self.copies.problem:
+            raise OSError(errno.ENOMEM, self.copies.problem)
+        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=self.free(to))
 
     def take_place(self, rank: int, world_size: int) -> None:
         """Set the rank and world size, which name its places in memory."""
@@ -562,35 +564,55 @@ class Snapshots:
             raise UsageError(f"this checkpoint manager was rank {self._rank}'s, and now rank {rank} uses it")
         self._rank, self._world_size = rank, world_size
 
-    def again(self, prepared: LaidOut) -> LaidOut:
-        """The same with a place, where one has become free meanwhile."""
-        place = self._free()
-        return LaidOut(flat=prepared.flat, layout=prepared.layout, packed=prepared.packed, place=place)
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """How many saves are, and the commit of the one that waits until another one is written; 0 where none does."""
+        unwritten = [one for one in self._busy() if one != self.copies.current]
+        return len(self._saves()), unwritten[-1].commit if len(unwritten) > 1 else 0
 
     def make_room(self) -> None:
-        """Give up a snapshot that waits behind another one; a stop has something newer."""
-        unfinished = self._unfinished()
-        if self.copies.current in unfinished:
-            unfinished = [one for one in unfinished if one != self.copies.current]
-            self._writer_process().abandon(self.copies.current)
-        for identity in unfinished[1:]:
-            self._writer_process().abandon(identity)
+        """Give up a snapshot that waits behind another one; what a failed run keeps is newer."""
+        for identity in (self.copies.current, *self._saves()[1:]):
+            if identity is not None:
+                self.give_up(identity)
 
-    def stage(self, prepared: LaidOut, identity: Identity) -> SnapshotSlot:
-        """Copy the state into its place, which is returned. When this returns, the trainer may change it.
+    def stage(
+        self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Target = "disk",
+        order: CommitOrder | None = None, urgent: bool = False,
+    ) -> None:  # fmt: skip
+        """Copy the state into its place, and hand it to the writer. When this returns, the trainer may change it.
+
+        The writer makes it durable in ``folder``; rank 0 gives an ``order`` to commit it. What goes to peers alone it
+        hashes and sends, and ``copies`` gets to know the end of that.
 
         Raises:
             OSError: there is no memory for it.
         """
         place = self._beside_what_is_kept(prepared.place, identity)
-        _, index = self._copy(place, prepared.layout, prepared.flat, prepared.packed, identity)
+        _, index = self._copy(place, prepared, identity)
         reached("staged")
         place.complete(index)
         reached("index in place")
         self.arena.warm_up(prepared.layout.capacity_bytes(prepared.packed))
         if self._device is not None:
             self.arena.pin(self._device)
-        return place
+        if to == "peers":
+            self.copies.ended, self.copies.current = None, identity
+        else:
+            under_way = self._unfinished()  # the oldest may outlast any number of saves that gave way meanwhile
+            with self._lock:
+                self._known[identity] = Standing(step=identity.step, since=time.monotonic())
+                for old in [one for one in self._known if one not in under_way][:-8]:
+                    del self._known[old]
+        self._writer_process().submit(
+            WriteRequest(
+                identity=identity, shard=self._rank, shards=self._world_size, snapshot=place.index, image=place.image,
+                folder=folder, commit=order, urgent=urgent, max_bytes_per_s=float(self._settings.bandwidth or 0),
+                goes_to_peers=self.sends_saves, is_step_copy=to == "peers",
+                keeps=self.copies.needed if to == "peers" else None,
+            )
+        )  # fmt: skip
+        reached("submitted")
 
     def keep(self, flat: FlatState, identity: Identity, check: Callable[[], None]) -> None:
         """Copy all that a rank has of a replicated state, hashed, to where the next attempt finds it; not to disk.
@@ -605,7 +627,8 @@ class Snapshots:
         packed = layout.pack(flat.objects)
         place = self._place_soon()
         self._ask_for_room(place, layout.capacity_bytes(packed), flat.part.parts_of(ranks_of_this_node()))
-        memory, index = self._copy(place, layout, flat, packed, identity, within_s=DEVICE_S)
+        laid_out = LaidOut(flat=flat, layout=layout, packed=packed, place=place)
+        memory, index = self._copy(place, laid_out, identity, within_s=DEVICE_S)
         check()
         digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
         place.complete(index.with_digests(digests))
@@ -654,9 +677,9 @@ class Snapshots:
         return place
 
     def _copy(
-        self, place: SnapshotSlot, layout: Layout, flat: FlatState, packed: list[Packed], identity: Identity, *,
-        within_s: float | None = None,
-    ) -> tuple[memoryview, ShardIndex]:  # fmt: skip
+        self, place: SnapshotSlot, prepared: LaidOut, identity: Identity, *, within_s: float | None = None
+    ) -> tuple[memoryview, ShardIndex]:
+        layout, flat, packed = prepared.layout, prepared.flat, prepared.packed
         memory = memoryview(place.begin(layout.capacity_bytes(packed)))
         reached("slot emptied")
         if place.layout is not layout:
@@ -668,44 +691,6 @@ class Snapshots:
             self._device = copy_into(self._views[place], sources, place.address, within_s=within_s)
         reached("half staged")
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
-
-    def submit(
-        self, place: SnapshotSlot, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
-    ) -> None:
-        """Have the writer make what lies in ``place`` durable; rank 0 gives an ``order`` to commit it."""
-        with self._lock:
-            self._known[identity] = Standing(step=identity.step, since=time.monotonic())
-            for old in list(self._known)[:-8]:
-                del self._known[old]
-        self._writer_process().submit(
-            WriteRequest(
-                identity=identity, shard=self._rank, shards=self._world_size, snapshot=place.index, image=place.image,
-                folder=folder, commit=order, urgent=urgent, max_bytes_per_s=float(self._settings.bandwidth or 0),
-                goes_to_peers=self.sends_saves,
-            )
-        )  # fmt: skip
-
-    def copy_step(self, flat: FlatState, identity: Identity, folder: Path, *, rank: int, world_size: int) -> None:
-        """Copy the state, and have the writer hash and send it; ``copies`` gets to know the end of that.
-
-        Raises: as ``prepare`` and ``stage``.
-        """
-        prepared = self.prepare(flat, rank=rank, world_size=world_size)
-        if self.copies.problem:
-            raise OSError(errno.ENOMEM, self.copies.problem)
-        place = self.stage(replace(prepared, place=self.arena.free(self._taken())), identity)
-        self.copies.begin(identity)
-        self._writer_process().submit(
-            WriteRequest(
-                identity=identity, shard=rank, shards=world_size, snapshot=place.index, image=place.image,
-                folder=folder, max_bytes_per_s=float(self._settings.bandwidth or 0), is_step_copy=True,
-                keeps=self.copies.needed,
-            )
-        )  # fmt: skip
-
-    def has_place(self) -> bool:
-        """Whether something could be copied now."""
-        return self.arena.free(self._taken()) is not None
 
     def failed_here(self, identity: Identity, error: Exception) -> None:
         """This rank could not copy its part; all others would wait for it without this note."""
@@ -759,9 +744,9 @@ class Snapshots:
             raise OSError(known.errno, known.problem)
         raise CheckpointError(known.problem)
 
-    def sleep(self, identity: Identity, seconds: float) -> None:
-        """Return when there is a new report on a snapshot, or after so many seconds."""
-        if self._writer is not None and identity in self._writer.unfinished():
+    def sleep(self, identity: Identity | None, seconds: float) -> None:
+        """Return when there is a final report on a snapshot, or after so many seconds."""
+        if self._writer is not None and identity is not None and identity in self._writer.unfinished():
             self._writer.wait(identity, seconds)
         else:
             time.sleep(seconds)
@@ -836,10 +821,13 @@ class Snapshots:
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def _free(self) -> SnapshotSlot | None:
-        """A place for a save; None while all are in use, or too many older ones wait for their commit."""
-        older = [one for one in self._unfinished() if one != self.copies.current]
-        return self.arena.free(self._taken()) if len(older) < MAX_UNCOMMITTED else None
+    def free(self, to: Target) -> SnapshotSlot | None:
+        """A place; None while all are in use, or, for a save, while too many older ones wait for their commit."""
+        return None if to == "disk" and len(self._saves()) >= MAX_UNCOMMITTED else self.arena.free(self._taken())
+
+    def _saves(self) -> list[Identity]:
+        """That have not ended."""
+        return [one for one in self._unfinished() if one != self.copies.current]
 
     def _taken(self) -> list[Identity]:
         """Snapshots whose places are not free."""

@@ -24,7 +24,7 @@ from typing import Any
 from slurmft.checkpoint.agreement import FENCED, Guard, Team
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.checkpoint.notes import Extra
-from slurmft.checkpoint.snapshots import LaidOut, Snapshots
+from slurmft.checkpoint.snapshots import MAX_UNCOMMITTED, LaidOut, Snapshots
 from slurmft.checkpoint.state import Trainee, for_save
 from slurmft.checkpoint.write_requests import Standing
 from slurmft.policy.checkpoints import Spacing
@@ -49,16 +49,25 @@ class Row(IntEnum):
     """Of the layout: equal on all ranks that save the same kind of state."""
 
     IS_BUSY = 3
-    """Both places of this rank are in use."""
+    """This rank has no place for it: two older saves are under way, or the copy of a step takes one."""
 
-    COMMIT = 4
+    OLDER = 4
+    """How many older ones are under way on this rank."""
+
+    WAITING = 5
+    """The commit of the one that waits until another one is written; 0 where none does."""
+
+    MUST_GO_FIRST = 6
+    """Rank 0's: the newest of the older saves has to give way to this one, even where it is being written."""
+
+    COMMIT = 7
     """Rank 0's: the number of the commit that this is to be."""
 
-    COMMITTED_STEP = 5
-    COMMITTED_NS = 6
+    COMMITTED_STEP = 8
+    COMMITTED_NS = 9
     """Rank 0's: which step was committed last, and how long that took; zeros before."""
 
-    EXTRA = 7
+    EXTRA = 10
     """Rank 0's: ``LeadExtra``; others may have been given none."""
 
 
@@ -99,6 +108,9 @@ class Turn:
         self.awaited: Identity | None = None
         """The newest save, until ``wait`` has reported its result."""
 
+        self._before: Identity | None = None
+        """The one before it, which is the newest again where that one gives way."""
+
         self.extra = LeadExtra.NONE
         """Of the newest save or load; each rank's own until they have agreed."""
 
@@ -126,14 +138,41 @@ class Turn:
         self.commit += 1
         return self.commit
 
-    def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None) -> list[list[int]]:
+    def begins(self, save: Identity) -> None:
+        """It is the newest from now on."""
+        self._before, self.awaited = self.awaited, save
+
+    def has_ended(self) -> None:
+        """The result of the newest save is known, and so is what became of those before it."""
+        self._before = self.awaited = None
+
+    def gives_way(self, rows: Sequence[Sequence[int]]) -> Identity | None:
+        """The save that the next one takes the place of, alike on all ranks, each of which gives it up; or None.
+
+        It is the newer one of two. Where some rank has begun to write it, that would be lost: then it gives way only to
+        a save that must go first.
+        """
+        newest = self.awaited
+        if newest is None or not two_are_under_way(rows):
+            return None
+        if not rows[0][Row.MUST_GO_FIRST] and any(row[Row.WAITING] != newest.commit for row in rows):
+            return None
+        self.awaited, self._before = self._before, None
+        return newest
+
+    def exchange(
+        self, team: Team, guard: Guard, step: int, prepared: LaidOut | None, snapshots: Snapshots, *,
+        must_go_first: bool,
+    ) -> list[list[int]]:  # fmt: skip
         """Each rank's ``Row``; a collective. The commit that rank 0 names is this turn's from now on."""
         row = [0] * len(Row)
         row[Row.CODE] = guard.code
         if guard.error is None and prepared is not None:
             row[Row.STEP], row[Row.FINGERPRINT] = step, prepared.layout.fingerprint
             row[Row.IS_BUSY] = prepared.place is None
+            row[Row.OLDER], row[Row.WAITING] = snapshots.under_way
         if team.is_lead:
+            row[Row.MUST_GO_FIRST] = must_go_first
             row[Row.COMMIT] = self.commit + 1
             row[Row.COMMITTED_STEP], row[Row.COMMITTED_NS] = self._committed
             row[Row.EXTRA] = self.extra
@@ -173,6 +212,11 @@ class Turn:
         if team.is_lead and standing.is_committed:
             return [1, 0, self._committed[1]]
         return [0, 0, 0]
+
+
+def two_are_under_way(rows: Sequence[Sequence[int]]) -> bool:
+    """On some rank, which has no place for a save before one of them has ended."""
+    return any(row[Row.OLDER] >= MAX_UNCOMMITTED for row in rows)
 
 
 def mismatch(rows: Sequence[Sequence[int]]) -> str:
@@ -349,9 +393,8 @@ class StepCopies:
             began_ns = time.perf_counter_ns()
             flat = for_save(self._trainee, self._extra, {}, rank=team.rank, world_size=team.world_size)
             with self.beside():
-                self._snapshots.copy_step(
-                    flat, identity, self._directory / identity.folder_name, rank=team.rank, world_size=team.world_size
-                )
+                prepared = self._snapshots.prepare(flat, rank=team.rank, world_size=team.world_size, to="peers")
+                self._snapshots.stage(prepared, identity, self._directory / identity.folder_name, to="peers")
         except Exception as error:
             log.exception("step %d is not copied", step)
             if not isinstance(error, OSError) or error.errno != errno.EBUSY:
@@ -380,7 +423,7 @@ class StepCopies:
     def _has_place(self) -> int:
         """1, or 0 where there may be one later, or -1 where there will be none."""
         try:
-            has_place = self._snapshots.has_place()
+            has_place = self._snapshots.free("peers") is not None
         except OSError as error:
             has_place, self._problem = False, str(error)
         return -1 if self._problem or self._places.problem else has_place

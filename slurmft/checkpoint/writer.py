@@ -92,8 +92,9 @@ def is_note(name: str) -> bool:
 def give_up(folder: Path, shard: int, reason: str) -> None:
     """Free a shard's space in the folder of an uncommitted save, and leave a note there; rank 0 frees all of it.
 
-    Never raises: remaining files are removed with the folder, after a later commit. Nothing is touched that may be
-    committed: a shard whose receipt is there, and saves that a newer attempt has taken over.
+    Never raises: remaining files are removed with the folder, after a later commit, or when rank 0 gives up the next
+    save. Nothing is touched that may be committed: a shard whose receipt is there, and saves that a newer attempt has
+    taken over.
     """
     try:
         check_fence()
@@ -101,7 +102,7 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
         return
     if (folder / MANIFEST).exists() or (shard and (folder / index_file(shard)).exists()):
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StorageError):
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
         names = os.listdir(folder) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
         for name in names:
@@ -109,6 +110,20 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
         _leave_note(folder / note_file(shard), reason[:1000])
+        if shard == 0:
+            _remove_given_up(folder)
+
+
+def _remove_given_up(newest: Path) -> None:
+    """Saves that rank 0 gave up before the newest one: on a disk that is full for long none is committed, whose pruning
+    would remove their folders."""
+    identities = Catalog(newest.parent).identities()
+    given_up = next((one for one in identities if one.folder_name == newest.name), None)
+    for one in identities:
+        folder = newest.parent / one.folder_name
+        is_older = given_up is not None and one.generation == given_up.generation and one.commit < given_up.commit
+        if is_older and (folder / note_file(0)).exists() and not (folder / MANIFEST).exists():
+            remove_folder(folder)
 
 
 def _leave_note(path: Path, reason: str) -> None:
@@ -142,19 +157,6 @@ def remove_temporary(folder: Path, names: list[str]) -> None:
 # are logged.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Staged:
-    """A shard in shared memory, with digests."""
-
-    index: Path
-    image: Path
-    checkpoint_dir: Path
-    """The directory of its checkpoint, which the copies belong to."""
-
-    bytes_per_s: float | None = None
-    goes_to_peers: bool = True
-
-
 class CopyLane:
     """Copies offered shards. Without peers and local disk it starts no thread, and is idle for ever."""
 
@@ -166,16 +168,16 @@ class CopyLane:
         told = WorkerSettings.from_environment(environment).checkpoint.local_directory
         self._local = Path(told) if told else None
         self._changed = threading.Condition()
-        self._waiting: Staged | None = None
-        self._current: Staged | None = None
+        self._waiting: WriteRequest | None = None
+        self._current: WriteRequest | None = None
         if self._peers or self._local is not None:
             threading.Thread(target=self._run, name="copies", daemon=True).start()
 
-    def offer(self, staged: Staged) -> None:
-        """Copy this one next, instead of one that waits."""
-        if (self._peers and staged.goes_to_peers) or self._local is not None:
+    def offer(self, request: WriteRequest) -> None:
+        """Copy this one next, which has its digests, instead of one that waits."""
+        if (self._peers and request.goes_to_peers) or self._local is not None:
             with self._changed:
-                self._waiting = staged
+                self._waiting = request
                 self._changed.notify_all()
 
     def is_idle(self) -> bool:
@@ -196,17 +198,17 @@ class CopyLane:
             with self._changed:
                 self._current = None
 
-    def _copy(self, staged: Staged) -> None:
-        is_wanted = staged.goes_to_peers and is_the_runs(staged.checkpoint_dir, self._environment)
-        peers = self._peers if is_wanted else []
-        for sent in send_copy(staged.index, staged.image, peers, self._key, bytes_per_s=staged.bytes_per_s):
+    def _copy(self, request: WriteRequest) -> None:
+        directory, cap = request.folder.parent, None if request.urgent else request.max_bytes_per_s or None
+        peers = self._peers if request.goes_to_peers and is_the_runs(directory, self._environment) else []
+        for sent in send_copy(request.snapshot, request.image, peers, self._key, bytes_per_s=cap):
             if sent.problem:
                 log.warning("no copy with node %d: %s", sent.peer.place, sent.problem)
             else:
                 log.info("copied to node %d in %.2f s", sent.peer.place, sent.seconds)
         if self._local is not None:
             try:
-                problem = keep_local(staged.index, staged.image, local_folder(self._local, staged.checkpoint_dir))
+                problem = keep_local(request.snapshot, request.image, local_folder(self._local, directory))
             except (OSError, StorageError) as error:
                 problem = str(error)
             if problem:
@@ -1265,7 +1267,7 @@ class Writer:
     def _obey(self, line: bytes) -> None:
         value = json.loads(line)
         if value["kind"] == "write":
-            task = Task(request_from(value), self._outbox, on_hashed=self._copy)
+            task = Task(request_from(value), self._outbox, on_hashed=self._copies.offer)
             if task.request.is_step_copy:
                 self._steps.offer(task)
             else:
@@ -1291,15 +1293,6 @@ class Writer:
                 if self._is_closing:
                     self._commits.left_alone()
         self._commits.add(task)
-
-    def _copy(self, request: WriteRequest) -> None:
-        cap, directory = None if request.urgent else request.max_bytes_per_s or None, request.folder.parent
-        self._copies.offer(
-            Staged(
-                index=request.snapshot, image=request.image, checkpoint_dir=directory, bytes_per_s=cap,
-                goes_to_peers=request.goes_to_peers,
-            )
-        )  # fmt: skip
 
     def _send(self) -> None:
         self._out += self._outbox.take()

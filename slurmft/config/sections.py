@@ -112,8 +112,9 @@ class CheckpointConfig(Section):
     durable."""
 
     when_busy: Literal["skip", "wait"] = "skip"
-    """When the writer is still busy with the two saves before: leave a periodic save out, or wait. Saves of a stop,
-    at the end, and of the script's own always wait."""
+    """When two saves are under way already: a periodic one takes the place of the one that still waits for the disk, or
+    is left out where both are being written (skip); or it waits. Saves of a stop, at the end, and of the script's own
+    are never left out."""
 
     max_failed_saves: Positive = 3
     """Failed saves in a row after which the run warns loudly: journal, status, explain and the log."""

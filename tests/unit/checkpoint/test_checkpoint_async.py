@@ -235,11 +235,37 @@ def test_a_load_after_a_save_that_fails_says_so_and_takes_the_older_one(folder, 
     monkeypatch.delenv(VARIABLE)
 
 
-def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
+def test_a_save_that_waits_for_the_disk_gives_way_to_a_newer_one(
+    folder, run, memory, monkeypatch, listener, caplog, eventually
+):
+    set_settings(monkeypatch, checkpoint={"async_save": True, "bandwidth": 20})  # so that one save takes minutes
+    checkpoints = CheckpointManager(folder)
+    assert checkpoints.save(*run.objects, step=1)
+    eventually(lambda: checkpoints._snapshots._writer.progress().done_bytes)
+    states = {}
+    for step in range(2, 20):
+        run.train(1)
+        states[step] = run.tensors()
+        SAVERS.save_begins(urgent=False)
+        assert checkpoints.save(*run.objects, step=step)
+        SAVERS.save_ended()
+        assert SAVERS.outcome is SaveOutcome.STAGED
+        assert len(list(folder.glob("step-*"))) <= 2 and len(checkpoints._snapshots._saves()) == 2
+    told = [one.getMessage() for one in caplog.records if "is not saved" in one.getMessage()]
+    assert [text.split()[1] for text in told] == ["2", "3", "5", "9", "17"], "after 1, 2, 4 of them, not each time"
+    checkpoints.wait()  # which lifts the cap
+    assert steps(folder) == [19, 1] and listener.saved == [1, 19] and listener.failed == []
+    fresh = Run(seed=9)
+    assert CheckpointManager(folder).load_latest(*fresh.objects).step == 19 and same(fresh.tensors(), states[19])
+
+
+def test_what_is_being_written_gives_way_to_nothing_but_a_stop(folder, run, writer, caplog):
+    """Both saves of rank 0 are begun: one waits for the other ranks, the next is being written."""
     checkpoints = CheckpointManager(folder)
     assert checkpoints.save(*run.objects, step=1)
     writer.await_stop()
     assert checkpoints.save(*run.objects, step=2)
+    checkpoints._snapshots.standing(Identity(1, 0, 1)).is_written = True
     SAVERS.save_begins(urgent=False)
     assert checkpoints.save(*run.objects, step=3) is None
     SAVERS.save_ended()
@@ -264,7 +290,7 @@ def test_saves_that_are_written_and_wait_for_their_commit_are_two_at_most(folder
             continue
         identity = Identity(step, 0, step)
         path = folder / identity.folder_name
-        saving.submit(saving.stage(prepared, identity), path, identity, CommitOrder(), urgent=False)
+        saving.stage(prepared, identity, path, order=CommitOrder())
         eventually((path / index_file(0)).exists)
         eventually(lambda: not saving._busy())
         written.append(step)

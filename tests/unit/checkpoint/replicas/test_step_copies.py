@@ -264,7 +264,7 @@ def test_a_save_does_not_wait_for_a_copy_that_has_the_last_place(begin, memory, 
     monkeypatch.setattr(client, "unfinished", lambda: [taken] if given_up else [taken, places.copies.current])
     monkeypatch.setattr(client, "abandon", given_up.append)
     next(one for one in places.arena.places if one.holds is not None and one.holds.step == 1).holds = taken
-    assert not places.has_place()
+    assert places.free("peers") is None
     rank.save()
     assert given_up[0].step == 3
     assert 3 in {one.index.identity.step for one in holdings_in(memory, Tier.MEMORY)}

@@ -142,6 +142,16 @@ def test_what_cannot_be_written_gives_way_to_what_is_newer(memory, clients, monk
     assert time.monotonic() - started < 5 * slowness(), "it must not sit out its pause"
 
 
+def test_on_a_disk_that_takes_nothing_for_long_folders_of_saves_do_not_pile_up(memory, clients, monkeypatch):
+    monkeypatch.setenv(VARIABLE, f"image half written={errno.ENOSPC}")
+    clients.append(client := WriterClient())
+    for number in range(1, 9):
+        client.submit(memory.stage(number, slot="ab"[number % 2]))
+        until(lambda: [one.kind for one in client.poll()].count("failed") == 1)
+        assert len(list(memory.checkpoints.iterdir())) <= 2, "the one that is tried, and the one given up last"
+    assert memory.steps() == []
+
+
 def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
     heard: list[Report] = []
     clients.append(client := WriterClient(stall_timeout_s=2.0, on_report=heard.append))

@@ -15,9 +15,10 @@ from slurmft.checkpoint import writer
 from slurmft.checkpoint.holding import holdings_in, scan
 from slurmft.checkpoint.keeper import Keeper
 from slurmft.checkpoint.replicas import Sent, local_folder
-from slurmft.checkpoint.writer import CopyLane, Staged
+from slurmft.checkpoint.write_requests import WriteRequest
+from slurmft.checkpoint.writer import CopyLane
 from slurmft.policy.checkpoints import Tier
-from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, announcement
+from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
 
 
@@ -29,9 +30,11 @@ def environment(tmp_path: Path, local_directory: str | None = None, **more: str)
     }  # fmt: skip
 
 
-def offered(tmp_path: Path, step: int) -> Staged:
+def offered(tmp_path: Path, step: int) -> WriteRequest:
     index, image = stage(tmp_path / "mine", f"shard-0.{step}", identity=(step, 3, step), size=1000)
-    return Staged(index=index, image=image, checkpoint_dir=tmp_path / "checkpoints")
+    identity = Identity(step, 3, step)
+    folder = tmp_path / "checkpoints" / identity.folder_name
+    return WriteRequest(identity=identity, shard=0, shards=2, snapshot=index, image=image, folder=folder)
 
 
 def test_peers_and_the_local_disk_get_it(tmp_path):
