@@ -25,7 +25,7 @@ from slurmft.checkpoint import replicas as slots, memory_sources as supply
 from slurmft.checkpoint.holding import from_rows, scan, to_row
 from slurmft.checkpoint.agreement import Team
 from slurmft.policy.checkpoints import without
-from slurmft.policy.checkpoints import Committed, choose
+from slurmft.policy.checkpoints import Committed, choose_snapshot
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=3,
@@ -53,7 +53,7 @@ def scenario(prepare, wanted=range(3), after=None, committed=None, chunk=64 * 10
         after(memory)
     rounds = []
     while True:
-        decision = choose(offers, committed, generation=3)
+        decision = choose_snapshot(offers, committed, generation=3)
         failed = supply.supply(team, decision, offers, mine, wanted=wanted, memory=memory, node_lead=rank)
         rounds.append([[one.rank, one.shard] for one in failed])
         if not failed:
