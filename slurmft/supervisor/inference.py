@@ -24,7 +24,7 @@ from slurmft.inference.ledger import (
     open_ledger,
     write_output,
 )
-from slurmft.inference.requests import folder_of, load, prepare
+from slurmft.inference.requests import Batch, folder_of, load, prepare
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.messages import (
     BeginReplicas,
@@ -358,8 +358,7 @@ class InferenceAttempt:
 
     async def _open(self) -> None:
         folder = folder_of(self._run.path)
-        # slurmft infer has read them; a batch script written by hand has not
-        batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
+        batch = await self._in_folder(self._read_batch)
         if self._gangs is not None:
             await self._in_folder(lambda: prepare_key(self._run.path))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
@@ -375,6 +374,11 @@ class InferenceAttempt:
                                   format=self._section.output_format)  # fmt: skip
         self._first = self._ledger.count
         self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
+
+    def _read_batch(self) -> Batch:
+        folder = folder_of(self._run.path)
+        # slurmft infer has read them; a batch script written by hand has not
+        return load(folder) or prepare(self._section, folder)
 
     async def _work(self) -> None:
         assert self._coordinator is not None

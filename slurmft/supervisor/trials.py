@@ -1,0 +1,185 @@
+"""One attempt of a sweep: a batch that may grow while it is worked on, on the nodes of as many jobs as it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace as with_values
+
+from slurmft.config.run import RunConfig
+from slurmft.errors import LaunchError, StorageError
+from slurmft.inference.coordinator import Coordinator
+from slurmft.inference.requests import Batch, folder_of, load
+from slurmft.inference.trial_engine import EXIT_NODE
+from slurmft.inference.trials import Added, add, add_values, rows
+from slurmft.ipc.messages import ReplicaDied
+from slurmft.policy.verdict import Cause, Verdict
+from slurmft.scheduler.nodes import expand
+from slurmft.storage.journal import EventName
+from slurmft.supervisor.agents import AgentLink
+from slurmft.supervisor.cluster import SlurmCluster, Start
+from slurmft.supervisor.crew import Crew
+from slurmft.supervisor.inference import InferenceAttempt
+from slurmft.supervisor.placement import Accuser
+from slurmft.supervisor.serving import Lenders, end_lenders
+from slurmft.system.background import end_child
+from slurmft.system.processes import die_with_parent
+
+LOOK_S = 1.0
+ASK_S = 0.25
+MAX_VAIN = 1000
+"""Answers of ``trials.next`` in a row that name nothing new."""
+
+MAX_LINE_BYTES = 64 << 20
+END_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class SweepAttempt(InferenceAttempt):
+    """Runs trials in this job, and in others of one node each while there are enough of them."""
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        super().__init__(config, start, accuser, crew)
+        self._pilots: Lenders | None = None
+        if isinstance(self._cluster, SlurmCluster) and config.size.maximum > config.nodes:
+            self._pilots = Lenders(config, start, self._slurm)
+        self._asking: asyncio.subprocess.Process | None = None
+        self._is_complete = config.trials is None or config.trials.next is None
+        """No more trials are to be asked for."""
+
+    def _read_batch(self) -> Batch:
+        folder = folder_of(self._run.path)
+        if (batch := load(folder)) is not None:
+            return batch
+        assert self._config.trials is not None  # a batch script written by hand: nothing has been added yet
+        add(self._run.path, self._config.trials)
+        batch = load(folder)
+        assert batch is not None
+        return batch
+
+    async def _open(self) -> None:
+        await super()._open()
+        self._background.start(self._look_for_more())
+        if self._config.trials is not None and self._config.trials.next is not None:
+            self._background.start(self._ask_for_trials(self._config.trials.next))
+        if self._pilots is not None:
+            self._background.start(self._keep_pilots(self._pilots))
+
+    async def _look_for_more(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._grow()
+
+    async def _grow(self) -> bool:
+        """Take in what was added meanwhile; whether there was anything."""
+        coordinator = self._coordinator
+        assert isinstance(coordinator, Coordinator)
+        try:
+            batch = await self._in_folder(lambda: load(folder_of(self._run.path)))
+        except StorageError as error:
+            log.warning("trials that were added cannot be read, trying again: %s", error)
+            return False
+        if batch is None or batch.total <= coordinator.batch.total:
+            return False
+        # in the thread of the ledger's commits, none of which may see half of it
+        await self._in_folder(lambda: coordinator.ledger.grow(batch))
+        coordinator.grow(batch)
+        self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=coordinator.requests.done)
+        return True
+
+    async def _finish(self) -> None:
+        if await self._grow():
+            return
+        if self._is_complete:
+            await super()._finish()
+        else:
+            await asyncio.sleep(ASK_S)
+
+    async def _ask_for_trials(self, function: str) -> None:
+        """Ask the user's function for trials, as long as there is room for them, until it has no more."""
+        coordinator, told = self._coordinator, None
+        assert isinstance(coordinator, Coordinator)
+        asking = self._asking = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "slurmft.inference.trial_call", "--next", function, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, cwd=self._config.trainer_directory, limit=MAX_LINE_BYTES,
+            env={**os.environ, **self._config.environment}, preexec_fn=die_with_parent,
+        )  # fmt: skip
+        assert asking.stdin is not None and asking.stdout is not None
+        room, vain = self._config.size.maximum * self._section.replicas_per_node, 0
+        while vain < MAX_VAIN:
+            while coordinator.requests.total - coordinator.requests.done >= room:
+                await asyncio.sleep(ASK_S)
+            ended, told = coordinator.ledger.done_since(told)
+            found = await asyncio.to_thread(_rows_of, self._run.path, ended) if ended else []
+            asking.stdin.write(json.dumps(found).encode() + b"\n")
+            if not (line := await asking.stdout.readline()):
+                raise LaunchError(f"trials.next: {function} ended with {await asking.wait()}; see the log of this job")
+            if (given := json.loads(line)) is None:
+                self._is_complete = True
+                return
+            added = await self._in_folder(functools.partial(self._put, given))
+            await self._grow()
+            vain = 0 if added.new else vain + 1
+            await asyncio.sleep(0 if added.new else ASK_S)
+        raise LaunchError(f"trials.next: {function} names only trials that it has named before")
+
+    def _put(self, given: Any) -> Added:
+        each = given if isinstance(given, list) else [given]
+        with self._run.lock():
+            return add_values(self._run.path, [(json.dumps(one).encode(), "next") for one in each])
+
+    async def _keep_pilots(self, pilots: Lenders) -> None:
+        """Have other jobs lend nodes, as many as there are trials for, and end those that have none."""
+        assert isinstance(self._cluster, SlurmCluster) and isinstance(self._coordinator, Coordinator)
+        requests = self._coordinator.requests
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.stops.planned is not None or self._over.is_set():
+                return
+            links = list(self._joined.values())
+            lent = {link.lender: link for link in links if link.lender in pilots.jobs and not link.leaving}
+            own = sum(link.lender not in pilots.jobs and not link.leaving for link in links)
+            nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
+            wanted = max(self._config.nodes, min(self._config.size.maximum, nodes))
+            given_back = await pilots.balance(
+                {job: bool(requests.held(link.node)) for job, link in lent.items()},
+                {*expand(self._cluster.job.nodes), *self._cluster.lost, *(link.host for link in links)},
+                needed=wanted, wanted=wanted, own=own, hoped=max(own, self._config.nodes),
+            )  # fmt: skip
+            for job in given_back:
+                if job in lent:
+                    self._let_go(lent[job])
+
+    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
+        if report.code == EXIT_NODE:  # not the trial's fault, alone as it was
+            report = with_values(report, in_flight=(), load=None)
+        super()._suspect(link, report)
+
+    async def _wind_down(self) -> None:
+        await super()._wind_down()
+        is_over = self._output is not None or self.stops.planned is Cause.STOPPED_BY_USER
+        if self._pilots is not None and is_over:  # else they wait for the run's next job
+            await asyncio.to_thread(end_lenders, self._start)
+        if self._asking is not None:
+            await end_child(self._asking, END_S)
+
+    def _verdict(self) -> Verdict:
+        verdict = super()._verdict()
+        if verdict.cause is Cause.FINISHED and self._output is not None:
+            told = f"{self._output.answers} trials have a result, {self._output.errors} failed"
+            verdict = replace(verdict, reason=told)
+        return verdict
+
+
+def _rows_of(run_folder: Path, numbers: Collection[int]) -> list[dict[str, Any]]:
+    return list(rows(run_folder, numbers))
