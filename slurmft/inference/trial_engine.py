@@ -162,16 +162,19 @@ class TrialEngine:
         words = {"trial_name": name, "trial_folder": str(folder), **parameters}
         argv = [filled_with(word, words) for word in self._command]
         kept = _KeptOutput(folder / "log.txt", self._config.engine.log_bytes)
+        # pipes of our own: asyncio takes a process for running while others hold the pipes that it has made
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        pumps = [await _pumped(kept, out, is_stdout=True), await _pumped(kept, err)]
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE, start_new_session=True, preexec_fn=die_with_parent, env=environment,
+                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
+                preexec_fn=die_with_parent, env=environment,
             )  # fmt: skip
         except (OSError, ValueError) as error:  # also a parameter with a null character
             return 127, f"cannot start {argv[0]!r}: {getattr(error, 'strerror', None) or error}", ""
-        out, err = self._process.stdout, self._process.stderr
-        assert out is not None and err is not None
-        pumps = [asyncio.create_task(kept.take(out, is_stdout=True)), asyncio.create_task(kept.take(err))]
+        finally:
+            os.close(to_out)
+            os.close(to_err)
         try:
             async with asyncio.timeout(self._limit_s):
                 code = await self._process.wait()
@@ -184,6 +187,7 @@ class TrialEngine:
             await asyncio.wait(pumps, timeout=OUTPUT_S)
             for pump in pumps:
                 pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
             kept.close()
         return code, kept.tail, kept.last_line
 
@@ -221,12 +225,14 @@ class _KeptOutput:
     def last_line(self) -> str:
         return (self._out.decode(errors="replace").strip().splitlines() or [""])[-1]
 
-    async def take(self, pipe: asyncio.StreamReader, *, is_stdout: bool = False) -> None:
-        while part := await pipe.read(1 << 16):
-            self._add(part)
-            if is_stdout:
-                self._out += part
-                del self._out[:-TAIL_BYTES]
+    async def take(self, reader: asyncio.StreamReader, pipe: asyncio.BaseTransport, *, is_stdout: bool) -> None:
+        """All of a pipe, which is closed then."""
+        with contextlib.closing(pipe):
+            while part := await reader.read(1 << 16):
+                self._add(part)
+                if is_stdout:
+                    self._out += part
+                    del self._out[:-TAIL_BYTES]
 
     def note(self, line: str) -> None:
         self._add(f"\n{line}\n".encode())
@@ -251,6 +257,14 @@ class _KeptOutput:
                 self._path.replace(self._path.with_name("log.1.txt"))
                 self._stream, self._size = self._opened(), 0
             self._size += self._stream.write(part)
+
+
+async def _pumped(kept: _KeptOutput, descriptor: int, *, is_stdout: bool = False) -> asyncio.Task[None]:
+    reader = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(descriptor)
+    )
+    return asyncio.create_task(kept.take(reader, pipe, is_stdout=is_stdout))
 
 
 def _result_in(path: Path, last_line: str) -> Any:
