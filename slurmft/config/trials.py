@@ -117,7 +117,7 @@ class TrialsConfig(Section):
         if self.callable is not None:
             command = (sys.executable, "-m", "slurmft.inference.trial_call", self.callable)
         engine = EngineConfig(process=command, continue_from_prefix="never", log_bytes=self.log_bytes)
-        timeout = {} if self.timeout_s is None else {"request_timeout_s": self.timeout_s}
+        timeout: dict[str, Any] = {} if self.timeout_s is None else {"request_timeout_s": self.timeout_s}
         return InferenceConfig(
             input=run_folder / "inference" / "requests.jsonl", engine=engine, replicas_per_node=self.per_node,
             gpus_per_replica=self.gpus, concurrency=1, max_retries=self.retries, part_requests=0, **timeout,

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Any
 from msgspec.structs import replace as with_values
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import LaunchError, StorageError
+from slurmft.errors import LaunchError, SlurmftError, StorageError
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.requests import Batch, folder_of, load
 from slurmft.inference.trial_engine import EXIT_NODE
 from slurmft.inference.trials import Added, add, add_values, rows
 from slurmft.ipc.messages import ReplicaDied
-from slurmft.policy.verdict import Cause, Verdict
+from slurmft.policy.verdict import EXIT_USAGE, Cause, Verdict
 from slurmft.scheduler.nodes import expand
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.agents import AgentLink
@@ -57,6 +58,8 @@ class SweepAttempt(InferenceAttempt):
         self._is_complete = config.trials is None or config.trials.next is None
         """No more trials are to be asked for."""
 
+        self._told = self._asking_failed = ""
+
     def _read_batch(self) -> Batch:
         folder = folder_of(self._run.path)
         if (batch := load(folder)) is not None:
@@ -71,7 +74,7 @@ class SweepAttempt(InferenceAttempt):
         await super()._open()
         self._background.start(self._look_for_more())
         if self._config.trials is not None and self._config.trials.next is not None:
-            self._background.start(self._ask_for_trials(self._config.trials.next))
+            self._background.start(self._ask(self._config.trials.next))
         if self._pilots is not None:
             self._background.start(self._keep_pilots(self._pilots))
 
@@ -102,8 +105,17 @@ class SweepAttempt(InferenceAttempt):
             return
         if self._is_complete:
             await super()._finish()
+            states = await asyncio.to_thread(_states_in, self._run.path)
+            self._told = f"{states['done']} trials have a result, {states['failed']} failed"
         else:
             await asyncio.sleep(ASK_S)
+
+    async def _ask(self, function: str) -> None:
+        try:
+            await self._ask_for_trials(function)
+        except (SlurmftError, ValueError, OSError) as error:
+            self._asking_failed = str(error)
+            self._over.set()
 
     async def _ask_for_trials(self, function: str) -> None:
         """Ask the user's function for trials, as long as there is room for them, until it has no more."""
@@ -175,10 +187,15 @@ class SweepAttempt(InferenceAttempt):
 
     def _verdict(self) -> Verdict:
         verdict = super()._verdict()
-        if verdict.cause is Cause.FINISHED and self._output is not None:
-            told = f"{self._output.answers} trials have a result, {self._output.errors} failed"
-            verdict = replace(verdict, reason=told)
+        if verdict.cause is Cause.FINISHED:
+            return replace(verdict, reason=self._told or verdict.reason)
+        if self._asking_failed and self.stops.planned is None:  # as it would on any node
+            return replace(verdict, cause=Cause.WORKER_ERROR, reason=self._asking_failed, exit_code=EXIT_USAGE)
         return verdict
+
+
+def _states_in(run_folder: Path) -> Counter[str]:
+    return Counter(row["state"] for row in rows(run_folder))
 
 
 def _rows_of(run_folder: Path, numbers: Collection[int]) -> list[dict[str, Any]]:
