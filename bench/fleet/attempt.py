@@ -24,7 +24,7 @@ from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.cluster import LocalCluster, Start
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.placement import Accuser
+from slurmft.supervisor.placement import EvidenceSender
 from slurmft.system.files import read_bytes
 
 SETTLE_S = 5.0
@@ -94,7 +94,7 @@ async def measure(agents: int, ranks: int, folder: Path) -> dict[str, float]:
                   thread=thread, generation=1, history=(), secret=secret)  # fmt: skip
     crew, found = Crew(config, start), dict[str, float]()
     began = time.monotonic()
-    attempt = AttemptRunner(config, start, Accuser(config, start), crew)
+    attempt = AttemptRunner(config, start, EvidenceSender(config, start), crew)
     disturbing = asyncio.create_task(disturb(cluster, agents, found))
     verdict = await attempt.run()
     ended = time.monotonic()

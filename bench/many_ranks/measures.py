@@ -90,7 +90,7 @@ def decide(ranks: int, on_node: int) -> dict[str, Any]:
     import torch  # noqa: F401 - a rank has it: what is measured comes on top
 
     from slurmft.checkpoint.holding import ROW_LENGTH, from_rows
-    from slurmft.policy.checkpoints import Committed, Tier, choose
+    from slurmft.policy.checkpoints import Committed, Tier, choose_snapshot
 
     row_words = [100, 0, 1, ranks, 1]
     rows = []
@@ -101,7 +101,9 @@ def decide(ranks: int, on_node: int) -> dict[str, Any]:
         rows.append(row + [0] * (ROW_LENGTH - len(row)))
 
     def work() -> object:
-        return choose(from_rows(rows), Committed(name=(90, 0, 0), shards=ranks), generation=1, quarantined=frozenset())
+        return choose_snapshot(
+            from_rows(rows), Committed(name=(90, 0, 0), shards=ranks), generation=1, quarantined=frozenset()
+        )
 
     seconds, mib, decision = measured(work)
     assert decision.name == (100, 0, 1), decision

@@ -43,14 +43,14 @@ from slurmft.checkpoint.state import (
     number_of,
     original,
 )
-from slurmft.checkpoint.step_copies import OfLead, Row, StepCopies, Turn, mismatch
+from slurmft.checkpoint.step_copies import LeadExtra, Row, StepCopies, Turn, mismatch
 from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity, memory_folder_of, ranks_of_this_node
 from slurmft.storage.verdicts import check_fence
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS, Loaded, Outcome, weakly
+from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, weakly
 
 # --- Checkpoints by their name: one folder among others, or any plain state of a program that has no model ---
 
@@ -348,18 +348,18 @@ class CheckpointManager(NamedStates):
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
         may_skip = SAVERS.is_periodic and not urgent and self.settings.when_busy == "skip"
-        self._turn.extra = OfLead.of(extra)
+        self._turn.extra = LeadExtra.of(extra)
         now = functools.partial(for_save, trainee, extra, metrics or {}, rank=team.rank, world_size=team.world_size)
         prepared = self._agree(team, now, step, urgent=urgent, may_skip=may_skip)
         if prepared is None:
-            SAVERS.outcome = Outcome.SKIPPED
+            SAVERS.outcome = SaveOutcome.SKIPPED
             return None
         self._compare(team, prepared.flat, step)
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
         self._arm(trainee, extra, step=step, safe=step)  # first: a rank that dies in the copy must not lose the step
         self._stage(team, prepared, identity, urgent=urgent)
-        SAVERS.outcome = Outcome.STAGED
+        SAVERS.outcome = SaveOutcome.STAGED
         if not is_async:
             self.wait()
         return folder
@@ -652,8 +652,8 @@ class CheckpointManager(NamedStates):
 
     def _arm_loaded(self, trainee: Trainee, loaded: LoadedCheckpoint) -> None:
         """A collective. ``extra`` is asked from the next boundary on: the trainer has not seen what was loaded yet."""
-        self._turn.extra = OfLead(Team().from_lead([OfLead.of(extra := self._extra or loaded.extra)])[0])
-        if self._rescue is not None and self._turn.extra is OfLead.FUNCTION:
+        self._turn.extra = LeadExtra(Team().from_lead([LeadExtra.of(extra := self._extra or loaded.extra)])[0])
+        if self._rescue is not None and self._turn.extra is LeadExtra.FUNCTION:
             self._rescue.loaded()
         self._arm(trainee, extra, safe=loaded.step)
 

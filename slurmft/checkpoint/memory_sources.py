@@ -41,7 +41,7 @@ from slurmft.policy.checkpoints import (
     Offer,
     Tier,
     Transfer,
-    choose,
+    choose_snapshot,
     plan,
     rounds_of,
     without,
@@ -425,7 +425,7 @@ class MemorySources:
 
     def decide(self) -> Decision | None:
         """The snapshot to read, at least in part from memory; None where everything comes from disk."""
-        decision = choose(
+        decision = choose_snapshot(
             self._offers, self._committed, generation=self._generation, quarantined=self._quarantined,
             refused=self._refused,
         )  # fmt: skip

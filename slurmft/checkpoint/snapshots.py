@@ -178,7 +178,7 @@ _PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 16 << 20
 
 
-class Place:
+class SnapshotSlot:
     """One of a rank's places for a snapshot.
 
     Args:
@@ -311,9 +311,9 @@ class Arena:
         self._may_warm = threading.Event()
         self._may_warm.set()
         self._budget: Budget | None = None
-        self.places = [Place(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in places]
+        self.places = [SnapshotSlot(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in places]
 
-    def free(self, busy: Iterable[Identity]) -> Place | None:
+    def free(self, busy: Iterable[Identity]) -> SnapshotSlot | None:
         """The place whose snapshot is the oldest; None where all are ``busy``: still being read, or needed.
 
         A place that is still being warmed comes last: to wait for it would take longer than the copy.
@@ -487,7 +487,7 @@ class LaidOut:
     flat: FlatState
     layout: Layout
     packed: list[Packed]
-    place: Place | None
+    place: SnapshotSlot | None
     """Where to; None while all places are in use."""
 
 
@@ -511,7 +511,7 @@ class Snapshots:
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
         self._is_memory_chosen = False
         self._layout: Layout | None = None
-        self._views: dict[Place, list[torch.Tensor]] = {}
+        self._views: dict[SnapshotSlot, list[torch.Tensor]] = {}
         self._known: dict[Identity, Standing] = {}
         self._lock = threading.Lock()
         self._fenced: Fenced | None = None
@@ -576,7 +576,7 @@ class Snapshots:
         for identity in unfinished[1:]:
             self._writer_process().abandon(identity)
 
-    def stage(self, prepared: LaidOut, identity: Identity) -> Place:
+    def stage(self, prepared: LaidOut, identity: Identity) -> SnapshotSlot:
         """Copy the state into its place, which is returned. When this returns, the trainer may change it.
 
         Raises:
@@ -611,7 +611,7 @@ class Snapshots:
         place.complete(index.with_digests(digests))
         self._kept = identity
 
-    def _ask_for_room(self, place: Place, bytes_needed: int, ranks: int) -> None:
+    def _ask_for_room(self, place: SnapshotSlot, bytes_needed: int, ranks: int) -> None:
         """A place grows by all of a replicated state, and that must never call the OOM killer.
 
         Of so many ``ranks`` of this node each keeps a part at the same time, and none knows how far the others are.
@@ -623,7 +623,7 @@ class Snapshots:
         if bytes_needed > has_bytes and (problem := fits((bytes_needed - has_bytes) * ranks, self.arena.folder)):
             raise OSError(errno.ENOMEM, problem)
 
-    def _place_soon(self) -> Place:
+    def _place_soon(self) -> SnapshotSlot:
         """A place, at last that of a save which has not begun to be written: the state to keep is at least as new.
 
         Raises:
@@ -640,7 +640,7 @@ class Snapshots:
             time.sleep(0.005)
         return place
 
-    def _beside_what_is_kept(self, place: Place | None, identity: Identity) -> Place:
+    def _beside_what_is_kept(self, place: SnapshotSlot | None, identity: Identity) -> SnapshotSlot:
         """A rescue may have come between: its copy of this step is not written over.
 
         Raises:
@@ -654,7 +654,7 @@ class Snapshots:
         return place
 
     def _copy(
-        self, place: Place, layout: Layout, flat: FlatState, packed: list[Packed], identity: Identity, *,
+        self, place: SnapshotSlot, layout: Layout, flat: FlatState, packed: list[Packed], identity: Identity, *,
         within_s: float | None = None,
     ) -> tuple[memoryview, ShardIndex]:  # fmt: skip
         memory = memoryview(place.begin(layout.capacity_bytes(packed)))
@@ -670,7 +670,7 @@ class Snapshots:
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
 
     def submit(
-        self, place: Place, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
+        self, place: SnapshotSlot, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
     ) -> None:
         """Have the writer make what lies in ``place`` durable; rank 0 gives an ``order`` to commit it."""
         with self._lock:
@@ -836,7 +836,7 @@ class Snapshots:
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def _free(self) -> Place | None:
+    def _free(self) -> SnapshotSlot | None:
         """A place for a save; None while all are in use, or too many older ones wait for their commit."""
         older = [one for one in self._unfinished() if one != self.copies.current]
         return self.arena.free(self._taken()) if len(older) < MAX_UNCOMMITTED else None

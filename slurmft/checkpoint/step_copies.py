@@ -59,10 +59,10 @@ class Row(IntEnum):
     """Rank 0's: which step was committed last, and how long that took; zeros before."""
 
     EXTRA = 7
-    """Rank 0's: ``OfLead``; others may have been given none."""
+    """Rank 0's: ``LeadExtra``; others may have been given none."""
 
 
-class OfLead(IntEnum):
+class LeadExtra(IntEnum):
     """The ``extra`` of rank 0."""
 
     NONE = 0
@@ -72,14 +72,14 @@ class OfLead(IntEnum):
     FUNCTION = 2
 
     @classmethod
-    def of(cls, extra: object) -> OfLead:
+    def of(cls, extra: object) -> LeadExtra:
         return cls.FUNCTION if callable(extra) else cls.FIXED if extra else cls.NONE
 
     def to_note(self, extra: object) -> tuple[Extra | None, str]:
         """What is noted after every step on a rank that was given ``extra`` itself, or why nothing can be."""
-        if self is OfLead.FIXED:
+        if self is LeadExtra.FIXED:
             return None, "extra= is no function, so its value between two saves is unknown"
-        if self is OfLead.NONE:
+        if self is LeadExtra.NONE:
             return None, ""
         return (extra if callable(extra) else _never_called), ""
 
@@ -99,7 +99,7 @@ class Turn:
         self.awaited: Identity | None = None
         """The newest save, until ``wait`` has reported its result."""
 
-        self.extra = OfLead.NONE
+        self.extra = LeadExtra.NONE
         """Of the newest save or load; each rank's own until they have agreed."""
 
         self._has_agreed = False
@@ -140,7 +140,7 @@ class Turn:
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
             self.commit, self._has_agreed = rows[0][Row.COMMIT], True
-            self.extra = OfLead(rows[0][Row.EXTRA])
+            self.extra = LeadExtra(rows[0][Row.EXTRA])
         return rows
 
     def committed_here(self, step: int, seconds: float) -> None:

@@ -39,7 +39,7 @@ Exit codes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointDirectory:
     """A checkpoint directory, and what is known of the run that it belongs to."""
 
     directory: Path
@@ -69,14 +69,14 @@ class Place:
         )
 
 
-class _Where(click.ParamType[Place]):
+class _Where(click.ParamType[CheckpointDirectory]):
     name = "run"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        return value if isinstance(value, Place) else _place(str(value))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CheckpointDirectory:
+        return value if isinstance(value, CheckpointDirectory) else _place(str(value))
 
 
-def _place(name: str) -> Place:
+def _place(name: str) -> CheckpointDirectory:
     """The directory of a run (by name or folder), a checkpoint directory, or a single checkpoint's folder.
 
     Raises:
@@ -88,11 +88,11 @@ def _place(name: str) -> Place:
     try:
         if path.is_dir() and not RunFolder(path).exists():
             if (identity := Identity.parse(path.name)) is not None:
-                return Place(path.parent, only=identity)
+                return CheckpointDirectory(path.parent, only=identity)
             if path.name == "checkpoints" and RunFolder(path.parent).exists():
                 return replace(_of_run(RunFolder(path.parent)), directory=path)
             if Catalog(path).has_names():
-                return Place(path)
+                return CheckpointDirectory(path)
         run = find_run(name, runs_root(), lambda: noted_runs(os.environ))
     except StorageError as error:
         raise UsageError(error.what, hint=error.hint or "name a run, or a checkpoint directory") from error
@@ -101,10 +101,10 @@ def _place(name: str) -> Place:
     return _of_run(run)
 
 
-def _of_run(run: RunFolder) -> Place:
+def _of_run(run: RunFolder) -> CheckpointDirectory:
     settings = configuration_of(run)
     metric = settings.checkpoint.best_metric if settings.checkpoint.save_best else ""
-    return Place(settings.checkpoint_dir, run, metric, settings.checkpoint.best_mode)
+    return CheckpointDirectory(settings.checkpoint_dir, run, metric, settings.checkpoint.best_mode)
 
 
 _run = click.argument("where", metavar="RUN", type=_Where())
@@ -122,7 +122,7 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @_run
 @_json
-def list_(*, where: Place, as_json: bool) -> int:
+def list_(*, where: CheckpointDirectory, as_json: bool) -> int:
     """Show the checkpoints, newest first. Only their markers are read."""
     found = where.scan()
     best = where.best(found.committed)
@@ -176,7 +176,7 @@ def _named(path: Path) -> tuple[str, str]:
 @click.option(
     "--newest", "only_newest", is_flag=True, help="Only the newest good one, and newer ones that are damaged."
 )
-def verify_(*, where: Place, as_json: bool, step: int | None, only_newest: bool) -> int:
+def verify_(*, where: CheckpointDirectory, as_json: bool, step: int | None, only_newest: bool) -> int:
     """Read every byte and compare it with what was written; torch is not needed."""
     found = where.scan()
     entries = [entry for entry in found.committed if step is None or entry.step == step]
@@ -238,7 +238,14 @@ def _tell(entry: Entry, problems: Sequence[Problem] | None) -> None:
 @click.option("--optimizer", "with_optimizer", is_flag=True, help="The optimizer's state, too.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT where it exists.")
 def export(
-    *, where: Place, out: Path, form: str, step: int | None, want_best: bool, with_optimizer: bool, overwrite: bool
+    *,
+    where: CheckpointDirectory,
+    out: Path,
+    form: str,
+    step: int | None,
+    want_best: bool,
+    with_optimizer: bool,
+    overwrite: bool,
 ) -> int:
     """Write one file OUT with the whole model, verified; needs torch and memory for all of it."""
     entry = _chosen(where, step, want_best=want_best)
@@ -259,7 +266,7 @@ def export(
     return 0
 
 
-def _chosen(where: Place, step: int | None, *, want_best: bool) -> Entry:
+def _chosen(where: CheckpointDirectory, step: int | None, *, want_best: bool) -> Entry:
     if want_best and step is not None:
         raise UsageError("--step and --best exclude each other")
     found = where.scan()
@@ -281,7 +288,7 @@ def _chosen(where: Place, step: int | None, *, want_best: bool) -> Entry:
 @_run
 @click.argument("steps", metavar="STEP...", type=STEP, nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="Also the newest two good ones and the best, but never the last good one.")
-def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
+def rm(*, where: CheckpointDirectory, steps: tuple[int, ...], force: bool) -> int:
     """Remove the checkpoints of STEPs, damaged ones too.
 
     Never the last good one: one good checkpoint that stays is read and verified before any other is removed. The newest
@@ -313,7 +320,7 @@ def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
     return StorageError.exit_code if problems else 0
 
 
-def _refuse_unless_own(where: Place) -> None:
+def _refuse_unless_own(where: CheckpointDirectory) -> None:
     """Return when the directory is the caller's, and of no other run than the one that was named.
 
     Raises:
@@ -327,7 +334,9 @@ def _refuse_unless_own(where: Place) -> None:
         raise UsageError(f"{where.directory} belongs to user id {owner}, not to you", hint="only its owner may")
 
 
-def _check_removal(where: Place, entries: Sequence[Entry], gone: Collection[Path], *, force: bool) -> None:
+def _check_removal(
+    where: CheckpointDirectory, entries: Sequence[Entry], gone: Collection[Path], *, force: bool
+) -> None:
     """Return when a good checkpoint stays.
 
     Raises:
@@ -383,7 +392,7 @@ def _progress(entry: Entry, *, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def _refuse_nothing(where: Place, found: Contents, step: int | None) -> None:
+def _refuse_nothing(where: CheckpointDirectory, found: Contents, step: int | None) -> None:
     known = ", ".join(str(step) for step in sorted({entry.step for entry in found.committed})[-8:]) or "none"
     what = "no good checkpoint" if step is None else f"no checkpoint of step {step}"
     raise UsageError(f"there is {what} in {where.directory}", hint=f"its newest steps: {known}")

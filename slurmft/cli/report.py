@@ -22,7 +22,7 @@ from slurmft.system.files import mode_of_shown_files, replace_atomically
 from slurmft.system.foreign_text import one_line
 
 if TYPE_CHECKING:
-    from slurmft.planning.plan import Estimate, Outcome
+    from slurmft.planning.plan import Estimate, Projection
 
 # --- ``slurmft report``: where a run's time went, and what failures have cost ---
 
@@ -243,18 +243,18 @@ def plan(
     return 0
 
 
-def _mean(outcome: Outcome, name: str) -> float:
+def _mean(outcome: Projection, name: str) -> float:
     found: Estimate = getattr(outcome, name)
     return found.mean
 
 
-def _shares(outcome: Outcome) -> dict[str, float]:
+def _shares(outcome: Projection) -> dict[str, float]:
     from slurmft.planning.plan import shares
 
     return shares(outcome)
 
 
-def _facts(outcome: Outcome) -> dict[str, object]:
+def _facts(outcome: Projection) -> dict[str, object]:
     return {
         "name": outcome.name,
         "lives": len(outcome.lives),

@@ -20,7 +20,7 @@ from typing import Any
 from slurmft.errors import UsageError
 from slurmft.health import checker
 from slurmft.policy import serving
-from slurmft.policy.inference import Outcome, Restarts, outcome_of_status
+from slurmft.policy.inference import Restarts, TryOutcome, outcome_of_status
 from slurmft.policy.symptoms import FailureCategory
 from slurmft.worker.failures import categorize_failure
 
@@ -281,7 +281,7 @@ class RetryManager:
         each = (error, getattr(error, "response", None))
         codes = [getattr(one, name, None) for one in each for name in ("status", "status_code", "code")]
         if (status := next((code for code in codes if isinstance(code, int)), None)) is not None:
-            return outcome_of_status(status) is not Outcome.ANSWER
+            return outcome_of_status(status) is not TryOutcome.ANSWER
         return not isinstance(error, ValueError | TypeError | LookupError) and categorize_failure(error) in _PASSING
 
     def get_retry_delay(self, request_id: Any) -> float:

@@ -644,14 +644,14 @@ SCRIPTS = ("slurmft-healthcheck", "slurmft-prolog", "slurmft-epilog", "slurmft-e
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class HookResult:
     """The result of a hook."""
 
     words: str
     exit_code: int = 0
 
 
-def prolog(environment: Mapping[str, str]) -> Outcome:
+def prolog(environment: Mapping[str, str]) -> HookResult:
     """The fast probes before a job; they refuse the node only where the configuration lets them.
 
     Raises:
@@ -665,21 +665,21 @@ def prolog(environment: Mapping[str, str]) -> Outcome:
     failed = [result for result in found.results if result.status is Status.CRITICAL]
     if failed and refuses:
         reason = drain_reason(failed[0].problem, failed[0].name, failed[0].detail)
-        return Outcome(words=reason, exit_code=REFUSED)
-    return Outcome(words="; ".join([f"{found.node} is {found.status.name}", *problems]))
+        return HookResult(words=reason, exit_code=REFUSED)
+    return HookResult(words="; ".join([f"{found.node} is {found.status.name}", *problems]))
 
 
-def healthcheck(environment: Mapping[str, str]) -> Outcome:
+def healthcheck(environment: Mapping[str, str]) -> HookResult:
     """The fast probes, patiently, for the sweep; nothing is drained here.
 
     Raises:
         SlurmftError: the configuration cannot be used.
     """
     found, problems, _ = _checked(environment, "healthcheck")
-    return Outcome(words="; ".join([f"{found.node} is {found.status.name}", *problems]))
+    return HookResult(words="; ".join([f"{found.node} is {found.status.name}", *problems]))
 
 
-def epilog(environment: Mapping[str, str]) -> Outcome:
+def epilog(environment: Mapping[str, str]) -> HookResult:
     """Clean up after the job that has ended.
 
     Raises:
@@ -687,24 +687,24 @@ def epilog(environment: Mapping[str, str]) -> Outcome:
     """
     config = load_config(None, environment)
     if not config.hooks.clean:
-        return Outcome(words="hooks.clean is off")
+        return HookResult(words="hooks.clean is off")
     job, uid = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_UID", "")
     scene = scene_here(config, environment, context="epilog", level=1)
-    return Outcome(words=str(clean(scene, job, int(uid) if uid.isdecimal() else -1)))
+    return HookResult(words=str(clean(scene, job, int(uid) if uid.isdecimal() else -1)))
 
 
-def epilog_slurmctld(environment: Mapping[str, str]) -> Outcome:
+def epilog_slurmctld(environment: Mapping[str, str]) -> HookResult:
     """See whether the job goes back into the queue, and let it begin at once; returns before that."""
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdecimal():
-        return Outcome(words="there is no SLURM_JOB_ID: nothing to do")
+        return HookResult(words="there is no SLURM_JOB_ID: nothing to do")
     if environment.get("SLURM_JOB_RESTART_COUNT") == "0":  # a requeue has counted already when we are called
-        return Outcome(words=f"job {job} has never been requeued")
+        return HookResult(words=f"job {job} has never been requeued")
     follow_in_background(job)
-    return Outcome(words=f"following job {job}")
+    return HookResult(words=f"following job {job}")
 
 
-HOOKS: Mapping[str, Callable[[Mapping[str, str]], Outcome]] = {
+HOOKS: Mapping[str, Callable[[Mapping[str, str]], HookResult]] = {
     "prolog": prolog, "epilog": epilog, "healthcheck": healthcheck, "epilog-slurmctld": epilog_slurmctld,
 }  # fmt: skip
 

@@ -45,8 +45,8 @@ from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import JoinGang, ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import (
-    Outcome,
     Slots,
+    TryOutcome,
     counter_in,
     engine_kind,
     is_good,
@@ -627,9 +627,9 @@ class HttpEngine:
             raise Again(f"no answer: {error or type(error).__name__}") from error
         text = content.decode(errors="replace")
         match outcome_of_status(status, text):
-            case Outcome.ANSWER:
+            case TryOutcome.ANSWER:
                 return {"response": {"status_code": status, "body": _body_of(text)}}
-            case Outcome.SMALLER:
+            case TryOutcome.SMALLER:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
         raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 

@@ -18,7 +18,7 @@ from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, Replic
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import Members
 from slurmft.policy.inference import Death, likeliest
-from slurmft.policy.serving import Breaker, Load, choose, place_alone
+from slurmft.policy.serving import Breaker, Load, choose_replica, place_alone
 from slurmft.system.background import overslept_s
 
 if TYPE_CHECKING:
@@ -368,9 +368,9 @@ class Replicas:
                 )
         self._on_change()
 
-    def choose(self, limit: int, without: Collection[str]) -> Replica | None:
+    def choose_replica(self, limit: int, without: Collection[str]) -> Replica | None:
         """The one that takes the next request; None where none has room."""
-        name = choose(self.loads(), limit=limit, without=without)
+        name = choose_replica(self.loads(), limit=limit, without=without)
         return None if name is None else self.by_name[name]
 
     def place_alone(self, without: Collection[str] | None) -> Replica | None:

@@ -50,7 +50,7 @@ from slurmft.policy.inference import (
     PROVABLE,
     SOON_S,
     Death,
-    Outcome,
+    TryOutcome,
     Turn,
     is_open,
     is_poison,
@@ -72,7 +72,7 @@ from slurmft.policy.serving import (
     RetryBudget,
     after_failure,
     cheaper,
-    choose,
+    choose_replica,
     end_to_end,
     entry_of,
     request_id,
@@ -294,7 +294,7 @@ class Errand:
             ) as response:  # fmt: skip
                 if response.status < HTTP_OK:
                     raise ValueError(f"HTTP {response.status}, which was not asked for")
-                if outcome_of_status(response.status) is not Outcome.ANSWER:
+                if outcome_of_status(response.status) is not TryOutcome.ANSWER:
                     if response.status >= SERVER_ERROR and self.is_work:
                         replica.did(well=False)
                     after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
@@ -665,7 +665,7 @@ class Router:
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
         priority = request[TRIP].priority
         loads, limit = self.replicas.loads(), priority.share_of(self._terms.concurrency)
-        slots, has_room = len(loads) * limit, choose(loads, limit=limit) is not None
+        slots, has_room = len(loads) * limit, choose_replica(loads, limit=limit) is not None
         queue = Queue(self._before(priority), self.serving.max_queue, slots, self._mean_s, has_room)
         entry = entry_of(queue, left_s=left_s, priority=priority, degraded=self._terms.degraded,
                          closing=self.replicas.closing)  # fmt: skip

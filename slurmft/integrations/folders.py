@@ -340,7 +340,7 @@ _NAME = re.compile(r"step-(\d{15})\.(\d{1,9})\.(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class FolderVersion:
     """Which folder of them; a later one is greater."""
 
     step: int
@@ -356,7 +356,7 @@ class Place:
 class Save:
     """A complete one."""
 
-    place: Place
+    place: FolderVersion
     path: Path
     world_size: int
     """Ranks that wrote it."""
@@ -389,9 +389,9 @@ class MarkedFolders:
                 self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
                 taken = [one.serial for one in self._places() if (one.step, one.generation) == (step, generation)]
                 serial = max(taken, default=-1) + 1
-                (self.root / Place(step, generation, serial).name).mkdir(mode=0o700)
+                (self.root / FolderVersion(step, generation, serial).name).mkdir(mode=0o700)
         row = team.from_lead([guard.code, serial, generation])
-        place = Place(step, row[2], row[1])
+        place = FolderVersion(step, row[2], row[1])
         folder = self.root / place.name
         self._agree(team, guard, [row[0]] if row[0] else [], folder)
         with guard:
@@ -427,8 +427,8 @@ class MarkedFolders:
         if code:
             raise failure(f"{self.root} cannot be read", [code], team, guard)
         for index in range(number):
-            mine = found[index].place if team.is_lead else Place(0, 0, 0)
-            place = Place(*team.from_lead([mine.step, mine.generation, mine.serial]))
+            mine = found[index].place if team.is_lead else FolderVersion(0, 0, 0)
+            place = FolderVersion(*team.from_lead([mine.step, mine.generation, mine.serial]))
             save = self._usable(place)
             if all(row[0] for row in team.exchange([int(save is not None)])):
                 return save
@@ -444,14 +444,14 @@ class MarkedFolders:
         found = (self._usable(place) for place in sorted(self._places(), reverse=True))
         return [save for save in found if save is not None]
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[FolderVersion]:
         try:
             names = [entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        return [Place(*map(int, match.groups())) for name in names if (match := _NAME.fullmatch(name))]
+        return [FolderVersion(*map(int, match.groups())) for name in names if (match := _NAME.fullmatch(name))]
 
-    def _usable(self, place: Place) -> Save | None:
+    def _usable(self, place: FolderVersion) -> Save | None:
         folder = self.root / place.name
         try:
             status = folder.stat()
@@ -471,7 +471,7 @@ class MarkedFolders:
         if any(codes):
             raise failure(f"{folder} was not saved", codes, team, guard)
 
-    def _remove_old(self, newest: Place) -> None:
+    def _remove_old(self, newest: FolderVersion) -> None:
         """Keep the newest complete ones; what was never finished by this or an earlier attempt goes as well."""
         kept = {save.place for save in self.complete()[: self._keep]}
         for place in self._places():

@@ -38,10 +38,10 @@ from slurmft.policy.site import (
     FolderFacts,
     Level,
     PartitionFacts,
-    Place,
     RoomFacts,
     Row,
     SiteFacts,
+    TrustedPath,
     Wishes,
     rows,
 )
@@ -392,13 +392,13 @@ def _nearest(path: Path) -> Path:
     return next((each for each in (path, *path.parents) if each.exists()), Path("/")).resolve()
 
 
-def place(path: Path) -> Place:
+def place(path: Path) -> TrustedPath:
     """Who may change what lies there: itself, what its links lead to, and by the folders above."""
     if not path.exists():
-        return Place(path=str(path), exists=False)
+        return TrustedPath(path=str(path), exists=False)
     owner = path.stat().st_uid
     found = sorted({who for each in _rooms(path) for who in _changers(each, beside=owner)})
-    return Place(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
+    return TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
 
 
 def _rooms(path: Path) -> Iterator[Path]:

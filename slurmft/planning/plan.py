@@ -32,7 +32,7 @@ from slurmft.policy.decide import PastEnd, budget_for, decide
 from slurmft.policy.interval import typical_cost_s
 from slurmft.policy.judge import held_against
 from slurmft.policy.membership import Agent, Members, Node, Size, Standing, next_members
-from slurmft.policy.suspicion import Candidate, Place, Rules, State, choose
+from slurmft.policy.suspicion import Candidate, PartitionNodes, Rules, State, choose_exclusions
 from slurmft.policy.verdict import Action, Cause, Evidence, Kind, Suspect, Verdict, by_cause
 
 # --- The file of ``slurmft plan``: a cluster, its failures, and how long things take there ---
@@ -308,7 +308,7 @@ def alternatives(
     return found
 
 
-def simulated(found: Sequence[Alternative], tell: Callable[[str], None]) -> Iterator[Outcome]:
+def simulated(found: Sequence[Alternative], tell: Callable[[str], None]) -> Iterator[Projection]:
     """The outcome of each, as it is there.
 
     Raises:
@@ -514,9 +514,9 @@ class _Run:
         if not world.excluded:
             return set()
         self._fade()
-        place = Place(name="all", nodes=frozenset(self._names), usable=frozenset(world.up))
+        place = PartitionNodes(name="all", nodes=frozenset(self._names), usable=frozenset(world.up))
         candidates = [Candidate(node=name, score=1.0) for name in sorted(world.excluded)]
-        choice = choose(
+        choice = choose_exclusions(
             candidates,
             [place],
             known=place.nodes,
@@ -782,7 +782,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Projection:
     """One alternative, over all its lives."""
 
     name: str
@@ -813,7 +813,7 @@ class Outcome:
         return fmean(life.spent_s[category] / life.wall_s if life.wall_s else 0.0 for life in self.lives)
 
 
-def simulate(name: str, scenario: Scenario, seeds: int, *, workers: int = 1) -> Outcome:
+def simulate(name: str, scenario: Scenario, seeds: int, *, workers: int = 1) -> Projection:
     """Live ``seeds`` lives, and sum them up. The same numbers give the same outcome, on any number of workers."""
     if workers > 1:
         with ProcessPoolExecutor(max_workers=min(workers, seeds)) as pool:
@@ -824,7 +824,7 @@ def simulate(name: str, scenario: Scenario, seeds: int, *, workers: int = 1) -> 
     def of(value: Callable[[Life], float]) -> Estimate:
         return estimate([value(life) for life in lives])
 
-    return Outcome(
+    return Projection(
         name=name,
         scenario=scenario,
         lives=lives,
@@ -872,7 +872,7 @@ def expected_ettr(scenario: Scenario) -> float:
     return max(0.0, (1 - rate_s * (scenario.start_s + every_s / 2)) / (1 + scenario.save_cost_s / every_s))
 
 
-def shares(outcome: Outcome) -> dict[str, float]:
+def shares(outcome: Projection) -> dict[str, float]:
     """Where the time went, by category; together 1."""
     return {category: outcome.share(category) for category in CATEGORIES}
 
@@ -887,7 +887,7 @@ COLOURS = {
 }  # fmt: skip
 
 
-def svg(outcomes: Sequence[Outcome]) -> str:
+def svg(outcomes: Sequence[Projection]) -> str:
     """The picture, of a size that does not depend on a font."""
     scale = WIDTH - LEFT - 90
     height = 60 + len(outcomes) * (BAR + GAP) + 30

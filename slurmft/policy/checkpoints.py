@@ -265,7 +265,7 @@ class Decision:
     """It is on disk as well, so that any shard can come from there."""
 
 
-def choose(
+def choose_snapshot(
     offers: Iterable[Offer],
     committed: Committed | None,
     *,

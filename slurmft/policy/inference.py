@@ -29,7 +29,7 @@ OUT_OF_MEMORY = ("out of memory", "outofmemoryerror", "cuda oom", "kv cache is f
 """Words of engines and frameworks, in lower case."""
 
 
-class Outcome(StrEnum):
+class TryOutcome(StrEnum):
     """The meaning of one try."""
 
     ANSWER = "answer"
@@ -42,18 +42,18 @@ class Outcome(StrEnum):
     """The replica was out of memory: fewer requests at a time, and again."""
 
 
-def outcome_of_status(status: int, text: str = "") -> Outcome:
+def outcome_of_status(status: int, text: str = "") -> TryOutcome:
     """The meaning of an HTTP answer with this status; ``text`` is the body of an error.
 
     A client error (4xx) is final and says nothing about the replica. Where it or a server error names missing memory,
     the replica had too much to do.
     """
     if 200 <= status < 300:
-        return Outcome.ANSWER
+        return TryOutcome.ANSWER
     if status >= 500 and is_out_of_memory(text):
-        return Outcome.SMALLER
+        return TryOutcome.SMALLER
     is_passing = status in RETRIED_STATUS or (status >= 500 and status != NOT_IMPLEMENTED)
-    return Outcome.RETRY if is_passing else Outcome.ANSWER
+    return TryOutcome.RETRY if is_passing else TryOutcome.ANSWER
 
 
 def is_good(answer: Mapping[str, Any]) -> bool:

@@ -47,7 +47,7 @@ class Phase(StrEnum):
     ELSEWHERE = "rerun elsewhere"
 
 
-class Outcome(StrEnum):
+class RerunOutcome(StrEnum):
     """The outcome of a rerun. The first five are the verdicts of evidence and verdict files."""
 
     TRANSIENT = "transient"
@@ -99,23 +99,23 @@ def largest_difference(first: Sequence[float], again: Sequence[float]) -> float:
     return max((difference(a, b) for a, b in zip(first, again, strict=True)), default=0.0)
 
 
-def after_rerun(phase: Phase, seen: Sequence[Seen], *, rejected_others: bool) -> Outcome:
+def after_rerun(phase: Phase, seen: Sequence[Seen], *, rejected_others: bool) -> RerunOutcome:
     """The verdict of all ranks' reports; ``rejected_others``: some rank has rejected another result than before.
 
     Only a verdict that no report contradicts is believed: a result that no rank could compare is inconclusive, and so
     is one that came out otherwise on other hardware and was rejected there as well.
     """
     if Seen.UNKNOWN in seen:
-        return Outcome.INCONCLUSIVE
+        return RerunOutcome.INCONCLUSIVE
     if phase is Phase.IN_PLACE:
         if Seen.REPRODUCED in seen or Seen.DIFFERENT_REJECTED in seen:
-            return Outcome.UNDECIDED
-        return Outcome.AGAIN if rejected_others else Outcome.TRANSIENT
+            return RerunOutcome.UNDECIDED
+        return RerunOutcome.AGAIN if rejected_others else RerunOutcome.TRANSIENT
     if Seen.DIFFERENT_REJECTED in seen:
-        return Outcome.INCONCLUSIVE
+        return RerunOutcome.INCONCLUSIVE
     if Seen.REPRODUCED in seen:
-        return Outcome.CORRECT
-    return Outcome.AGAIN if rejected_others else Outcome.PERSISTENT
+        return RerunOutcome.CORRECT
+    return RerunOutcome.AGAIN if rejected_others else RerunOutcome.PERSISTENT
 
 
 def same_hardware(here: Suspect, suspect: Suspect) -> bool:

@@ -559,7 +559,7 @@ class Load:
     """It has answered something."""
 
 
-def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) -> str | None:
+def choose_replica(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) -> str | None:
     """The replica with the fewest requests in flight, the first of several; None where none has room.
 
     One of ``without``, where the request has failed before, is taken where no other has room; one that is avoided only

@@ -147,7 +147,7 @@ class ContainerFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TrustedPath:
     """A file or folder that programs of other users, or of root, rely on."""
 
     path: str
@@ -161,7 +161,7 @@ class Place:
 class RoomFacts:
     """Where one run's folder and checkpoints are, and the room that is there for them."""
 
-    folder: Place
+    folder: TrustedPath
     kind: str = ""
     """Type of the filesystem; empty where it is unknown."""
 
@@ -177,18 +177,18 @@ class RoomFacts:
 class SiteFacts:
     """What an administrator has set up for all runs. No run needs any of it."""
 
-    installation: Place
+    installation: TrustedPath
     conf: Mapping[str, str] = field(default_factory=dict)
     """``scontrol show config``; empty where Slurm did not answer."""
 
-    programs: Mapping[str, Place] = field(default_factory=dict)
+    programs: Mapping[str, TrustedPath] = field(default_factory=dict)
     """Key of slurm.conf -> the hook's program on this machine."""
 
-    health: Place
+    health: TrustedPath
     health_error: str = ""
     """Why health.yaml cannot be used; empty where it can, or is not there."""
 
-    results: Place | None = None
+    results: TrustedPath | None = None
     """The folder of the nodes' results; None where health.yaml names none."""
 
     looked_at: Mapping[str, float] = field(default_factory=dict)
@@ -318,7 +318,7 @@ def judge_site(facts: SiteFacts) -> Iterator[Finding]:
     is_open = bool(hooks and facts.installation.changeable_by)  # users may have installations of their own
     yield _trusted("installation", facts.installation, "it is what all jobs run", is_roots=is_open)
     for key, (name, without) in HOOKS.items() if facts.conf else ():
-        place = facts.programs.get(key, Place(path=facts.conf.get(key, ""), exists=False))
+        place = facts.programs.get(key, TrustedPath(path=facts.conf.get(key, ""), exists=False))
         if key not in hooks:
             yield _missing(key, f"{name} is not in slurm.conf: {without}", "slurmft hooks show")
         elif place.exists:
@@ -383,7 +383,7 @@ def _missing(check: str, text: str, remedy: str) -> Finding:
     return Finding(check=check, level=Level.NOTE, text=text, remedy=f"an administrator: {remedy} (docs/deployment.md)")
 
 
-def _trusted(check: str, place: Place, why: str, *, is_roots: bool = True) -> Finding:
+def _trusted(check: str, place: TrustedPath, why: str, *, is_roots: bool = True) -> Finding:
     """Whether others may change what is relied on; what root alone relies on must be root's own."""
     if place.changeable_by or (is_roots and place.owner != "root"):
         return Finding(

@@ -38,7 +38,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class PartitionNodes:
     """A partition that the job may run in."""
 
     name: str
@@ -70,9 +70,9 @@ class Choice:
     """Nodes that are in no partition of the cluster; sorted."""
 
 
-def choose(
+def choose_exclusions(
     candidates: Sequence[Candidate],
-    places: Sequence[Place],
+    places: Sequence[PartitionNodes],
     *,
     known: Collection[str],
     nodes_needed: int,

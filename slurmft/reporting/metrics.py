@@ -44,7 +44,7 @@ from slurmft.policy.values import Strangers
 from slurmft.policy.verdict import PLANNED, Cause, steps_at_risk
 from slurmft.scheduler.slurm import configured_cluster
 from slurmft.storage import run_folder
-from slurmft.storage.journal import Entry, EventName, JournalTail, Place
+from slurmft.storage.journal import Entry, EventName, JournalPosition, JournalTail
 from slurmft.storage.run_folder import LOCAL_PREFIX, Progress, RunFolder, progress_of, user_name
 from slurmft.system import processes
 from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample, encoded, text
@@ -711,7 +711,7 @@ class Notifier:
     def _run(self, message: Message) -> str:
         return run_command(self._config.command, message.as_json(), self._config.timeout_s)
 
-    def _read(self) -> Place | None:
+    def _read(self) -> JournalPosition | None:
         try:
             facts = read_json(self._folder / STATE_FILE)
         except StorageError:
@@ -719,7 +719,7 @@ class Notifier:
         if facts is None:
             return None
         offset, head = facts.get("offset"), facts.get("head")
-        return Place(offset, head) if type(offset) is int and offset >= 0 and isinstance(head, str) else None
+        return JournalPosition(offset, head) if type(offset) is int and offset >= 0 and isinstance(head, str) else None
 
     def _write(self) -> None:
         write_json(self._folder / STATE_FILE, asdict(self._tail.place), durable=False)

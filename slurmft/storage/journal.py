@@ -550,7 +550,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Place:
+class JournalPosition:
     """How far a journal was read, and which one it was."""
 
     offset: int = 0
@@ -568,11 +568,11 @@ class JournalTail:
     """
 
     def __init__(
-        self, run_folder: Path, place: Place | None = None, *, names: Collection[str] | None = None
+        self, run_folder: Path, place: JournalPosition | None = None, *, names: Collection[str] | None = None
     ) -> None:  # fmt: skip
         self.path = run_folder / JOURNAL_FILE
         self._names = None if names is None else frozenset(name.encode() for name in names)
-        self.place = place or Place()
+        self.place = place or JournalPosition()
         self.begun = 0
 
     def news(self) -> Iterator[Entry]:
@@ -596,7 +596,7 @@ class JournalTail:
         place = self.place
         head = os.pread(descriptor, _HEAD_BYTES, 0).decode("latin-1")
         if size < place.offset or not head.startswith(place.head):
-            self.place = place = Place()
+            self.place = place = JournalPosition()
             self.begun += 1
         place.head = max(place.head, head, key=len)
 

@@ -52,7 +52,7 @@ from slurmft.storage.verdicts import noted_batches, noted_resuming
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
 from slurmft.supervisor.guardian import any_kept
 from slurmft.supervisor.observations import budget_of
-from slurmft.supervisor.placement import Accuser, Placement, all_busy, choose, duty_of, next_placement
+from slurmft.supervisor.placement import EvidenceSender, Placement, all_busy, duty_of, next_placement, nodes_to_use
 from slurmft.system.background import BackgroundLog
 from slurmft.system.files import replace_atomically
 
@@ -430,8 +430,8 @@ def _end(decided: Event, lines: Iterable[Event]) -> End:
 class Poisoning:
     """Looks at how an attempt ended that had begun with a checkpoint."""
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
-        self._config, self._start, self._accuser = config, start, accuser
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender) -> None:
+        self._config, self._start, self._sender = config, start, sender
         self._folder = start.run.attempts / str(start.cluster.attempt)
 
     def look_at(self, verdict: Verdict) -> Poisoned | NodeSuspected | Hopeless | None:
@@ -466,7 +466,7 @@ class Poisoning:
             return self._quarantine(newest, found)
         if isinstance(found, NodeSuspected):
             suspect = Suspect(node=found.node)
-            self._accuser.add(
+            self._sender.add(
                 [Evidence(kind=Kind.REPEATED_DEATH, suspect=suspect, message=found.reason, at=time.time())]
             )
         return found
@@ -547,9 +547,9 @@ class Remedies:
         has_nodes: enough nodes are left in this allocation to go on at once.
     """
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, *, has_nodes: bool) -> None:
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, *, has_nodes: bool) -> None:
         self._has_nodes = has_nodes
-        self._poisoning = Poisoning(config, start, accuser)
+        self._poisoning = Poisoning(config, start, sender)
         self._config, self._start, self._journal = config, start, start.journal
         self._folder = start.run.attempts / str(start.cluster.attempt)
 
@@ -609,7 +609,7 @@ DONE_PATIENCE_S = 300.0
 log = logging.getLogger(__name__)
 
 
-class Ending:
+class AttemptEnd:
     """Decides and acts on the end of one attempt.
 
     Args:
@@ -620,13 +620,13 @@ class Ending:
     """
 
     def __init__(
-        self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
+        self, config: RunConfig, start: Start, sender: EvidenceSender, log_file: BackgroundLog,
         *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
         ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
         self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
-        self._accuser = accuser
+        self._sender = sender
         self.cluster: Cluster = start.cluster
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None
@@ -655,13 +655,13 @@ class Ending:
         budget = replace(budget, has_nodes=self._has_nodes(), outlived=self._outlived)
         self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
-        decision = Remedies(self.config, self.start, self._accuser, has_nodes=budget.has_nodes).applied(
+        decision = Remedies(self.config, self.start, self._sender, has_nodes=budget.has_nodes).applied(
             verdict, decision
         )
         if decision.action is Action.RESTART and self.cluster.lost and self._is_requeued():
             decision = replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; Slurm has requeued the job")
         # the exclusion list influences where the run goes on
-        self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
+        self._sender.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)
 
     def _is_requeued(self) -> bool:
@@ -752,7 +752,7 @@ class Ending:
             may_stay
             and decision.elsewhere
             and decision.avoid
-            and choose(self.cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
+            and nodes_to_use(self.cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
         ):
             self._stays = self.cluster.why_ending() is None
             if self._stays:

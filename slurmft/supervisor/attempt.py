@@ -65,8 +65,8 @@ from slurmft.supervisor.guardian import hearing
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.live import Live
 from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, testimony_of
-from slurmft.supervisor.placement import Accuser, suspect_gpus_of, without_other_gpus
-from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmsWord, Stops
+from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
+from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmNotices, Stops
 from slurmft.system.background import Background, overslept_s
 
 # --- faults ---
@@ -217,9 +217,9 @@ class Resizing:
 class Reclaimed:
     """Collects the notices that agents report."""
 
-    def __init__(self, config: RunConfig, start: Start, crew: Crew, stops: Stops, accuser: Accuser) -> None:
+    def __init__(self, config: RunConfig, start: Start, crew: Crew, stops: Stops, sender: EvidenceSender) -> None:
         self._config, self._start, self._crew = config, start, crew
-        self._stops, self._accuser = stops, accuser
+        self._stops, self._sender = stops, sender
         self.suspects: tuple[Suspect, ...] = ()
         """Nodes that are taken away, or broken."""
 
@@ -233,7 +233,7 @@ class Reclaimed:
 
     def note(self, link: AgentLink, report: NoticeReport) -> None:
         """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
-        self._accuser.note(link.host, report)
+        self._sender.note(link.host, report)
         if not report.ends:
             return
         self.suspects = (*self.suspects, Suspect(node=link.host))
@@ -282,8 +282,8 @@ log = logging.getLogger(__name__)
 class AttemptRunner:
     """Runs one attempt, with agents that may have seen others before it."""
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
-        self._config, self._start, self._accuser, self._crew = config, start, accuser, crew
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
+        self._config, self._start, self._sender, self._crew = config, start, sender, crew
         self._cluster: Cluster = start.cluster
         self._run, self._journal = start.run, start.journal
         self._pool = crew.pool
@@ -292,7 +292,7 @@ class AttemptRunner:
             workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
             done_before=start.reached,
         )  # fmt: skip
-        self._slurm = SlurmsWord(self._cluster, start.journal)
+        self._slurm = SlurmNotices(self._cluster, start.journal)
         self._launch_error = ""
         self.lost: list[str] = []
         """Nodes of this attempt whose agents are gone."""
@@ -308,9 +308,9 @@ class AttemptRunner:
         self._hangs = Hangs(config, start, self._pool)
         self._injections = Injections(config, start, self._pool, self._background)
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
-        self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
-        self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
-        self._digests = Digests(config, start, self._seen, self.stops, accuser, over=self._over)
+        self._reclaimed = Reclaimed(config, start, crew, self.stops, sender)
+        self._slow = SlowNodes(config, start, self._seen, self.stops, sender=sender)
+        self._digests = Digests(config, start, self._seen, self.stops, sender, over=self._over)
         self._live = Live(config, start, self._seen, self._hangs, self._slow)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
@@ -352,7 +352,7 @@ class AttemptRunner:
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
         own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
-        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch):
+        for watch in (*own, self._sender.watch, self._resizing.watch, self._live.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # the agent disconnected meanwhile
@@ -713,9 +713,9 @@ MAX_STARTS = 3
 class RayAttempt(AttemptRunner):
     """Runs one attempt; what differs from other trainers is who may be lost, and who may come later."""
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         # ranks are nodes of Ray here, and the first of them ends as the command does
-        super().__init__(config.model_copy(update={"ignore_nonlead_status": True}), start, accuser, crew)
+        super().__init__(config.model_copy(update={"ignore_nonlead_status": True}), start, sender, crew)
         self._resizing = Growing(self, config, start, crew, self._seen, self.stops)
 
     @property
@@ -753,7 +753,7 @@ class RayAttempt(AttemptRunner):
         name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
         self._journal.append(name, node=link.host, spare=False, reason=reason)
         if not link.leaving:
-            self._accuser.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
+            self._sender.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
                                         at=time.time())])  # fmt: skip
 
     async def add(self, link: AgentLink, rank: int) -> None:

@@ -13,7 +13,16 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, StorageError
-from slurmft.policy.suspicion import Candidate, Dropped, Place, Rules, State, Strength, choose, standing
+from slurmft.policy.suspicion import (
+    Candidate,
+    Dropped,
+    PartitionNodes,
+    Rules,
+    State,
+    Strength,
+    choose_exclusions,
+    standing,
+)
 from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import NodeRecord
@@ -126,7 +135,7 @@ def to_avoid(
     if not candidates:
         return Avoidance()
     records = slurm_nodes.nodes() if known is None else known
-    choice = choose(
+    choice = choose_exclusions(
         candidates,
         _places(records, partition, frozenset(excluded_anyway)),
         known={record.node for record in records},
@@ -157,7 +166,9 @@ def _candidates(exclusions: Exclusions, suspects: Sequence[str], rules: Rules, n
     return found
 
 
-def _places(records: Sequence[NodeRecord], partition: str | None, excluded_anyway: frozenset[str]) -> list[Place]:
+def _places(
+    records: Sequence[NodeRecord], partition: str | None, excluded_anyway: frozenset[str]
+) -> list[PartitionNodes]:
     wanted = set(partition.split(",")) if partition else None
     nodes: dict[str, set[str]] = {}
     usable: dict[str, set[str]] = {}
@@ -166,7 +177,7 @@ def _places(records: Sequence[NodeRecord], partition: str | None, excluded_anywa
             nodes.setdefault(record.partition, set()).add(record.node)
             if record.usable and record.node not in excluded_anyway:
                 usable.setdefault(record.partition, set()).add(record.node)
-    return [Place(name=name, nodes=frozenset(names), usable=frozenset(usable.get(name, ())))
+    return [PartitionNodes(name=name, nodes=frozenset(names), usable=frozenset(usable.get(name, ())))
             for name, names in nodes.items()]  # fmt: skip
 
 

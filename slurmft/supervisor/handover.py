@@ -30,7 +30,7 @@ from slurmft.supervisor.act import Superfluous, restart_of, successor_options
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.owner import job_of, owner_lives, this_process
 from slurmft.supervisor.placement import next_placement
-from slurmft.supervisor.stops import SlurmsWord
+from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.files import read_json
 
 # --- candidacy ---
@@ -230,7 +230,7 @@ class Giver:
     """
 
     def __init__(
-        self, config: RunConfig, start: Start, cluster: SlurmCluster, slurm: SlurmsWord,
+        self, config: RunConfig, start: Start, cluster: SlurmCluster, slurm: SlurmNotices,
         startup_s: Callable[[], float | None],
     ) -> None:  # fmt: skip
         assert config.inference is not None and config.inference.serving is not None

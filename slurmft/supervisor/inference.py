@@ -54,8 +54,8 @@ from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFaile
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import hearing, log_signal
-from slurmft.supervisor.placement import Accuser
-from slurmft.supervisor.stops import SlurmsWord
+from slurmft.supervisor.placement import EvidenceSender
+from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.background import Background, overslept_s
 
 # --- Stops of an inference attempt: nothing new is leased, what is in flight is finished in time or given back ---
@@ -74,7 +74,7 @@ class InferenceStops:
     """
 
     def __init__(
-        self, config: RunConfig, start: Start, pool: AgentPool, slurm: SlurmsWord, *, over: asyncio.Event,
+        self, config: RunConfig, start: Start, pool: AgentPool, slurm: SlurmNotices, *, over: asyncio.Event,
         background: Background,
     ) -> None:  # fmt: skip
         self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
@@ -295,15 +295,15 @@ log = logging.getLogger(__name__)
 class InferenceAttempt:
     """Runs one attempt, with agents that may have seen others before it."""
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         if config.inference is None:
             raise TypeError("this configuration has no section inference")
-        self._config, self._section, self._start, self._accuser, self._crew = (
-            config, config.inference, start, accuser, crew,
+        self._config, self._section, self._start, self._sender, self._crew = (
+            config, config.inference, start, sender, crew,
         )  # fmt: skip
         self._cluster: Cluster = start.cluster
         self._run, self._journal, self._pool = start.run, start.journal, crew.pool
-        self._slurm = SlurmsWord(self._cluster, start.journal)
+        self._slurm = SlurmNotices(self._cluster, start.journal)
         self._over = asyncio.Event()
         self._folder = AttemptFolder(start, on_superseded=self._over.set)
         self._background = Background(self._on_error)
@@ -391,7 +391,7 @@ class InferenceAttempt:
                 work = (
                     self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
                     self._watch_processes, self._coordinator.commit_regularly, self._coordinator.watch_tail,
-                    self._accuser.watch, self._write_parts,
+                    self._sender.watch, self._write_parts,
                 )  # fmt: skip
                 for each in work:
                     self._background.start(each())
@@ -577,7 +577,7 @@ class InferenceAttempt:
                 case SignalReport():
                     self.stops.on_signal(report.name, link.host)
                 case NoticeReport(fault=True):  # a device that has failed is left by the replica on it
-                    self._accuser.note(link.host, report)
+                    self._sender.note(link.host, report)
                 case Disconnected():
                     self._background.start(self._on_disconnect(link))
                 case Drained() if link.leaving:
@@ -628,7 +628,7 @@ class InferenceAttempt:
         self._suspects.append(node)
         what = f"{DEATHS} engines died within {WINDOW_S / 60:.0f} min, and those of other nodes did not: {report.how}"
         suspect = Suspect(node=node)
-        self._accuser.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
+        self._sender.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
 
     async def _watch_requests(self) -> None:
         told_s = 0.0

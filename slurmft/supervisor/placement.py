@@ -52,7 +52,7 @@ ON_PURPOSE = "a fault was injected on purpose; the exclusion list is not told"
 log = logging.getLogger(__name__)
 
 
-class Accuser:
+class EvidenceSender:
     """Hands a run's evidence in, each piece once. In a thread of its own, so that a list that stalls blocks nothing."""
 
     def __init__(self, config: RunConfig, start: Start) -> None:
@@ -431,7 +431,7 @@ def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[st
     return duty | frozenset(suspect_gpus(exclusions.observations, time.time(), config.exclusions.rules()))
 
 
-def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:
+def nodes_to_use(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:
     """The nodes of the allocation that need not be avoided, in its order; None when they are fewer than ``needed``."""
     others = tuple(node for node in allocated if node not in avoid)
     return others if len(others) >= needed else None
@@ -480,7 +480,7 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
     if not (duty.undecided | former) & set(allocated) and not excluded:
         return None
     for avoid in (duty.undecided | former | excluded, duty.undecided | excluded, duty.nodes | excluded, duty.nodes):
-        chosen = choose(allocated, avoid, config.size.minimum)
+        chosen = nodes_to_use(allocated, avoid, config.size.minimum)
         if chosen is not None and (not excluded & set(chosen) or duty.escapes >= MAX_ESCAPES):
             cluster.nodes = chosen
             if avoid & set(allocated):

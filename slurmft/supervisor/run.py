@@ -26,7 +26,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.run_folder import Attempt, Owner, Progress, RunFolder, progress_of
-from slurmft.supervisor.act import FLUSH_S, Ending, Superfluous, keep_ended, superfluous
+from slurmft.supervisor.act import FLUSH_S, AttemptEnd, Superfluous, keep_ended, superfluous
 from slurmft.supervisor.agents import Outlived, find_outlived
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.cluster import (
@@ -43,7 +43,7 @@ from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_
 from slurmft.supervisor.live import Companion
 from slurmft.supervisor.observations import collect
 from slurmft.supervisor.owner import owner_lives, owner_writes, this_process
-from slurmft.supervisor.placement import Accuser, next_cycle, settle
+from slurmft.supervisor.placement import EvidenceSender, next_cycle, settle
 from slurmft.system import processes
 from slurmft.system.background import BackgroundLog
 from slurmft.system.files import read_bytes, replace_atomically
@@ -105,8 +105,10 @@ class Attempts:
         Raises:
             SlurmftError: nothing could be started.
         """
-        accuser = Accuser(self._config, start)
-        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes)
+        sender = EvidenceSender(self._config, start)
+        ending = AttemptEnd(
+            self._config, start, sender, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes
+        )
         if (escape := settle(self._config, start)) is not None:
             if start.candidate:
                 return self._leave(ending, escape[0].reason, called_off=False)
@@ -117,7 +119,7 @@ class Attempts:
         log_signal("Signal handler installed for %d", self._config.preemption.signal)
         if self._crew is None:
             self._crew, self._outlived = Crew(self._config, start, self._outlived), None
-        supervisor = _runner_of(self._config)(self._config, start, accuser, self._crew)
+        supervisor = _runner_of(self._config)(self._config, start, sender, self._crew)
         verdict = self._run_in_loop(supervisor.run())
         self._lost = bool(start.cluster.lost)
         serves = self._config.inference is not None and self._config.inference.serving is not None
@@ -128,7 +130,7 @@ class Attempts:
             if endpoint.is_handed_over:
                 return ending.leave(End.HANDED_ON, 0)
             start = endpoint.start  # a candidate owns the run by now
-            ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
+            ending = AttemptEnd(self._config, start, sender, self._log_file, dismiss=self.dismiss,
                             has_nodes=self._has_nodes)  # fmt: skip
         self.generation = start.generation
         ending.ends_at_s = supervisor.stops.ends_at_s
@@ -155,7 +157,7 @@ class Attempts:
         while crew is not None and not over.wait(ping_interval_s(len(crew.pool.links), lease_s=lease_s)):
             crew.pool.ping(Ping())
 
-    def _leave(self, ending: Ending, reason: str, *, called_off: bool) -> int:
+    def _leave(self, ending: AttemptEnd, reason: str, *, called_off: bool) -> int:
         """End a candidate, which decides nothing for the run."""
         log.warning("this job does not take the run over: %s", reason)
         ending.journal.append(EventName.CANDIDATE_LEFT, reason=reason)
@@ -278,8 +280,8 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     lost = Verdict(cause=Cause.SUPERVISOR_LOST, reason=f"the supervisor on {owner.host} was ended by {name}")
     verdict = _verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=f"{name} ended the supervisor")
     # the guardian has ended its agents, but for those that outlive a supervisor
-    ending = Ending(
-        config, start, Accuser(config, start), BackgroundLog(),
+    ending = AttemptEnd(
+        config, start, EvidenceSender(config, start), BackgroundLog(),
         dismiss=lambda: None if outlived is None else outlived.end(), has_nodes=lambda: outlived is not None,
         outlived=outlived is not None,
     )  # fmt: skip
@@ -319,7 +321,7 @@ def _is_lost(owner: Owner, environment: Mapping[str, str]) -> bool:
     return owner.pid in lost_pids(environment) and owner.host == os.uname().nodename
 
 
-def _act_in_its_place(ending: Ending, start: Start, verdict: Verdict) -> int | None:
+def _act_in_its_place(ending: AttemptEnd, start: Start, verdict: Verdict) -> int | None:
     """Carry out what a lost supervisor had decided for this attempt, or decide now; returns as ``act_on`` does."""
     attempt = str(start.cluster.attempt)
     decided = [event for event in start.history if event.attempt == attempt and event.event == EventName.DECISION]

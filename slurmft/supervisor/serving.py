@@ -47,8 +47,8 @@ from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
 from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off, taken_from
 from slurmft.supervisor.inference import LOOK_S, PROGRESS_S, InferenceAttempt, InferenceStops
-from slurmft.supervisor.placement import Accuser
-from slurmft.supervisor.stops import SlurmsWord
+from slurmft.supervisor.placement import EvidenceSender
+from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.files import read_text, replace_atomically
 
 # --- A rolling update of an endpoint: its replicas get the new engine one by one, or all go back to the old one ---
@@ -315,7 +315,7 @@ class Lenders:
     those of a supervisor before this one, of the job before, or whose submission got no answer.
     """
 
-    def __init__(self, config: RunConfig, start: Start, slurm: SlurmsWord) -> None:
+    def __init__(self, config: RunConfig, start: Start, slurm: SlurmNotices) -> None:
         self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
         self.jobs: dict[str, JobRecord | None] = {}
         """Those that wait, or have a node; None for one that was submitted just now."""
@@ -423,8 +423,8 @@ class ServingAttempt(InferenceAttempt):
     stops: ServingStops
     _roster: Roster
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
-        super().__init__(config, start, accuser, crew)
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
+        super().__init__(config, start, sender, crew)
         self.stops: ServingStops = ServingStops(
             config, start, self._pool, self._slurm, over=self._over, background=self._background
         )

@@ -48,7 +48,7 @@ from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.hangs import look_at_all
 from slurmft.supervisor.observations import Observations
-from slurmft.supervisor.placement import Accuser, choose, next_placement
+from slurmft.supervisor.placement import EvidenceSender, next_placement, nodes_to_use
 from slurmft.system.background import Background
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 LOOK_AGAIN_S = 1.0
 
 
-class SlurmsWord:
+class SlurmNotices:
     """Asks Slurm in threads, so that one that does not answer blocks nothing; answers are remembered."""
 
     def __init__(self, cluster: Cluster, journal: Journal) -> None:
@@ -186,7 +186,7 @@ class Stops:
     """
 
     def __init__(
-        self, config: RunConfig, start: Start, pool: AgentPool, seen: Observations, slurm: SlurmsWord,
+        self, config: RunConfig, start: Start, pool: AgentPool, seen: Observations, slurm: SlurmNotices,
         *, over: asyncio.Event, background: Background,
     ) -> None:  # fmt: skip
         self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
@@ -403,10 +403,10 @@ class Digests:
 
     def __init__(
         self, config: RunConfig, start: Start, seen: Observations, stops: Stops,
-        accuser: Accuser, *, over: asyncio.Event,
+        sender: EvidenceSender, *, over: asyncio.Event,
     ) -> None:  # fmt: skip
         self._config, self._start, self._seen, self._stops = config, start, seen, stops
-        self._accuser, self._over = accuser, over
+        self._sender, self._over = sender, over
         self._steps: dict[int, dict[int, Digest]] = {}
         self._nodes: dict[int, str] = {}
         self._agreed: dict[int, tuple[Digest, ...]] = {}
@@ -508,7 +508,7 @@ class Digests:
         reason = f"the repetition of step {step} shows that {', '.join(nodes)} had computed it wrongly"
         self._start.journal.append(EventName.REPLICA_CONVICTED, step=step, nodes=list(nodes), reason=reason)
         kind, now = Kind.REPLICA_DIFFERS, time.time()
-        self._accuser.add(
+        self._sender.add(
             [Evidence(kind=kind, suspect=Suspect(node=node), message=reason, at=now, step=step) for node in nodes]
         )
         if self._stops.planned is None and {*nodes} & {*self._nodes.values()}:
@@ -548,9 +548,11 @@ def _noted(folder: Any, step: int, generation: int) -> None:
 class SlowNodes:
     """Collects the times that agents report of their ranks. Costs nothing before the first report."""
 
-    def __init__(self, config: RunConfig, start: Start, seen: Observations, stops: Stops, *, accuser: Accuser) -> None:
+    def __init__(
+        self, config: RunConfig, start: Start, seen: Observations, stops: Stops, *, sender: EvidenceSender
+    ) -> None:
         self._config, self._start, self._seen, self._stops = config, start, seen, stops
-        self._accuser = accuser
+        self._sender = sender
         self._watch: StragglerWatch | None = None
         self._is_blind = False
         self.suspects: tuple[Suspect, ...] = ()
@@ -604,7 +606,7 @@ class SlowNodes:
         """Hand the evidence in; with a ``reason``, save and move, unless a stop is under way or there are no others."""
         moves = bool(reason) and self._stops.planned is None and await self._others_exist(slow.nodes)
         if not moves:  # else the verdict says it
-            self._accuser.add(slow.evidence(time.time(), step))
+            self._sender.add(slow.evidence(time.time(), step))
         elif self._stops.planned is None:
             log.warning("Detected stragglers. Terminating training... on %s, to go on elsewhere", ", ".join(slow.nodes))
             self.suspects = tuple(Suspect(node=node) for node in slow.nodes)
@@ -614,7 +616,7 @@ class SlowNodes:
         cluster = self._start.cluster
         why = "there are no other nodes"
         if isinstance(cluster, SlurmCluster):
-            if choose(cluster.present(), frozenset(nodes), self._config.size.minimum) is not None:
+            if nodes_to_use(cluster.present(), frozenset(nodes), self._config.size.minimum) is not None:
                 return True
             wanted: dict[str, Any] = {
                 "partition": cluster.job.partition, "job": cluster.own, "history": self._start.history,

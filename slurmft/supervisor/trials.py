@@ -30,7 +30,7 @@ from slurmft.supervisor.agents import AgentLink
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
 from slurmft.supervisor.inference import InferenceAttempt
-from slurmft.supervisor.placement import Accuser
+from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.serving import Lenders, end_lenders
 from slurmft.system.background import end_child
 from slurmft.system.processes import die_with_parent
@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 class SweepAttempt(InferenceAttempt):
     """Runs trials in this job, and in others of one node each while there are enough of them."""
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
-        super().__init__(config, start, accuser, crew)
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
+        super().__init__(config, start, sender, crew)
         self._pilots: Lenders | None = None
         if isinstance(self._cluster, SlurmCluster) and config.size.maximum > config.nodes:
             self._pilots = Lenders(config, start, self._slurm)

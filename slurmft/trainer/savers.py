@@ -312,7 +312,7 @@ def _has_unsharded(model: torch.nn.Module) -> bool:
 # --- The connection of a session and the checkpoint managers of the same process; neither needs the other ---
 
 
-class Outcome(Enum):
+class SaveOutcome(Enum):
     """The outcome of the newest call of a manager's ``save``."""
 
     DONE = "done"
@@ -398,7 +398,7 @@ class Savers:
         self._savers: list[weakref.ref[Saver]] = []
         self._trained: tuple[weakref.ref[nn.Module], weakref.ref[torch.optim.Optimizer]] | None = None
         self.listener: Listener | None = None
-        self.outcome = Outcome.DONE
+        self.outcome = SaveOutcome.DONE
         self.is_urgent = self.is_periodic = False
         """A stop waits for the next save: it goes before all others. Or its time has come, and it may be skipped."""
 
@@ -463,7 +463,7 @@ class Savers:
 
     def save_begins(self, *, urgent: bool) -> None:
         """The session is about to call the trainer's ``save``, for a stop or as its time has come."""
-        self.outcome, self.is_urgent, self.is_periodic = Outcome.DONE, urgent, not urgent
+        self.outcome, self.is_urgent, self.is_periodic = SaveOutcome.DONE, urgent, not urgent
 
     def save_ended(self) -> None:
         """Any other call of ``save`` is the trainer's own wish."""

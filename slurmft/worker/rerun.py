@@ -28,8 +28,8 @@ from slurmft.policy.reruns import (
     Injection,
     LossWindow,
     Mode,
-    Outcome,
     Phase,
+    RerunOutcome,
     RerunSettings,
     Seen,
     Variability,
@@ -575,26 +575,26 @@ class Injector:
 # --- The output of a rerun's outcome: log lines, evidence against hardware, and the verdict file of an exit ---
 
 KINDS = {
-    Outcome.TRANSIENT: Kind.RERUN_TRANSIENT,
-    Outcome.UNDECIDED: Kind.RERUN_UNDECIDED,
-    Outcome.PERSISTENT: Kind.RERUN_PERSISTENT,
-    Outcome.CORRECT: Kind.RERUN_ACQUITTED,
+    RerunOutcome.TRANSIENT: Kind.RERUN_TRANSIENT,
+    RerunOutcome.UNDECIDED: Kind.RERUN_UNDECIDED,
+    RerunOutcome.PERSISTENT: Kind.RERUN_PERSISTENT,
+    RerunOutcome.CORRECT: Kind.RERUN_ACQUITTED,
 }
 
 LINES = {
-    Outcome.TRANSIENT: (
+    RerunOutcome.TRANSIENT: (
         "First rerun: unexpected result is not reproducible within the tolerance",
         "Possible transient error!",
     ),
-    Outcome.UNDECIDED: (
+    RerunOutcome.UNDECIDED: (
         "First rerun: unexpected result is reproducible within the tolerance",
         "Need to rerun on a different GPU to verify correctness",
     ),
-    Outcome.PERSISTENT: (
+    RerunOutcome.PERSISTENT: (
         "Second rerun: unexpected result is not reproducible on a different GPU, therefore was likely incorrect",
         "Possible persistent error!",
     ),
-    Outcome.CORRECT: (
+    RerunOutcome.CORRECT: (
         "Second rerun: unexpected result is reproducible on a different GPU, therefore it was likely correct",
         "Correct result (but possible Application error)",
     ),
@@ -610,7 +610,7 @@ class Departure:
 
     exit_code: int
     should_checkpoint: bool
-    outcome: Outcome
+    outcome: RerunOutcome
     message: str
     suspects: tuple[Suspect, ...] = ()
     has_say: bool = True
@@ -642,10 +642,12 @@ def describe(rejections: Sequence[Rejection], iteration: int) -> str:
     return f"{'; '.join(parts)}{more} at step {iteration}"
 
 
-def report(outcome: Outcome, rejection: Rejection, iteration: int, seen: Seen) -> None:
+def report(outcome: RerunOutcome, rejection: Rejection, iteration: int, seen: Seen) -> None:
     """The log lines, and one piece of evidence for each suspect. A full disk costs the evidence, not the training."""
     first, second = LINES[outcome]
-    log.warning("%s", REJECTED_AGAIN if outcome is Outcome.UNDECIDED and seen is Seen.DIFFERENT_REJECTED else first)
+    log.warning(
+        "%s", REJECTED_AGAIN if outcome is RerunOutcome.UNDECIDED and seen is Seen.DIFFERENT_REJECTED else first
+    )
     log.warning("%s", second)
     path = os.environ.get(EVIDENCE_VARIABLE)
     for suspect in rejection.suspects:
@@ -749,23 +751,23 @@ class Proceedings:
         seen = [Seen.UNKNOWN if one.doubt else one.seen for one in rows]
         anew = [one.anew for one in rows]
         outcome = after_rerun(phase, seen, rejected_others=any(anew))
-        if outcome is Outcome.INCONCLUSIVE:
+        if outcome is RerunOutcome.INCONCLUSIVE:
             doubt = next((one.doubt for one in rows if one.doubt), "it came out otherwise and was rejected again")
             return self._inconclusive(doubt), False
-        if outcome in (Outcome.UNDECIDED, Outcome.CORRECT) and not all(one.is_finite for one in rows):
+        if outcome in (RerunOutcome.UNDECIDED, RerunOutcome.CORRECT) and not all(one.is_finite for one in rows):
             return self._inconclusive(SPOILED), False
         for rejection in self._rejections:
             if rejection.rank == self._ranks.rank:
                 own = seen[rejection.rank]
                 report(_of_one(phase, own), rejection, self._iteration, own)
-        if outcome is Outcome.AGAIN:
+        if outcome is RerunOutcome.AGAIN:
             return self._take_up(anew)
-        if outcome is Outcome.UNDECIDED:
+        if outcome is RerunOutcome.UNDECIDED:
             self._rejections = tuple(
-                one for one in self._rejections if _of_one(phase, seen[one.rank]) is Outcome.UNDECIDED
+                one for one in self._rejections if _of_one(phase, seen[one.rank]) is RerunOutcome.UNDECIDED
             )
             return self._ask_elsewhere(_why_elsewhere({seen[one.rank] for one in self._rejections})), False
-        self.pending = None if outcome is not Outcome.CORRECT else self.pending
+        self.pending = None if outcome is not RerunOutcome.CORRECT else self.pending
         return self._after_verdict(outcome), False
 
     def state_dict(self) -> dict[str, Any]:
@@ -793,14 +795,16 @@ class Proceedings:
             return self._ask_elsewhere("each rerun rejects something else"), False
         return None, True
 
-    def _after_verdict(self, outcome: Outcome) -> Departure | None:
+    def _after_verdict(self, outcome: RerunOutcome) -> Departure | None:
         what = f"{describe(self._rejections, self._iteration)}: {outcome}"
         if self._ranks.rank == 0:
             log.warning("verdict: %s", what)
-        if outcome is Outcome.CORRECT or (outcome is Outcome.PERSISTENT and self._settings.exit_on_persistent):
+        if outcome is RerunOutcome.CORRECT or (
+            outcome is RerunOutcome.PERSISTENT and self._settings.exit_on_persistent
+        ):
             return Departure(
-                exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=outcome is Outcome.PERSISTENT, outcome=outcome,
-                message=what, suspects=suspects_of(self._rejections) if outcome is Outcome.PERSISTENT else (),
+                exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=outcome is RerunOutcome.PERSISTENT, outcome=outcome,
+                message=what, suspects=suspects_of(self._rejections) if outcome is RerunOutcome.PERSISTENT else (),
                 has_say=self._has_say,
             )  # fmt: skip
         return None
@@ -820,7 +824,7 @@ class Proceedings:
         if self._ranks.rank == 0:
             log.warning("verdict: %s", message)
         return Departure(
-            exit_code=EXIT_RERUN_ELSEWHERE, should_checkpoint=True, outcome=Outcome.UNDECIDED, message=message,
+            exit_code=EXIT_RERUN_ELSEWHERE, should_checkpoint=True, outcome=RerunOutcome.UNDECIDED, message=message,
             suspects=suspects_of(self._rejections), has_say=self._has_say,
         )  # fmt: skip
 
@@ -829,7 +833,7 @@ class Proceedings:
         if self._ranks.rank == 0:
             log.error("verdict: %s", message)
         return Departure(
-            exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=False, outcome=Outcome.INCONCLUSIVE, message=message,
+            exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=False, outcome=RerunOutcome.INCONCLUSIVE, message=message,
             suspects=suspects_of(self._rejections), has_say=self._has_say,
         )  # fmt: skip
 
@@ -842,11 +846,11 @@ def _why_elsewhere(seen: Collection[Seen]) -> str:
     return "reproduced in place on some ranks, different and rejected again on others"
 
 
-def _of_one(phase: Phase, seen: Seen) -> Outcome:
+def _of_one(phase: Phase, seen: Seen) -> RerunOutcome:
     """The outcome for the hardware of one rank that had rejected a result."""
     if seen is Seen.DIFFERENT:
-        return Outcome.TRANSIENT if phase is Phase.IN_PLACE else Outcome.PERSISTENT
-    return Outcome.UNDECIDED if phase is Phase.IN_PLACE else Outcome.CORRECT
+        return RerunOutcome.TRANSIENT if phase is Phase.IN_PLACE else RerunOutcome.PERSISTENT
+    return RerunOutcome.UNDECIDED if phase is Phase.IN_PLACE else RerunOutcome.CORRECT
 
 
 # --- A rank's look at its own results: rejected in the first run of an iteration, compared in a rerun of it ---

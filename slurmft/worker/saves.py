@@ -26,7 +26,7 @@ from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back
 from slurmft.storage.patience import PASSING
 from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE, check_fence
-from slurmft.trainer.savers import SAVERS, Outcome, host_group
+from slurmft.trainer.savers import SAVERS, SaveOutcome, host_group
 from slurmft.worker.digests import ReplicaDigests
 
 # --- The numbers that a trainer reports, as one curve over all restarts: ``metrics.jsonl`` in the run folder ---
@@ -508,14 +508,14 @@ class Saves:
             self.stalled_ns += time.monotonic_ns() - began_ns
             self._sections.phase(phase)
         page[Slot.STATE] = state
-        if SAVERS.outcome is Outcome.DONE:
+        if SAVERS.outcome is SaveOutcome.DONE:
             took_s = (time.monotonic_ns() - began_ns) / 1e9
             self._listener.on_saved(step, took_s, for_all=False)
             if self._is_lead:
                 log.info("saved step %d in %.2f s", step, took_s)
-        elif SAVERS.outcome is Outcome.STAGED:
+        elif SAVERS.outcome is SaveOutcome.STAGED:
             self._staged, self._failures_then = step, page[Slot.SAVE_FAILURES]
-        return self._ended(step, began_ns, worked=SAVERS.outcome is not Outcome.SKIPPED)
+        return self._ended(step, began_ns, worked=SAVERS.outcome is not SaveOutcome.SKIPPED)
 
     def note_saved(self, step: int, seconds: float) -> None:
         """A framework has saved in its own way: on disk, the parts of all ranks, ``seconds`` after it began."""

@@ -17,7 +17,7 @@ from slurmft.ipc.messages import RescueState
 from slurmft.policy.verdict import Action
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import attempt as attempt_module
-from slurmft.supervisor.act import Ending
+from slurmft.supervisor.act import AttemptEnd
 from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.crew import Crew
@@ -87,11 +87,11 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "every report counts as told before": (
         lambda patch: patch.setattr(AgentLink, "has_told", lambda *_: True), "every life ends"),
     "hangs are not looked into": (lambda patch: patch.setattr(Hangs, "investigate", _nothing), "every life ends"),
-    "no decision is carried out": (lambda patch: patch.setattr(Ending, "_carry_out", lambda *_: 0), "the run ends"),
+    "no decision is carried out": (lambda patch: patch.setattr(AttemptEnd, "_carry_out", lambda *_: 0), "the run ends"),
     "a connection that broke is a lost node at once": (
         lambda patch: patch.setattr(Crew, "reconnected", _nothing), "no evidence"),
     "an attempt is taken for finished when it was stopped": (
-        _wrap(Ending, "follow", lambda real, self, verdict, decision, **rest: real(
+        _wrap(AttemptEnd, "follow", lambda real, self, verdict, decision, **rest: real(
             self, verdict, replace(decision, action=Action.FINISH), **rest)), "the run ends complete"),
     "a request for a stop is not seen": (
         lambda patch: patch.setattr(RunFolder, "see_request", lambda *_: None), "stop means stop"),

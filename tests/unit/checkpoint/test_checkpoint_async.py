@@ -23,13 +23,13 @@ from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpoint
 from slurmft.checkpoint.image_file import index_file
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.notes import RankRecord, read_record
-from slurmft.checkpoint.snapshots import Arena, Place
+from slurmft.checkpoint.snapshots import Arena, SnapshotSlot
 from slurmft.checkpoint.state import Trainee, capture
 from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, CommitOrder
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.trainer.savers import SAVERS, Outcome
+from slurmft.trainer.savers import SAVERS, SaveOutcome
 from slurmft.worker.data import ByteCorpus, WindowLoader
 
 
@@ -193,7 +193,7 @@ def test_a_save_returns_before_it_is_durable_and_holds_what_was_then(folder, run
     checkpoints = CheckpointManager(folder)
     path = checkpoints.save(*run.objects, step=1, **run.parts)
     writer.await_stop()
-    assert SAVERS.outcome is Outcome.STAGED and steps(folder) == [] and listener.saved == []
+    assert SAVERS.outcome is SaveOutcome.STAGED and steps(folder) == [] and listener.saved == []
     before, draw = run.tensors(), random.getstate()
     with torch.no_grad():
         for value in [*run.model.state_dict().values(), *run.optimizer.state[run.model[0].weight].values()]:
@@ -243,7 +243,7 @@ def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
     SAVERS.save_begins(urgent=False)
     assert checkpoints.save(*run.objects, step=3) is None
     SAVERS.save_ended()
-    assert SAVERS.outcome is Outcome.SKIPPED and "step 3 is not saved" in caplog.text
+    assert SAVERS.outcome is SaveOutcome.SKIPPED and "step 3 is not saved" in caplog.text
     writer.go_on()
     checkpoints.wait()
     assert steps(folder) == [2, 1]
@@ -485,13 +485,13 @@ def test_damaged_memory_falls_back_to_disk(folder, uncommitted, memory, damage, 
 
 
 def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, monkeypatch):
-    room, warm = threading.Event(), Place._warm
+    room, warm = threading.Event(), SnapshotSlot._warm
 
-    def warm_slowly(place: Place, size_bytes: int) -> None:
+    def warm_slowly(place: SnapshotSlot, size_bytes: int) -> None:
         room.wait(60)
         warm(place, size_bytes)
 
-    monkeypatch.setattr(Place, "_warm", warm_slowly)
+    monkeypatch.setattr(SnapshotSlot, "_warm", warm_slowly)
     run, checkpoints = Run(), CheckpointManager(folder)
     for step in (1, 2):
         checkpoints.save(*run.objects, step=step, **run.parts)

@@ -33,7 +33,7 @@ from slurmft.checkpoint.notes import (
 from slurmft.checkpoint.reading import Stored
 from slurmft.checkpoint.snapshots import Snapshots
 from slurmft.checkpoint.state import FACTS, FlatState, Trainee, capture, rank_key
-from slurmft.checkpoint.step_copies import OfLead
+from slurmft.checkpoint.step_copies import LeadExtra
 from slurmft.ipc.pages import IN_UPDATE
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data import ElasticSampler
@@ -771,19 +771,19 @@ def test_what_other_ranks_keep_is_known_to_lack_an_extra_that_rank_0_alone_was_g
     """The others of a trainer may well pass none, as it is rank 0's."""
     found = list[FlatState]()
     monkeypatch.setattr(Snapshots, "keep", lambda _self, flat, _identity, _check: found.append(flat))
-    kept_by_rank_1(run, model, OfLead.FUNCTION, monkeypatch)
+    kept_by_rank_1(run, model, LeadExtra.FUNCTION, monkeypatch)
     assert found[0].objects[FACTS]["has_extra"] and "extra" not in found[0].objects
 
 
-@pytest.mark.parametrize(("of_lead", "rescued"), [(OfLead.FIXED, []), (OfLead.NONE, [5])])
+@pytest.mark.parametrize(("of_lead", "rescued"), [(LeadExtra.FIXED, []), (LeadExtra.NONE, [5])])
 def test_a_fixed_extra_of_rank_0_turns_it_off_on_all_ranks(run, listener, model, monkeypatch, of_lead, rescued):
     kept_by_rank_1(run, model, of_lead, monkeypatch)
     assert listener.rescued == rescued
 
 
-def kept_by_rank_1(run: Path, model: torch.nn.Module, of_lead: OfLead, monkeypatch) -> None:
+def kept_by_rank_1(run: Path, model: torch.nn.Module, of_lead: LeadExtra, monkeypatch) -> None:
     """Which is given no extra itself, and is alone on its node."""
-    monkeypatch.setattr(OfLead, "of", lambda _extra: of_lead)  # as rank 0 says
+    monkeypatch.setattr(LeadExtra, "of", lambda _extra: of_lead)  # as rank 0 says
     monkeypatch.setenv("RANK", "1")
     optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), CheckpointManager(run)
     manager.save(model, optimizer, step=4)

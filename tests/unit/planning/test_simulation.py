@@ -174,7 +174,9 @@ def test_spares_replace_requeues_and_the_list_finds_lemons():
 def test_the_list_is_asked_once_for_each_way_through_the_queue(monkeypatch: pytest.MonkeyPatch):
     """Once for each node instead, and 11 months of 2,000 nodes take hours."""
     asked: list[int] = []
-    monkeypatch.setattr(plan, "choose", lambda *args, **more: asked.append(1) or suspicion.choose(*args, **more))
+    monkeypatch.setattr(
+        plan, "choose", lambda *args, **more: asked.append(1) or suspicion.choose_exclusions(*args, **more)
+    )
     life = live(replace(BUSY, lemons=2, lemon_factor=60, cluster=44), 1)
     assert life.excluded
     assert 0 < len(asked) <= 1 + life.requeues + life.given_up

@@ -31,7 +31,7 @@ from slurmft.storage.run_folder import RunFolder
 from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.supervisor import owner as supervisor_owner
 from slurmft.supervisor import run as run_module
-from slurmft.supervisor.act import Ending
+from slurmft.supervisor.act import AttemptEnd
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.system import processes
 
@@ -118,10 +118,10 @@ class StartOfAJob:
         code = 1 if cause is Cause.WORKER_ERROR else 0
         verdict = Verdict(cause=cause, reason="x", exit_code=code, first_step=first, last_step=self.step,
                           saved_step=self.step)  # fmt: skip
-        accuser = SimpleNamespace(finish=lambda *_, **__: None, add=lambda *_: None)
+        sender = SimpleNamespace(finish=lambda *_, **__: None, add=lambda *_: None)
         with self.world.acting_as(self):
-            ending = Ending(
-                self.world.config, self.start, accuser, SimpleNamespace(close=lambda: None),  # type: ignore[arg-type]
+            ending = AttemptEnd(
+                self.world.config, self.start, sender, SimpleNamespace(close=lambda: None),  # type: ignore[arg-type]
                 dismiss=lambda: None, has_nodes=lambda: True,
             )  # fmt: skip
             left = ending.act_on(verdict)

@@ -30,7 +30,7 @@ from slurmft.checkpoint import CheckpointManager, memory_sources
 from slurmft.checkpoint.agreement import Team
 from slurmft.checkpoint.holding import from_rows, scan, to_row
 from slurmft.ipc.pages import PAGE_VARIABLE, RESCUE_SUFFIX, Page, Slot
-from slurmft.policy.checkpoints import choose
+from slurmft.policy.checkpoints import choose_snapshot
 from slurmft.storage.checkpoint_names import KEY_FILE
 from slurmft.trainer import savers
 from slurmft.worker.digests import weights_digest
@@ -218,7 +218,7 @@ def everything_travels(rank: int) -> None:
     memory, team = Path(os.environ["SLURMFT_MEMORY_DIR"]), Team()
     made_snapshots.stage(memory, f"shard-{rank}.a", shard=rank, shards=ranks, size=200_000 + 50_000 * rank)
     held = scan(memory, patience_s=0)
-    decision = choose(from_rows(team.exchange(to_row(held))), None, generation=3)
+    decision = choose_snapshot(from_rows(team.exchange(to_row(held))), None, generation=3)
     mine = {one.index.shard: one for one in held}
     offers = from_rows(team.exchange(to_row(held)))
     lacking = memory_sources.supply(team, decision, offers, mine, wanted=range(ranks), memory=memory, node_lead=rank)

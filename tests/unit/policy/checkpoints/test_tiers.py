@@ -17,7 +17,7 @@ from slurmft.policy.checkpoints import (
     Offer,
     Tier,
     Transfer,
-    choose,
+    choose_snapshot,
     plan,
     rounds_of,
     without,
@@ -133,12 +133,12 @@ ON_DISK = Committed(name=OLD, shards=4)
     ],
 )  # fmt: skip
 def test_decisions(offers, committed, suppliers, reason):
-    decision = choose(offers, committed, generation=8)
+    decision = choose_snapshot(offers, committed, generation=8)
     assert (decision.suppliers, decision.reason) == (suppliers, reason)
 
 
 def test_a_quarantined_snapshot_is_not_used_from_memory_either():
-    decision = choose(BOTH, ON_DISK, generation=8, quarantined={NEW})
+    decision = choose_snapshot(BOTH, ON_DISK, generation=8, quarantined={NEW})
     assert decision.name == OLD
     assert decision.skipped == ("step 125 in memory: it is quarantined",)
 
@@ -162,7 +162,7 @@ def test_numbers_that_make_no_sense_are_refused(where, bad):
     values[where] = bad
     name = (values["step"], values["generation"], values["commit"])
     with pytest.raises(ValueError):
-        choose(
+        choose_snapshot(
             [
                 Offer(
                     rank=values["rank"],
@@ -179,7 +179,7 @@ def test_numbers_that_make_no_sense_are_refused(where, bad):
 
 def test_a_shard_outside_of_its_snapshot_is_refused():
     with pytest.raises(ValueError, match="none of its snapshot"):
-        choose([offer(0, NEW, 4)], None, generation=8)
+        choose_snapshot([offer(0, NEW, 4)], None, generation=8)
 
 
 NAMES = st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 5))
@@ -203,10 +203,10 @@ DISKS = st.none() | st.builds(
 @settings(max_examples=150)
 @given(OFFERS, DISKS, st.randoms(use_true_random=False))
 def test_what_is_true_of_any_decision(offers, committed, chance: random.Random):
-    decision = choose(offers, committed, generation=2)
+    decision = choose_snapshot(offers, committed, generation=2)
     shuffled = list(offers)
     chance.shuffle(shuffled)
-    assert choose(shuffled, committed, generation=2) == decision
+    assert choose_snapshot(shuffled, committed, generation=2) == decision
     assert (decision.name is None) == (not decision.suppliers)
     if decision.name is None:
         assert committed is None
@@ -232,7 +232,7 @@ def test_what_is_true_of_any_decision(offers, committed, chance: random.Random):
 
 
 def test_each_node_gets_what_it_lacks_once():
-    decision = choose(BOTH, None, generation=8)
+    decision = choose_snapshot(BOTH, None, generation=8)
     everything = range(4)
     wanted = [(0, everything), (0, everything), (2, everything), (2, [2]), (4, [1, 2]), (4, [2])]
     assert plan(decision, BOTH, wanted) == [
@@ -248,14 +248,14 @@ def test_each_node_gets_what_it_lacks_once():
 
 
 def test_nothing_travels_that_lies_on_disk_or_in_the_node_itself():
-    decision = choose(BOTH[:1], Committed(name=NEW, shards=4), generation=8)
+    decision = choose_snapshot(BOTH[:1], Committed(name=NEW, shards=4), generation=8)
     assert plan(decision, BOTH[:1], [(0, range(4))]) == []
 
 
 def test_what_cannot_be_supplied_is_taken_off_the_offer():
     copies = [*BOTH, offer(0, NEW, 2, 3, tier=P)]
-    assert choose(without(copies, 2, NEW, [3]), None, generation=8).suppliers == (0, 0, 2, 0)
-    assert choose(without(BOTH, 2, NEW, [3]), ON_DISK, generation=8).name == OLD
+    assert choose_snapshot(without(copies, 2, NEW, [3]), None, generation=8).suppliers == (0, 0, 2, 0)
+    assert choose_snapshot(without(BOTH, 2, NEW, [3]), ON_DISK, generation=8).name == OLD
 
 
 @given(st.integers(2, 7), st.data())
@@ -276,6 +276,6 @@ def test_rounds_hold_every_transfer_and_ranks_meet_in_them(world_size, data):
 
 def test_a_decision_for_ten_thousand_nodes_is_quick():
     held = [offer(8 * node, NEW, *range(8 * node, 8 * node + 8), shards=80_000) for node in range(10_000)]
-    decision = choose(held, None, generation=8)
+    decision = choose_snapshot(held, None, generation=8)
     assert isinstance(decision, Decision)
     assert decision.suppliers[79_999] == 79_992

@@ -12,9 +12,9 @@ from slurmft.policy.inference import (
     ORDINARY_BYTES,
     RAISE_AFTER,
     Death,
-    Outcome,
     Restarts,
     Slots,
+    TryOutcome,
     counter_in,
     devices_of,
     engine_kind,
@@ -36,12 +36,12 @@ from slurmft.policy.inference import (
 @pytest.mark.parametrize(
     ("status", "text", "outcome"),
     [
-        (200, "", Outcome.ANSWER), (201, "", Outcome.ANSWER), (301, "", Outcome.ANSWER), (400, "", Outcome.ANSWER),
-        (404, "", Outcome.ANSWER), (422, "out of memory", Outcome.ANSWER), (408, "", Outcome.RETRY),
-        (429, "", Outcome.RETRY), (500, "oops", Outcome.RETRY), (503, "", Outcome.RETRY),
-        (501, "", Outcome.ANSWER),
-        (500, "torch.OutOfMemoryError: CUDA out of memory", Outcome.SMALLER),
-        (503, "KV cache is full", Outcome.SMALLER),
+        (200, "", TryOutcome.ANSWER), (201, "", TryOutcome.ANSWER), (301, "", TryOutcome.ANSWER), (400, "", TryOutcome.ANSWER),
+        (404, "", TryOutcome.ANSWER), (422, "out of memory", TryOutcome.ANSWER), (408, "", TryOutcome.RETRY),
+        (429, "", TryOutcome.RETRY), (500, "oops", TryOutcome.RETRY), (503, "", TryOutcome.RETRY),
+        (501, "", TryOutcome.ANSWER),
+        (500, "torch.OutOfMemoryError: CUDA out of memory", TryOutcome.SMALLER),
+        (503, "KV cache is full", TryOutcome.SMALLER),
     ],
 )  # fmt: skip
 def test_what_follows_a_status(status, text, outcome):

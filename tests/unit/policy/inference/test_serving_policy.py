@@ -26,7 +26,7 @@ from slurmft.policy.serving import (
     SecondTry,
     after_failure,
     cheaper,
-    choose,
+    choose_replica,
     end_to_end,
     entry_of,
     place_alone,
@@ -54,7 +54,7 @@ LOADS = st.lists(
     ],
 )  # fmt: skip
 def test_which_replica_gets_a_request(loads, without, chosen):
-    assert choose(loads, limit=4, without=without) == chosen
+    assert choose_replica(loads, limit=4, without=without) == chosen
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_on_which_replica_a_suspect_is_tried_alone(loads, without, chosen):
 
 @given(LOADS, st.integers(1, 9), st.sets(st.text("abcdefgh", min_size=1, max_size=3)))
 def test_a_chosen_replica_has_room_and_none_that_may_be_chosen_has_less_to_do(loads, limit, without):
-    name = choose(loads, limit=limit, without=without)
+    name = choose_replica(loads, limit=limit, without=without)
     able = [each for each in loads if not each.avoided] or loads
     if name is None:
         assert all(each.in_flight >= limit for each in able)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmft.policy.reruns import Comparison, Digest, compare, convicted, is_left_out, left_out
-from slurmft.policy.suspicion import Candidate, Place, Strength, choose
+from slurmft.policy.suspicion import Candidate, PartitionNodes, Strength, choose_exclusions
 
 NAMES = [f"n{number}" for number in range(1, 9)]
 
 
-def place(count: int = 4, *, down: tuple[str, ...] = (), name: str = "p") -> Place:
+def place(count: int = 4, *, down: tuple[str, ...] = (), name: str = "p") -> PartitionNodes:
     nodes = frozenset(NAMES[:count])
-    return Place(name=name, nodes=nodes, usable=nodes - set(down))
+    return PartitionNodes(name=name, nodes=nodes, usable=nodes - set(down))
 
 
 def against(node: str, score: float = 1.0, strength: Strength = Strength.SCORE) -> Candidate:
@@ -25,7 +25,7 @@ def against(node: str, score: float = 1.0, strength: Strength = Strength.SCORE) 
 
 
 def chosen(candidates, places, *, needed=1, fraction=1.0, known=NAMES, asked_for=()):
-    return choose(
+    return choose_exclusions(
         candidates, places, known=known, nodes_needed=needed, max_excluded_fraction=fraction, asked_for=asked_for
     )
 
@@ -93,7 +93,7 @@ candidates = st.lists(
 )
 places = st.lists(
     st.builds(
-        lambda nodes, down, name: Place(name=name, nodes=nodes, usable=nodes - down),
+        lambda nodes, down, name: PartitionNodes(name=name, nodes=nodes, usable=nodes - down),
         st.frozensets(st.sampled_from(NAMES)), st.frozensets(st.sampled_from(NAMES)), st.sampled_from("pqr"),
     ),
     max_size=3, unique_by=lambda each: each.name,
@@ -127,7 +127,7 @@ def test_whatever_is_asked_it_stays_within_its_bounds(candidates, places, needed
 @given(candidates, st.frozensets(st.sampled_from(NAMES)), st.integers(0, 9), st.floats(0, 1))
 def test_nobody_is_dropped_while_a_weaker_one_in_the_same_place_is_excluded(candidates, down, needed, fraction):
     nodes = frozenset(NAMES)
-    only = Place(name="p", nodes=nodes, usable=nodes - down)
+    only = PartitionNodes(name="p", nodes=nodes, usable=nodes - down)
     found = chosen(candidates, [only], needed=needed, fraction=fraction)
     rank = {}
     for each in candidates:
@@ -142,7 +142,7 @@ def test_ten_thousand_nodes_are_chosen_from_at_once():
     nodes = frozenset(names)
     began = time.perf_counter()
     found = chosen([against(name, score) for score, name in enumerate(names)],
-                   [Place(name="p", nodes=nodes, usable=nodes)], needed=6000, fraction=0.5, known=nodes)  # fmt: skip
+                   [PartitionNodes(name="p", nodes=nodes, usable=nodes)], needed=6000, fraction=0.5, known=nodes)  # fmt: skip
     assert time.perf_counter() - began < 2
     assert found.nodes == tuple(reversed(names[-4000:]))
 

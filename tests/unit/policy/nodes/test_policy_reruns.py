@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slurmft.policy.reruns import (
     LossWindow,
-    Outcome,
     Phase,
+    RerunOutcome,
     Seen,
     after_rerun,
     difference,
@@ -73,19 +73,19 @@ N, R, D, X, U = Seen.NOTHING, Seen.REPRODUCED, Seen.DIFFERENT, Seen.DIFFERENT_RE
 @pytest.mark.parametrize(
     ("phase", "seen", "others", "outcome"),
     [
-        (Phase.IN_PLACE, [N, D], False, Outcome.TRANSIENT),
-        (Phase.IN_PLACE, [D, D], True, Outcome.AGAIN),
-        (Phase.IN_PLACE, [N, R], False, Outcome.UNDECIDED),
-        (Phase.IN_PLACE, [D, R], True, Outcome.UNDECIDED),
-        (Phase.IN_PLACE, [X], False, Outcome.UNDECIDED),
-        (Phase.IN_PLACE, [R, U], False, Outcome.INCONCLUSIVE),
-        (Phase.ELSEWHERE, [N, D], False, Outcome.PERSISTENT),
-        (Phase.ELSEWHERE, [D, N], True, Outcome.AGAIN),
-        (Phase.ELSEWHERE, [R, N], True, Outcome.CORRECT),
-        (Phase.ELSEWHERE, [R, D], False, Outcome.CORRECT),
-        (Phase.ELSEWHERE, [D, X], False, Outcome.INCONCLUSIVE),
-        (Phase.ELSEWHERE, [R, X], False, Outcome.INCONCLUSIVE),
-        (Phase.ELSEWHERE, [D, U], False, Outcome.INCONCLUSIVE),
+        (Phase.IN_PLACE, [N, D], False, RerunOutcome.TRANSIENT),
+        (Phase.IN_PLACE, [D, D], True, RerunOutcome.AGAIN),
+        (Phase.IN_PLACE, [N, R], False, RerunOutcome.UNDECIDED),
+        (Phase.IN_PLACE, [D, R], True, RerunOutcome.UNDECIDED),
+        (Phase.IN_PLACE, [X], False, RerunOutcome.UNDECIDED),
+        (Phase.IN_PLACE, [R, U], False, RerunOutcome.INCONCLUSIVE),
+        (Phase.ELSEWHERE, [N, D], False, RerunOutcome.PERSISTENT),
+        (Phase.ELSEWHERE, [D, N], True, RerunOutcome.AGAIN),
+        (Phase.ELSEWHERE, [R, N], True, RerunOutcome.CORRECT),
+        (Phase.ELSEWHERE, [R, D], False, RerunOutcome.CORRECT),
+        (Phase.ELSEWHERE, [D, X], False, RerunOutcome.INCONCLUSIVE),
+        (Phase.ELSEWHERE, [R, X], False, RerunOutcome.INCONCLUSIVE),
+        (Phase.ELSEWHERE, [D, U], False, RerunOutcome.INCONCLUSIVE),
     ],
 )
 def test_what_follows_a_rerun(phase, seen, others, outcome):
@@ -94,7 +94,7 @@ def test_what_follows_a_rerun(phase, seen, others, outcome):
 
 @given(st.lists(st.sampled_from(Seen), min_size=1), st.booleans())
 def test_hardware_is_called_faulty_only_when_nothing_contradicts(seen, others):
-    if after_rerun(Phase.ELSEWHERE, seen, rejected_others=others) is Outcome.PERSISTENT:
+    if after_rerun(Phase.ELSEWHERE, seen, rejected_others=others) is RerunOutcome.PERSISTENT:
         assert set(seen) <= {Seen.NOTHING, Seen.DIFFERENT}
 
 

@@ -15,9 +15,9 @@ from slurmft.policy.site import (
     HOOKS,
     DrillFacts,
     Level,
-    Place,
     RoomFacts,
     SiteFacts,
+    TrustedPath,
     judge_room,
     judge_site,
     passed,
@@ -25,11 +25,11 @@ from slurmft.policy.site import (
 )
 from slurmft.policy.stop import Preempts
 
-OURS = Place(path="/opt/slurmft/venv")
+OURS = TrustedPath(path="/opt/slurmft/venv")
 CONF = {key: f"/opt/slurmft/bin/{name}" for key, (name, _) in HOOKS.items()}
-PROGRAMS = {key: Place(path=path) for key, path in CONF.items()}
-HEALTH = Place(path="/etc/slurmft/health.yaml")
-RESULTS = Place(path="/shared/health")
+PROGRAMS = {key: TrustedPath(path=path) for key, path in CONF.items()}
+HEALTH = TrustedPath(path="/etc/slurmft/health.yaml")
+RESULTS = TrustedPath(path="/shared/health")
 GIB = 1 << 30
 
 
@@ -40,7 +40,7 @@ def site(**changed: object) -> dict[str, Level]:
 
 
 def run(**changed: object) -> dict[str, Level]:
-    facts = {"folder": Place(path="/shared/runs/first", owner="ann"), "kind": "nfs4", "nodes": 4, "kept": 3,
+    facts = {"folder": TrustedPath(path="/shared/runs/first", owner="ann"), "kind": "nfs4", "nodes": 4, "kept": 3,
              "free_bytes": 100 * GIB, "checkpoint_bytes": GIB}  # fmt: skip
     return {each.check: each.level for each in judge_room(RoomFacts(**facts | changed))}  # type: ignore[arg-type]
 
@@ -50,8 +50,8 @@ def test_of_a_good_site_and_run_there_is_nothing_to_do():
     assert not [check for check, level in {**site(), **run()}.items() if level in bad]
 
 
-OTHERS = Place(path="/x", changeable_by="every user")
-ANNS = Place(path="/x", owner="ann")
+OTHERS = TrustedPath(path="/x", changeable_by="every user")
+ANNS = TrustedPath(path="/x", owner="ann")
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ ANNS = Place(path="/x", owner="ann")
         ({"conf": CONF | {"Epilog": "(null)"}}, "Epilog", Level.NOTE),
         ({"conf": CONF | {"Epilog": "/opt/slurmft/bin/slurmft-epilog-of-another"}}, "Epilog", Level.NOTE),
         ({"conf": CONF | {"Epilog": "/etc/one,/opt/slurmft/bin/slurmft-epilog"}}, "Epilog", Level.OK),
-        ({"programs": PROGRAMS | {"Epilog": Place(path="/x", exists=False)}}, "Epilog", Level.NOTE),
+        ({"programs": PROGRAMS | {"Epilog": TrustedPath(path="/x", exists=False)}}, "Epilog", Level.NOTE),
         ({"programs": PROGRAMS | {"Epilog": OTHERS}}, "Epilog", Level.PROBLEM),
         ({"programs": PROGRAMS | {"Epilog": ANNS}}, "Epilog", Level.PROBLEM),
-        ({"health": Place(path="/x", exists=False), "results": None}, "health.yaml", Level.NOTE),
+        ({"health": TrustedPath(path="/x", exists=False), "results": None}, "health.yaml", Level.NOTE),
         ({"health": OTHERS}, "health.yaml", Level.PROBLEM),
         ({"health": ANNS}, "health.yaml", Level.PROBLEM),
         ({"health_error": "line 3: ..."}, "health.yaml", Level.PROBLEM),
@@ -106,7 +106,7 @@ def test_who_may_change_a_place(tmp_path: Path):
     other.mkdir()
     (real / "program").touch(0o755)
     (other / "link").symlink_to(real / "program")
-    assert place(real / "program") == Place(path=str(real / "program"), owner=me)
+    assert place(real / "program") == TrustedPath(path=str(real / "program"), owner=me)
     assert not place(tmp_path / "missing").exists
     real.chmod(0o777)
     assert place(real / "program").changeable_by == place(other / "link").changeable_by == "every user"

@@ -27,7 +27,7 @@ from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder, give_order
 from slurmft.supervisor.act import LONGEST_RESTART_S, facts_for_workers, history_of, retry_delay_s, wait_before_restart
 from slurmft.supervisor.attempt import Injections
-from slurmft.supervisor.placement import ON_PURPOSE, Accuser
+from slurmft.supervisor.placement import ON_PURPOSE, EvidenceSender
 from slurmft.system.background import Background
 
 INJECTED = (EventName.FAULT_INJECTED, {"fault": "kill", "who": "me", "ranks": [0]})
@@ -61,9 +61,9 @@ class Run:
 
     def accuse(self, verdict: Verdict, *kinds: Kind) -> list[Any]:
         """Hand in evidence, and the verdict's; the reasons in the journal why the list was not told."""
-        accuser = Accuser(self.config, self.start())
-        accuser.add([Evidence(kind=kind, suspect=Suspect(node="n1"), message="it died", at=1e9) for kind in kinds])
-        accuser.finish(verdict)
+        sender = EvidenceSender(self.config, self.start())
+        sender.add([Evidence(kind=kind, suspect=Suspect(node="n1"), message="it died", at=1e9) for kind in kinds])
+        sender.finish(verdict)
         self.journal.flush(5.0)
         return [event.details.get("reason") for event in self.folder.journal().read() if event.event == "evidence"]
 

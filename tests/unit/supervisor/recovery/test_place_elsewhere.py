@@ -14,7 +14,7 @@ from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor import placement
 from slurmft.supervisor.cluster import SlurmCluster, Start
-from slurmft.supervisor.placement import Duty, all_busy, choose, duty_of, left, next_cycle, ours, settle
+from slurmft.supervisor.placement import Duty, all_busy, duty_of, left, next_cycle, nodes_to_use, ours, settle
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -140,7 +140,7 @@ def test_whether_a_run_could_begin_elsewhere_at_once(tmp_path, monkeypatch, avoi
     ],
 )
 def test_the_nodes_of_an_allocation(allocated, avoid, needed, chosen):
-    assert choose(allocated, frozenset(avoid), needed) == chosen
+    assert nodes_to_use(allocated, frozenset(avoid), needed) == chosen
 
 
 def test_every_start_in_a_job_is_a_cycle_of_its_own():

@@ -66,8 +66,8 @@ class Case:
         )
 
     def after(self, verdict: Verdict, decision: Decision = RESTART, *, has_nodes: bool = True) -> Decision:
-        accuser = SimpleNamespace(add=self.accused.extend)
-        return Remedies(self.config, self.start, accuser, has_nodes=has_nodes).applied(verdict, decision)
+        sender = SimpleNamespace(add=self.accused.extend)
+        return Remedies(self.config, self.start, sender, has_nodes=has_nodes).applied(verdict, decision)
 
 
 def death(node: str = "n1", cause: Cause = Cause.WORKER_ERROR, **more) -> Verdict:

@@ -49,9 +49,9 @@ class World:
         )  # fmt: skip
         seen = SimpleNamespace(world_size=ranks, reached=lambda: (0, 0), saved=lambda: self.saved)
         stops = SimpleNamespace(planned=None, stop_for=lambda cause, reason: self.stops.append(cause))
-        accuser = SimpleNamespace(add=lambda found: self.accused.extend(one.suspect.node for one in found))
+        sender = SimpleNamespace(add=lambda found: self.accused.extend(one.suspect.node for one in found))
         config: Any = SimpleNamespace(checkpoint_dir=folder)
-        rest: list[Any] = [start, seen, stops, accuser]
+        rest: list[Any] = [start, seen, stops, sender]
         self.digests = Digests(config, *rest, over=self.over)
 
     def tell(self, step: int, *values: int, group: int = 1) -> None:
