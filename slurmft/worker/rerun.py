@@ -833,8 +833,8 @@ class Proceedings:
         if self._ranks.rank == 0:
             log.error("verdict: %s", message)
         return Departure(
-            exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=False, outcome=RerunOutcome.INCONCLUSIVE, message=message,
-            suspects=suspects_of(self._rejections), has_say=self._has_say,
+            exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=False, outcome=RerunOutcome.INCONCLUSIVE,
+            message=message, suspects=suspects_of(self._rejections), has_say=self._has_say,
         )  # fmt: skip
 
 

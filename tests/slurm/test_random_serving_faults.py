@@ -14,6 +14,7 @@ import re
 import shutil
 import threading
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,7 +52,12 @@ ANYWHERE = {"stalling request": 6, "supervisor": 6, "srun": 6, "TERM": 6, "power
 """Deaths of replicas that a fault explains: on the node that it names, or on any; a request that stalls is one of two,
 each of which may cost as many engines as make it poison (3)."""
 
-EXPLAINS_S = 60.0
+EXPLAINS_S = {"stalling request": 125.0}
+"""Seconds after a fault in which it explains deaths, 60 but for these: a request that stalls has 100 s, may wait most
+of them in the line of those that are tried alone, and stalls 15 s."""
+PATIENCE_S = {"stall": 110.0, "long": 110.0}
+"""Seconds that these clients wait for a word; 30 all others."""
+
 SILENT = frozenset({"router stopped", "power", "power of the batch host", "partition", "slow node", "supervisor",
                     "srun", "TERM", "agent"})  # fmt: skip
 """Faults behind which a plain client may hear nothing within its time."""
@@ -109,7 +115,7 @@ class ServingStorm(ReplicasStorm):
         found = []
         for event in (event for event in self.journal() if event.event == "replica died"):
             at_s, node = event.seconds(), event.details["node"]
-            causes = [each for each in left if each[1] and -1 < at_s - each[0].at_s < EXPLAINS_S
+            causes = [each for each in left if each[1] and -1 < at_s - each[0].at_s < EXPLAINS_S.get(each[0].kind, 60)
                       and (each[0].kind in ANYWHERE or node in each[0].said.split())]  # fmt: skip
             if causes:  # of a node's own first
                 min(causes, key=lambda each: each[0].kind in ANYWHERE)[1] -= 1
@@ -117,12 +123,16 @@ class ServingStorm(ReplicasStorm):
                 found.append(f"{event.at:%T} {node}: {event.details['reason']}")
         return found
 
-    def late(self, told: dict[str, Any]) -> dict[str, int]:
-        """Requests without a word in time behind which there is no fault that makes routers silent."""
+    def late(self, told: dict[str, Any]) -> dict[str, list[str]]:
+        """Requests without a word in time, by when that was, while and before which no fault made routers silent."""
         struck = [one.at_s for one in self.done if one.kind in SILENT]
-        times = {kind: [each for each in count["late"] if not any(-35 < at_s - each < 35 for at_s in struck)]
-                 for kind, count in told.items()}  # fmt: skip
-        return {kind: len(each) for kind, each in times.items() if each}
+        late: dict[str, list[str]] = {}
+        for kind, count in told.items():
+            for ended_s in count["late"]:
+                began_s = ended_s - PATIENCE_S.get(kind, 30)
+                if not any(began_s - 35 < at_s < ended_s + 5 for at_s in struck):
+                    late.setdefault(kind, []).append(f"{datetime.fromtimestamp(began_s, UTC):%T}")
+        return late
 
     def outcomes(self) -> dict[str, Any]:
         """Of the requests that take long or stall, in the form of the clients' counts."""

@@ -168,10 +168,10 @@ def test_a_hostlist_stands_for_exactly_its_names(names):
 
 def test_ten_thousand_nodes_are_short_and_fast():
     names = [f"gpu-{rack:02}-{number:03}" for rack in range(20) for number in range(500)]
-    began = time.perf_counter()
+    began = time.process_time()
     text = compress(names)
     assert expand(text) == sorted(names)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert len(text) < 20 * 20
 
 
@@ -199,7 +199,7 @@ def test_a_hostlist_is_taken_apart(text, names):
     ids=ascii,
 )  # fmt: skip
 def test_what_is_no_hostlist_is_refused(text):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ValueError, match=r"is not a hostlist|more than|not the name"):
         expand(text)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1

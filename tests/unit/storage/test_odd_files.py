@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from of_each import of_each
 from reported_evidence import read_evidence
+from waiting import slowness
 
 from slurmft.agent import hangs
 from slurmft.cli import status
@@ -127,7 +128,7 @@ def test_no_reader_hangs_and_errors_are_ours(tmp_path, kind, reader):
         assert str(path.parent) in str(error), "says where"
     except OSError as error:
         assert error.errno is not None
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 * slowness()
     assert Path("/dev/zero").is_char_device()
     assert not (tmp_path / "no such file").exists(), "nothing is created through a link"
 
@@ -219,7 +220,7 @@ def test_no_verb_hangs_or_hides_another_run(tmp_path, monkeypatch, kind, name):
     for verb in VERBS:
         began = time.monotonic()
         code, output = slurmft(*verb)
-        assert time.monotonic() - began < 10, verb
+        assert time.monotonic() - began < 10 * slowness(), verb
         assert code in (0, 1, 2, 69, 75), (verb, output)
         assert "Traceback" not in output, verb
         if verb == ["status"]:

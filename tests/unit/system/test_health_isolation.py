@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from waiting import until
+from waiting import slowness, until
 
 from slurmft.system.processes import MAX_ANSWER_BYTES, Errand, run_all
 
@@ -56,7 +56,7 @@ def test_what_crashes_is_told_and_harms_no_other(task, words):
 def test_what_hangs_is_left_behind_and_the_others_are_not_late():
     began = time.monotonic()
     answers = run_all([errand(lambda: time.sleep(60), "hangs", 0.3), errand(lambda: "well", "other")])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 5 * slowness()
     assert answers[0].timed_out
     assert answers[0].error == "no answer within 0.3 s"
     assert answers[1].value == "well"
@@ -95,7 +95,7 @@ def test_children_hold_none_of_our_streams_open():
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout == "done\n"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 15 * slowness()
 
 
 def test_no_errands_no_answers():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from made_snapshots import KEY, flip_byte, stage
-from waiting import until
+from waiting import slowness, until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import keeper as keeper_module
@@ -178,7 +178,7 @@ def test_a_stop_is_heard_between_two_pieces(tmp_path, node, key):
     threading.Timer(0.1, stop.set).start()
     began = time.monotonic()
     assert send(stage(tmp_path / "mine", size=8 << 20), node, key, bytes_per_s=1 << 20, stop=stop) == "given up"
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 3 * slowness()
 
 
 def test_the_bandwidth_is_kept_and_so_is_the_limit(tmp_path, node, key):
@@ -294,7 +294,7 @@ def test_nobody_listens(tmp_path, node, key):
     node.announce(port)
     began = time.monotonic()
     assert "refused" in send(stage(tmp_path / "mine"), node, key, limit_s=0.5)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 3 * slowness()
 
 
 def test_a_peer_that_never_announced_itself_costs_the_limit_and_no_more(tmp_path, node, key):
@@ -315,7 +315,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up(tmp_path, node, key):
         node.announce(silent.getsockname()[1])
         began = time.monotonic()
         assert send(stage(tmp_path / "mine"), node, key, limit_s=0.4) in ("timed out", "it took too long")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 3 * slowness()
 
 
 def test_a_missing_key_or_image_is_said_and_not_raised(tmp_path, node, key):

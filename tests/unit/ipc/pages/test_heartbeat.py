@@ -138,11 +138,11 @@ def test_the_page_of_the_attempt_before_is_not_believed(tmp_path):
 
 def test_a_step_costs_no_more_than_a_microsecond_or_two(page):
     rounds = 20_000
-    began = time.perf_counter()
+    began = time.process_time()
     for number in range(rounds):
         page[Slot.TICK] = number
         _ = page[Slot.PROPOSED]
-    assert (time.perf_counter() - began) / rounds < 2e-5  # a tenth of this on an idle machine
+    assert (time.process_time() - began) / rounds < 2e-5  # a tenth of this on an idle machine
 
 
 def test_a_new_page_says_of_no_step_that_it_is_saved_or_kept(tmp_path):

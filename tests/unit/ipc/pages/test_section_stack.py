@@ -317,11 +317,11 @@ def test_a_section_costs_no_more_than_a_microsecond_or_two(stack):
     section = stack.section("load")
     rounds, best = 5_000, float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(rounds):
             with section:
                 pass
-        best = min(best, (time.perf_counter() - began) / rounds)
+        best = min(best, (time.process_time() - began) / rounds)
     assert best < 1e-5  # a tenth of this on an idle machine
 
 

@@ -36,10 +36,10 @@ from slurmft.policy.inference import (
 @pytest.mark.parametrize(
     ("status", "text", "outcome"),
     [
-        (200, "", TryOutcome.ANSWER), (201, "", TryOutcome.ANSWER), (301, "", TryOutcome.ANSWER), (400, "", TryOutcome.ANSWER),
-        (404, "", TryOutcome.ANSWER), (422, "out of memory", TryOutcome.ANSWER), (408, "", TryOutcome.RETRY),
-        (429, "", TryOutcome.RETRY), (500, "oops", TryOutcome.RETRY), (503, "", TryOutcome.RETRY),
-        (501, "", TryOutcome.ANSWER),
+        (200, "", TryOutcome.ANSWER), (201, "", TryOutcome.ANSWER), (301, "", TryOutcome.ANSWER),
+        (400, "", TryOutcome.ANSWER), (404, "", TryOutcome.ANSWER), (422, "out of memory", TryOutcome.ANSWER),
+        (408, "", TryOutcome.RETRY), (429, "", TryOutcome.RETRY), (500, "oops", TryOutcome.RETRY),
+        (503, "", TryOutcome.RETRY), (501, "", TryOutcome.ANSWER),
         (500, "torch.OutOfMemoryError: CUDA out of memory", TryOutcome.SMALLER),
         (503, "KV cache is full", TryOutcome.SMALLER),
     ],

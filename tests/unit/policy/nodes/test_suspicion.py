@@ -232,15 +232,15 @@ def test_evidence_becomes_an_observation_with_an_id_of_its_own():
 
 def test_ten_thousand_nodes_are_judged_at_once():
     held = [seen(Kind.RERUN_PERSISTENT if n % 2 else Kind.CRASH, node=f"n{n}", ago=n) for n in range(10_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     found = standing(held, [], NOW, RULES)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert sum(each.state is State.EXCLUDED for each in found.values()) == 5000
 
 
 def test_a_node_that_passes_its_check_every_hour_costs_nothing():
     held = [seen(Kind.PASSED, ago=n * HOUR) for n in range(5000)] + [seen(Kind.RERUN_PERSISTENT, ago=9 * DAY)]
-    began = time.perf_counter()
+    began = time.process_time()
     assert state_of(*held) == ("excluded", pytest.approx(1.625, abs=0.001))
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert [each.kind for each in worth_keeping(held, NOW, RULES)] == [Kind.RERUN_PERSISTENT]

@@ -151,11 +151,11 @@ def test_silence_passes_through_and_names_nobody(cluster):
 def test_ten_thousand_nodes():
     names = [f"n{number:05}" for number in range(10_000)]
     known = [NodeRecord(node=name, partition="p", is_default=True, usable=True) for name in names]
-    began = time.perf_counter()
+    began = time.process_time()
     found = to_avoid(Exclusions([seen(name) for name in names[::2]]), partition=None, nodes_needed=4000,
                      max_excluded_fraction=0.5, known=known)  # fmt: skip
     lines = found.lines()
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
     assert len(found.nodes) == 5000
     assert len(lines) == 1
     assert len(found.as_event()["reasons"]) == 100
