@@ -368,7 +368,7 @@ class Replicas:
                 )
         self._on_change()
 
-    def choose_replica(self, limit: int, without: Collection[str]) -> Replica | None:
+    def choose(self, limit: int, without: Collection[str]) -> Replica | None:
         """The one that takes the next request; None where none has room."""
         name = choose_replica(self.loads(), limit=limit, without=without)
         return None if name is None else self.by_name[name]
