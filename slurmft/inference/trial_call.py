@@ -37,17 +37,34 @@ def main(name: str) -> None:
 
 
 def ask(name: str) -> None:
-    """Answer lines of results, each a list of rows, with trials of the function's, until it returns None."""
+    """Answer lines of results, each a list of rows, with trials of the function's, until it returns None or fails."""
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as for a script
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the function prints is no answer
-    function = function_of(name)
+    function = None
     for line in sys.stdin:
-        given = function(json.loads(line))
-        answers.write(json.dumps(given, allow_nan=False) + "\n")
+        try:
+            function = function or function_of(name)
+            answer = {"trials": function(json.loads(line))}
+            text = json.dumps(answer, allow_nan=False)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            answer = {"error": _told(error)}
+            text = json.dumps(answer)
+        answers.write(text + "\n")
         answers.flush()
-        if given is None:
+        if answer.get("trials") is None:
             return
+
+
+def _told(error: Exception) -> str:
+    """The error, and where in the user's code it is; all of it goes to the log."""
+    import traceback
+
+    traceback.print_exception(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    places = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    where = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {error}"[:1000] + where
 
 
 if __name__ == "__main__":

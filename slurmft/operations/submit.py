@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -351,6 +352,8 @@ def submit_trials(
         raise UsageError(f"{run.path} is the folder of a run that is no sweep", hint="choose another run_folder")
     run.create()
     with run.lock():
+        if not retry:
+            _refuse_another_sweep(run, settings)
         added = put()
         if run.done() is not None:
             if not added.new:
@@ -365,6 +368,19 @@ def submit_trials(
                 break
             time.sleep(LOOK_S)
     return Sweep(added, made)
+
+
+def _refuse_another_sweep(run: RunFolder, settings: RunConfig) -> None:
+    if not run.has_records() or (before := configuration_of(run)).trials is None or settings.trials is None:
+        return
+    # python may be the path that the shell has found for it
+    calls = [(Path(each.command[0]).name, *each.command[1:]) if each.command else () for each in (before, settings)]
+    if calls[0] != calls[1] or before.trials.callable != settings.trials.callable:
+        there = shlex.join(before.command) if before.command else before.trials.callable
+        raise UsageError(
+            f"{run.path} has a sweep that runs {there}, and this one is another",
+            hint=f"choose another run_folder; to go on with this sweep, change its command in {run.config} as well",
+        )
 
 
 def _has_ended(run: RunFolder, total: int, until_s: float) -> bool:

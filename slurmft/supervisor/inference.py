@@ -333,6 +333,9 @@ class InferenceAttempt:
         self._parts: OutputParts | None = None
         self._writes_output = asyncio.Lock()
         self._first = 0
+        self._is_complete = True
+        """No more requests are to come; else nodes are looked after, and requests of the user heard, without any."""
+
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> Verdict:
@@ -382,11 +385,13 @@ class InferenceAttempt:
 
     async def _work(self) -> None:
         assert self._coordinator is not None
+        is_mustered = False  # once: whether agents that are lost come back is looked after from then on
         while not self._over.is_set():
-            if self._coordinator.requests.finished:
+            if self._coordinator.requests.finished and (is_mustered or self._is_complete):
                 await self._finish()
                 continue
-            if not self._joined:
+            if not is_mustered:
+                is_mustered = True
                 await self._crew.muster(self._cluster)
                 work = (
                     self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
@@ -396,6 +401,7 @@ class InferenceAttempt:
                 for each in work:
                     self._background.start(each())
                 await self._first_agent()
+                continue
             finished = asyncio.ensure_future(self._coordinator.committed.wait())
             over = asyncio.ensure_future(self._over.wait())
             await asyncio.wait([finished, over], return_when=asyncio.FIRST_COMPLETED)

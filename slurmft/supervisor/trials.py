@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace as with_values
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import LaunchError, SlurmftError, StorageError
+from slurmft.errors import LaunchError, RunBusy, SlurmftError, StorageError, StorageUnavailable
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.requests import Batch, folder_of, load
 from slurmft.inference.trial_engine import EXIT_NODE
@@ -36,6 +36,7 @@ from slurmft.system.background import end_child
 from slurmft.system.processes import die_with_parent
 
 LOOK_S = 1.0
+COUNT_S = 5.0
 ASK_S = 0.25
 MAX_VAIN = 1000
 """Answers of ``trials.next`` in a row that name nothing new."""
@@ -56,8 +57,7 @@ class SweepAttempt(InferenceAttempt):
             self._pilots = Lenders(config, start, self._slurm)
         self._asking: asyncio.subprocess.Process | None = None
         self._is_complete = config.trials is None or config.trials.next is None
-        """No more trials are to be asked for."""
-
+        self._failed = set[str]()
         self._told = self._asking_failed = ""
 
     def _read_batch(self) -> Batch:
@@ -73,6 +73,7 @@ class SweepAttempt(InferenceAttempt):
     async def _open(self) -> None:
         await super()._open()
         self._background.start(self._look_for_more())
+        self._background.start(self._count_failed())
         if self._config.trials is not None and self._config.trials.next is not None:
             self._background.start(self._ask(self._config.trials.next))
         if self._pilots is not None:
@@ -100,6 +101,26 @@ class SweepAttempt(InferenceAttempt):
         self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=coordinator.requests.done)
         return True
 
+    async def _count_failed(self) -> None:
+        """For status; of many trials seldom, as each look reads the index of all of them."""
+        coordinator, told, pause_s = self._coordinator, None, COUNT_S
+        assert isinstance(coordinator, Coordinator)
+        while True:
+            await asyncio.sleep(pause_s)
+            began_s, (ended, now) = time.monotonic(), coordinator.ledger.done_since(told)
+            try:
+                found = await asyncio.to_thread(_rows_of, self._run.path, ended) if ended else []
+            except SlurmftError as error:
+                log.warning("failed trials cannot be counted, trying again: %s", error)
+                continue
+            told, pause_s = now, max(COUNT_S, 20 * (time.monotonic() - began_s))
+            for row in found:
+                (self._failed.add if row["state"] == "failed" else self._failed.discard)(row["trial"])
+
+    def _progress(self, done: int) -> dict[str, Any]:
+        failed = {"replicas": f"{len(self._failed)} trials failed"} if self._failed else {}
+        return super()._progress(done) | failed
+
     async def _finish(self) -> None:
         if await self._grow():
             return
@@ -114,7 +135,7 @@ class SweepAttempt(InferenceAttempt):
         try:
             await self._ask_for_trials(function)
         except (SlurmftError, ValueError, OSError) as error:
-            self._asking_failed = str(error)
+            self._asking_failed = f"trials.next: {function}: {error}"
             self._over.set()
 
     async def _ask_for_trials(self, function: str) -> None:
@@ -135,20 +156,32 @@ class SweepAttempt(InferenceAttempt):
             found = await asyncio.to_thread(_rows_of, self._run.path, ended) if ended else []
             asking.stdin.write(json.dumps(found).encode() + b"\n")
             if not (line := await asking.stdout.readline()):
-                raise LaunchError(f"trials.next: {function} ended with {await asking.wait()}; see the log of this job")
-            if (given := json.loads(line)) is None:
+                raise LaunchError(f"its process ended with {await asking.wait()}; see the log of this job")
+            answer = json.loads(line)
+            if "error" in answer:
+                raise LaunchError(answer["error"])
+            if answer["trials"] is None:
                 self._is_complete = True
                 return
-            added = await self._in_folder(functools.partial(self._put, given))
+            added = await self._put(answer["trials"])
             await self._grow()
             vain = 0 if added.new else vain + 1
             await asyncio.sleep(0 if added.new else ASK_S)
-        raise LaunchError(f"trials.next: {function} names only trials that it has named before")
+        raise LaunchError("it names only trials that it has named before")
 
-    def _put(self, given: Any) -> Added:
-        each = given if isinstance(given, list) else [given]
-        with self._run.lock():
-            return add_values(self._run.path, [(json.dumps(one).encode(), "next") for one in each])
+    async def _put(self, given: Any) -> Added:
+        values = [(json.dumps(one).encode(), "next") for one in (given if isinstance(given, list) else [given])]
+
+        def put() -> Added:
+            with self._run.lock():
+                return add_values(self._run.path, values)
+
+        while True:
+            try:
+                return await self._in_folder(put)
+            except (StorageUnavailable, RunBusy) as error:  # the function has named them, and would not do so again
+                log.warning("trials cannot be added, trying again: %s", error)
+                await asyncio.sleep(COUNT_S)
 
     async def _keep_pilots(self, pilots: Lenders) -> None:
         """Have other jobs lend nodes, as many as there are trials for, and end those that have none."""

@@ -324,6 +324,7 @@ def test_only_the_command_line_has_a_broad_except():
         # filesystem of fsspec has errors of its own; a module imported ahead of the workers may raise anything
         and not module.startswith(
             ("cli/", "checkpoint/", "system/processes", "operations/rescue", "inference/driver.py",
+             "inference/trial_call.py",
              "sync/stores.py", "agent/zygote.py", "compat/serving_names.py")
         )
     ]  # fmt: skip

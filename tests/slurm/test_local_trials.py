@@ -49,15 +49,15 @@ class Sweep:
                   "trials": trials, **keys}  # fmt: skip
         (folder / "sweep.yaml").write_text(yaml.safe_dump(config))
 
-    def call(self, *words: str) -> str:
+    def call(self, *words: str, code: int = 0) -> str:
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         done = subprocess.run([sys.executable, "-m", "slurmft", "trials", *words], cwd=self.folder, env=environment,
                               capture_output=True, text=True, check=False)  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stderr
 
-    def submit(self, *options: str) -> str:
-        return self.call("sweep.yaml", "--cluster", "local", *options)
+    def submit(self, *options: str, code: int = 0) -> str:
+        return self.call("sweep.yaml", "--cluster", "local", *options, code=code)
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.call("results", str(self.run.path), "--json").splitlines()]
@@ -138,3 +138,65 @@ def test_a_function_is_asked_for_the_next_trial(tmp_path: Path) -> None:
     (tmp_path / "asked.py").write_text(NEXT)
     sweep.submit("--wait")
     assert [row["result"]["square"] for row in sweep.rows()] == [1, 4, 9, 16, 25, 36]
+
+
+def test_an_error_of_that_function_ends_the_run_and_is_told_with_its_place(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, {"next": "asked:ask"}, environment={"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "asked.py").write_text("def ask(ended):\n    return {'x': 1} if not ended else 1 / 0\n")
+    sweep.submit()
+    until(lambda: any(event.event == "decision" for event in sweep.run.journal().read()), 60)
+    verdict = [event.details for event in sweep.run.journal().read() if event.event == "verdict"][-1]
+    said = f"trials.next: asked:ask: ZeroDivisionError: division by zero ({tmp_path}/asked.py, line 2)"
+    assert (verdict["reason"], verdict["exit_code"]) == (said, 2)
+    assert sweep.run.done() is None, "it goes on when it is submitted with a function that works"
+    (tmp_path / "asked.py").write_text("def ask(ended):\n    return None\n")
+    sweep.submit("--wait")
+    assert [row["state"] for row in sweep.rows()] == ["done"]
+
+
+def test_a_stop_is_heard_while_no_trial_is_named_yet(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, {"next": "asked:ask"}, environment={"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "asked.py").write_text("def ask(ended):\n    return []\n")
+    sweep.submit()
+    until(lambda: any(event.event == "requests opened" for event in sweep.run.journal().read()), 60)
+    subprocess.run([sys.executable, "-m", "slurmft", "stop", str(sweep.run.path)], check=True, timeout=60)
+    until(lambda: any(event.event == "decision" for event in sweep.run.journal().read()), 60)
+    decision = [event.details for event in sweep.run.journal().read() if event.event == "decision"][-1]
+    assert decision["action"] == "stop" and "stopped by" in decision["reason"]
+
+
+def test_another_sweep_in_the_same_folder_is_refused_and_the_own_one_may_change_its_size(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, {"grid": {"x": [1, "bad"]}})
+    sweep.submit("--wait")
+    config = yaml.safe_load((tmp_path / "sweep.yaml").read_text())
+    other = {**config, "command": [*config["command"], "--another"], "trials": {"list": [{"x": 7}]}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(other))
+    assert "--another" not in (said := sweep.submit(code=2)) and "choose another run_folder" in said
+    assert [row["parameters"]["x"] for row in sweep.rows()] == [1, "bad"]
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**config, "trials": {"list": [{"x": 7}], "per_node": 2}}))
+    sweep.submit("--wait")
+    assert [row["state"] for row in sweep.rows()] == ["done", "failed", "done"]
+
+
+def test_status_counts_failed_trials_while_others_run(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, {"grid": {"x": ["bad", "worse", *range(1000)]}})
+    sweep.submit()
+
+    def status() -> str:
+        argv = [sys.executable, "-m", "slurmft", "status", "--json", str(sweep.run.path)]
+        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    until(lambda: "2 trials failed" in status(), 60)
+    subprocess.run([sys.executable, "-m", "slurmft", "stop", str(sweep.run.path)], check=True, timeout=60)
+    until(lambda: any(event.event == "decision" for event in sweep.run.journal().read()), 60)
+
+
+def test_results_as_a_parquet_file(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    sweep = Sweep(tmp_path, {"grid": {"x": [3, "bad"]}})
+    sweep.submit("--wait")
+    sweep.call("results", str(sweep.run.path), "--parquet", str(tmp_path / "found.parquet"))
+    found = parquet.read_table(tmp_path / "found.parquet").to_pylist()
+    assert [json.loads(row["parameters"]) for row in found] == [{"x": 3}, {"x": "bad"}]
+    assert [(row["state"], json.loads(row["result"])) for row in found] == [("done", {"square": 9}), ("failed", None)]
+    assert found[0]["error"] is None and "invalid literal" in found[1]["error"] and found[0]["seconds"] > 0.2
