@@ -37,7 +37,7 @@ print(number ** 2)
 """
 COUNTED = ("squeue", "sbatch", "scontrol", "scancel", "sacct", "sinfo", "srun")
 COUNT = """#!/bin/bash
-echo "{name} ${{*//[[:space:]]/ }}" >> {folder}/calls
+echo {name} >> {folder}/calls
 exec /usr/bin/{name} "$@"
 """
 
@@ -64,7 +64,7 @@ class SweepRun(Run):
 
     def requests(self) -> Counter[str]:
         """Those that slurmft has made to Slurm, by command."""
-        return Counter(line.split()[0] for line in (self.counted / "calls").read_text().splitlines())
+        return Counter((self.counted / "calls").read_text().split())
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.sweep("results", str(self.path), "--json").splitlines()]
