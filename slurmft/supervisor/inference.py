@@ -88,6 +88,7 @@ class InferenceStops:
         self.drained: set[int] = set()
         """Those of them that have finished, and reported everything."""
 
+        self._drain_until_s: float | None = None
         self.planned: Cause | None = None
         self.reason = ""
         self.ends_at_s: float | None = None
@@ -152,7 +153,14 @@ class InferenceStops:
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
         self._over.set()
 
+    def took_in(self, link: AgentLink) -> None:
+        """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
+        if self._drain_until_s is not None and link.channel is not None:
+            within_s = max(0.5, self._drain_until_s - time.monotonic())
+            link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+
     def _tell_to_drain(self, within_s: float) -> None:
+        self._drain_until_s = time.monotonic() + within_s
         drain = Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
             if link is not None and link.channel is not None:
@@ -515,6 +523,7 @@ class InferenceAttempt:
             return
         self._cluster.lost.discard(link.host)
         self._journal.append(EventName.NODE_ANSWERS, node=link.host)
+        self.stops.took_in(link)
         if self._gangs is not None:
             self._gangs.took_in(link, epoch)
 

@@ -178,7 +178,8 @@ class SweepAttempt(InferenceAttempt):
 
         while True:
             try:
-                return await self._in_folder(put)
+                added: Added = await self._in_folder(put)
+                return added
             except (StorageUnavailable, RunBusy) as error:  # the function has named them, and would not do so again
                 log.warning("trials cannot be added, trying again: %s", error)
                 await asyncio.sleep(COUNT_S)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slurm.conftest import PATIENCE_S, Run, eventually
+from slurm.conftest import PATIENCE_S, Run, eventually, preempt
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -127,14 +127,14 @@ def test_every_result_once_while_pilots_agents_nodes_and_the_supervisors_job_go(
     run.wait_for_nodes(count=jobs)
     assert len(run.pilots()) == jobs - 1, run.story()
 
-    gone, back = sorted(run.pilots())  # one is cancelled, and another one begins; one is requeued, and waits for Slurm
+    gone, back = sorted(run.pilots())  # one is cancelled, and another one begins; one is requeued
     lab.run_as_admin(["scancel", gone])
     lab.run_as_admin(["scontrol", "requeue", back])
     run.wait_for("agent left", 2)  # what it had is open again, before others have gone on to the next phase
     run.go(1)
     eventually(lambda: gone not in run.pilots() and len(run.pilots()) == jobs - 1, PATIENCE_S, run.story)
     run.wait_for_step(2 * PHASE)
-    pilot = sorted(run.wait_for_nodes(beside={own}, count=1))[0]
+    pilot = sorted(run.wait_for_nodes(beside={own}, count=jobs - 1))[0]  # also the one that Slurm would let wait
 
     before = len(run.events("node answers"))
     lab.run_on_as_admin(pilot, ["kill", "-KILL", *run.pids_of(pilot, f".*slurmft agent {run.path}")])
@@ -176,3 +176,29 @@ def test_every_result_once_while_pilots_agents_nodes_and_the_supervisors_job_go(
     assert asked["sbatch"] == 1 + len(noted), asked
     assert sum(asked.values()) <= seconds / 10 + 60, asked  # those at starts and ends of jobs, and of five faults
     print(f"{seconds:.0f} s, {again} tries again, {len(noted)} pilots, requests: {run.requests()}")
+
+
+def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submission_goes_on(
+    lab: Lab, new_sweep: NewSweep
+) -> None:
+    jobs, given = 3, [{"x": x, "phase": int(x >= 20)} for x in range(40)]
+    run = new_sweep({"list": given, "per_node": 2, "max_jobs": jobs}, preemption={"stop_timeout_s": 5})
+    run.go(0)
+    job = run.submit()
+    run.wait_for_nodes(count=jobs)
+    run.wait_for_step(20)
+    preempt(lab)
+    run.wait_for("requests opened", 2)
+    run.wait_for_nodes(count=1)
+    assert len(run.pilots()) <= jobs - 1, run.story()
+    run.sweep("results", str(run.path), "--csv")
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    eventually(lambda: not run.nodes(), 30, run.story)
+    assert {row["state"] for row in run.rows()} == {"done", "open"}, run.story()
+    run.go(1)
+    assert "0 trials added, 40 were there" in run.sweep(str(run.config), "--wait")
+    found = run.rows()
+    assert [(row["state"], row["result"]) for row in found] == [("done", x**2) for x in range(40)], run.story()
+    assert [len((Path(row["folder"]) / "starts").read_text()) for row in found][:20] == [1] * 20, "no one runs again"
