@@ -134,6 +134,7 @@ VERBS = {
     "submit": ("submit", "Submit a run, or continue one that has stopped"),
     "sweep": ("nodes", "Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, "
               "restart lost runs"),
+    "trials": ("trials", "Run each trial of a sweep once, or go on with one that has stopped: slurmft trials CONFIG"),
     "watch": ("status", "Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
@@ -144,6 +145,7 @@ GROUPS = {
     "Recovery and evidence": "checkpoint exclude advise plan join",
     "With a script of your own": "sbatch ft-launch convert",
     "Inference": "infer serve endpoint",
+    "Sweeps": "trials",
     "Administrators": "sweep health hooks metrics",
     "Internal": "run schema",
 }

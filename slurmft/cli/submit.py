@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # --- ``slurmft submit`` ---
 
 
-def _submission(function: Callable[..., Any]) -> Callable[..., Any]:
+def submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """What each verb that submits a run takes."""
     parameters = (
         click.argument("config", type=click.Path(path_type=Path)),
@@ -52,7 +52,7 @@ def _submission(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@_submission
+@submission_options
 @click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
 @click.option("--unchecked", is_flag=True, help="Do not look here for the command's program, script and packages: only "
               "the nodes have them.")  # fmt: skip
@@ -107,7 +107,7 @@ TOLD_EVERY = 100_000
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@_submission
+@submission_options
 @click.option("-i", "--input-file", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE",
               help="The requests, in place of inference.input; - is standard input.")  # fmt: skip
 @click.option("-o", "--output-file", type=click.Path(path_type=Path), metavar="PATH",
@@ -150,7 +150,7 @@ MAX_TIMEOUT_S = 366 * 86_400
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@_submission
+@submission_options
 @click.option("--update", is_flag=True, help="Give the endpoint that runs the engine of CONFIG, replica by replica, "
               "and wait for the end; it goes back when one does not become ready.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",

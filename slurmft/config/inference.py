@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +152,7 @@ ONLY_BATCH = ("output", "on_bad_input", "tail_after_s", "commit_interval_s")
 
 
 class EngineConfig(Section):
-    """What answers the requests. Exactly one of ``command``, ``callable`` and ``url``."""
+    """What answers the requests. Exactly one of ``command``, ``callable``, ``process`` and ``url``."""
 
     command: Words | None = None
     """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{socket}`` the path
@@ -172,6 +173,13 @@ class EngineConfig(Section):
     callable: Text | None = None
     """``package.module:name`` of a function that takes a list of requests and returns a list of answers in the same
     order, or of a class: it is built once with the device as its argument, and called the same way."""
+
+    process: Words | None = None
+    """A program that is started anew for each request and ends with its answer, as trials of a sweep are (``trials``):
+    ``{name}`` becomes the value of that name in the request's body. See docs/how-to/trials.md."""
+
+    log_bytes: Annotated[Count, Field(ge=4096)] = 16 << 20
+    """Most of the output of one ``process`` that is kept, its end."""
 
     url: Text | None = None
     """A service that is there already, such as ``http://host:8000``; slurmft starts and ends nothing."""
@@ -205,9 +213,9 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [name for name in ("command", "callable", "url") if getattr(self, name)]
+        given = [name for name in ("command", "callable", "process", "url") if getattr(self, name)]
         if len(given) != 1:
-            raise ValueError(f"give one of command, callable and url; given: {', '.join(given) or 'none'}")
+            raise ValueError(f"give one of command, callable, process and url; given: {', '.join(given) or 'none'}")
         if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
             raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
         if self.nodes > 1 and not any(word in part for part in self.command or () for word in GANG_WORDS):
@@ -216,6 +224,11 @@ class EngineConfig(Section):
             if not re.match(r"/+[^/]", path) or with_another_path(self.command or (), path, "") == (self.command or ()):
                 raise ValueError(f"stage_in_memory: {path!r} is no absolute path that is in a word of command")
         return self
+
+    @property
+    def is_http(self) -> bool:
+        """Whether it is asked by HTTP, which has paths."""
+        return self.callable is None and self.process is None
 
     @property
     def open_paths(self) -> tuple[str, ...]:
@@ -356,6 +369,11 @@ class InferenceConfig(Section):
     def replicas_on(self, nodes: int) -> int:
         """Engines that there should be on so many nodes."""
         return nodes // self.engine.nodes * self.replicas_per_node
+
+    @property
+    def doubles_after_s(self) -> float:
+        """``tail_after_s``; never for processes, of which two with one folder would be in each other's way."""
+        return math.inf if self.engine.process is not None else self.tail_after_s
 
     @property
     def from_stdin(self) -> bool:

@@ -47,6 +47,7 @@ from slurmft.config.sections import (
     SyncConfig,
 )
 from slurmft.config.sections import problem_of as sync_problem_of
+from slurmft.config.trials import TrialsConfig
 from slurmft.errors import ConfigError
 from slurmft.policy import sbatch
 from slurmft.policy import values as plain
@@ -126,6 +127,9 @@ class RunConfig(_Section):
     inference: InferenceConfig | None = None
     """Answer a batch of requests instead of training; ``slurmft infer`` submits it."""
 
+    trials: TrialsConfig | None = None
+    """Run ``command`` once for each trial of a sweep instead of training; ``slurmft trials`` submits it."""
+
     ignore_nonlead_status: bool = False
     """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
     restarts all."""
@@ -155,6 +159,12 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _has_one_task(self) -> Self:
+        if self.trials is not None:
+            if self.inference is not None:
+                raise ValueError("trials: a run with a section inference has none; remove one of the two")
+            if bool(self.command) == bool(self.trials.callable):
+                raise ValueError("trials: give one of command and trials.callable, which runs once for each trial")
+            return self
         if self.inference is None and not self.command:
             raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
         if self.inference is not None and self.command:
@@ -260,7 +270,8 @@ class RunConfig(_Section):
 
     def as_yaml(self) -> str:
         """The settings as a file that ``load`` reads back to an equal value."""
-        return config_base.written(self.model_dump(mode="json", exclude_none=True))
+        follows = {"inference"} if self.trials is not None else None  # from the section trials
+        return config_base.written(self.model_dump(mode="json", exclude_none=True, exclude=follows))
 
 
 KnownHere = Callable[[frozenset[str]], Collection[str]]
@@ -292,7 +303,7 @@ def from_values(
     for override in overrides:
         _apply(raw, override)
     source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
-    config = _absolute(validate(raw, source=source, known_here=known_here), source=source)
+    config = _with_trials(_absolute(validate(raw, source=source, known_here=known_here), source=source))
     if problem := sync_problem_of(config.sync, str(config.run_folder), ()):
         raise ConfigError(f"{source}: {problem}")
     try:
@@ -300,6 +311,16 @@ def from_values(
     except ValueError as error:
         raise ConfigError(f"{source}: container.{error}", hint="see docs/how-to/containers.md") from error
     return config
+
+
+def _with_trials(config: RunConfig) -> RunConfig:
+    """A sweep as the batch of requests that it is, on as many nodes as its jobs have."""
+    if (trials := config.trials) is None:
+        return config
+    most = max(config.elastic.max_nodes or 0, config.nodes + trials.max_jobs - 1)
+    update = {"inference": trials.as_inference(config.command, config.run_folder),
+              "elastic": config.elastic.model_copy(update={"max_nodes": most})}  # fmt: skip
+    return config.model_copy(update=update)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -447,6 +468,7 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
                 "metrics": config.metrics.with_paths(absolute),
                 "notify": config.notify.with_paths(absolute),
                 "inference": config.inference and config.inference.with_paths(absolute),
+                "trials": config.trials and config.trials.with_paths(absolute),
                 "container": config.container.model_copy(update={"mounts": mounts}),
             }
         )

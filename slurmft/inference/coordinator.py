@@ -111,11 +111,25 @@ class RequestRedistributor:
             self._held[agent].append(_Lease(now_s, runs))
         return runs
 
-    def lease_alone(self, agent: int, now_s: float) -> int | None:
-        """A request that may have killed an engine, to be tried with nothing beside it; None when there is none."""
-        while self._suspects:
+    def grow(self, total: int) -> None:
+        """There are more requests now, all of them open."""
+        new = total - self.total
+        self._state = np.concatenate((self._state, np.full(new, OPEN, dtype=np.uint8)))
+        self._holder = np.concatenate((self._holder, np.full(new, NO_AGENT, dtype=np.int32)))
+        heapq.heappush(self._open, (self.total, total))
+        self.total = total
+
+    def lease_alone(self, agent: int, now_s: float, *, not_on: str = "") -> int | None:
+        """A request that may have killed an engine, to be tried with nothing beside it; None when there is none.
+
+        Args:
+            not_on: a node; what has failed there last is for others.
+        """
+        for _ in range(len(self._suspects)):
             index = self._suspects.popleft()
-            if self._state[index] == OPEN:
+            if not_on and self._state[index] == OPEN and self._deaths[index][-1].replica.startswith(f"{not_on}/"):
+                self._suspects.append(index)
+            elif self._state[index] == OPEN:
                 self._state[index], self._holder[index] = LEASED, agent
                 self._held[agent].append(_Lease(now_s, [(index, index + 1)], doubled=True))
                 return index
@@ -130,7 +144,7 @@ class RequestRedistributor:
 
     def answered_as_in(self, done: NDArray[np.bool_]) -> None:
         """Requests whose flag is set are answered."""
-        self._state[done] = DONE
+        self._state[np.flatnonzero(done[: self.total])] = DONE  # the ledger learns of new requests first
         self.done = int((self._state == DONE).sum())
 
     def reopen(self, indexes: Iterable[int]) -> None:
@@ -298,7 +312,7 @@ class Coordinator:
     ) -> None:
         self._config, self.batch, self.ledger = config, batch, ledger
         self._submit, self._note = submit, note
-        self.requests = RequestRedistributor(ledger.done, tail_after_s=config.tail_after_s)
+        self.requests = RequestRedistributor(ledger.done, tail_after_s=config.doubles_after_s)
         self.agents: dict[int, _Agent] = {}
         self._epochs = itertools.count(ledger.generation * EPOCHS + 1)
         self._parts: list[tuple[str, int, Sequence[tuple[int, int]]]] = []
@@ -344,6 +358,12 @@ class Coordinator:
             return
         if found:
             log.info("%d answers of the lost agent on %s were on the disk already", found, agent.host)
+
+    def grow(self, batch: Batch) -> None:
+        """More requests have been added, which the ledger knows of already."""
+        self.batch = batch
+        self.requests.grow(batch.total)
+        self._serve_others()
 
     def adopt_salvaged(self) -> None:
         """Bring the leases in line with the ledger, which may have more answers than agents reported."""
@@ -466,7 +486,15 @@ class Coordinator:
             return
         now_s = time.monotonic()
         alone: list[int] = []
-        while agent.wanted > len(alone) and (index := self.requests.lease_alone(agent.node, now_s)) is not None:
+        is_bound = self._config.engine.process is not None and any(
+            agent.host != each.host and not each.is_leaving and "ready" in each.replicas.values()
+            for each in self.agents.values()
+        )
+        not_on = agent.host if is_bound else ""
+        while (
+            agent.wanted > len(alone)
+            and (index := self.requests.lease_alone(agent.node, now_s, not_on=not_on)) is not None
+        ):
             alone.append(index)
         runs = self.requests.lease(agent.node, agent.wanted - len(alone), now_s)
         if not runs and not alone:

@@ -40,6 +40,7 @@ from slurmft.inference.gang import Ended, Head, Starts, free_port, join
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
 from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
+from slurmft.inference.trial_engine import Stopped, TrialEngine
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import JoinGang, ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
@@ -489,13 +490,16 @@ def head_of(
 
 
 def engine_of(
-    config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer, head: Head | None = None
-) -> Engine:
+    config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer, head: Head | None = None, *,
+    run_folder: Path = Path(), owner: str = "",
+) -> Engine:  # fmt: skip
     """The engine that the configuration names; ``partials`` takes the beginnings of its answers, and has known ones."""
     if config.engine.callable is not None:
         keeps = config.engine.continue_from_prefix != "never"
         device = device or default_device()
         return CallableEngine(config.engine.callable, device, config.concurrency, partials if keeps else None)
+    if config.engine.process is not None:
+        return TrialEngine(config, run_folder, owner)
     return HttpEngine(config, replica, partials, head)
 
 
@@ -886,7 +890,8 @@ class Driver:
         self._fingerprint = fingerprint(config.engine)
         self._partials_file = CheckpointFile(self._folder, owner, self._fingerprint, self._partials)
         head = head_of(settings, config, run_folder, self._send)
-        self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head)
+        self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head,
+                                         run_folder=run_folder, owner="-".join(map(str, owner.values())))  # fmt: skip
         self._slots = Slots.full(config.concurrency)
         self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
@@ -975,12 +980,16 @@ class Driver:
             elif message["kind"] == "revoke":  # what the engine has is finished; the rest goes elsewhere
                 self._send(kind="dropped", count=len(self._waiting))
                 self._waiting.clear()
+                if isinstance(self._engine, TrialEngine):  # two processes must not have one folder
+                    self._engine.cut_off()
             elif message["kind"] == "prove":
                 self._run(self._prove())
             elif message["kind"] == "give back":  # the time of a stop is up: others go on from what there is
                 return
             elif message["kind"] == "drain":
                 self._draining = True
+                if isinstance(self._engine, TrialEngine):
+                    self._engine.stop()
                 self._finishing = asyncio.create_task(self._finish())
 
     async def _finish(self) -> None:
@@ -1096,6 +1105,10 @@ class Driver:
 
         try:
             answer = await self._retries.call(attempt)
+        except Stopped:
+            if not self._draining:  # its lease is void, and a slot is free again
+                self._send(kind="dropped", count=1)
+            return None
         except Closed:  # others may still be finished; then the engine ends, or it counts as hung
             await asyncio.Event().wait()
             return None

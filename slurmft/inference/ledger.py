@@ -158,6 +158,19 @@ class Ledger:
         """Close the file."""
         os.close(self._descriptor)
 
+    def done_since(self, told: Flags | None) -> tuple[list[int], Flags]:
+        """Requests that are answered and are not in ``told``, which an earlier call has returned; and all of them."""
+        now = self.done.copy()
+        new = now.copy()
+        if told is not None:
+            new[: len(told)] &= ~told
+        return np.flatnonzero(new).tolist(), now
+
+    def grow(self, batch: Batch) -> None:
+        """The batch has become longer."""
+        self.batch = batch
+        self.done = np.concatenate((self.done, np.zeros(batch.total - len(self.done), dtype=np.bool_)))
+
     def begin(self, continues: Mapping[str, int]) -> None:
         """Write the first entry.
 
@@ -220,6 +233,20 @@ def answered(folder: Path, total: int) -> int:
         indexes = _spread(np.asarray(value["runs"], dtype=np.int64))
         done[indexes[indexes < total]] = True
     return int(done.sum())
+
+
+def answers_so_far(batch: Batch, numbers: Iterable[int]) -> Iterator[Mapping[str, Any] | None]:
+    """What counts for each of these requests, for a look from outside; None for one that is not answered.
+
+    Raises:
+        StorageError: a ledger, or a segment, cannot be read.
+    """
+    index = AnswerIndex(batch)
+    index.add(Entry(each["segment"], each["start"], each["end"]) for each in _all_entries(batch.folder, None))
+    with _Segments(batch.folder, index.segments) as segments:
+        for number in numbers:
+            segment, start, length = index.place_of(number)
+            yield segments.get(segment, start, length) if length else None
 
 
 def _path(folder: Path, generation: int) -> Path:

@@ -338,6 +338,8 @@ class ReplicaPool:
         name = segment_name(generation=replica.generation, node=self._node, replica=replica.number, life=replica.life,
                             epoch=self._epoch)  # fmt: skip
         path, start = segments_of(self._batch_folder) / name, replica.ends.get(name, 0)
+        if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:  # it may have grown
+            self._total = batch.total
         epoch, (indexes, end) = self._epoch, await asyncio.to_thread(left_in, path, start, self._total)
         if indexes and epoch == self._epoch:
             self._report_answers(name, end, indexes)
@@ -376,7 +378,7 @@ class ReplicaPool:
     def _double_the_tail(self, ready: Sequence[Replica], now_s: float) -> None:
         """What a slow replica has had for long is also given to one with nothing to do; the first answer counts."""
         idle = [each for each in ready if not each.in_flight and not each.alone]
-        for index in slow_requests(ready, now_s - self._config.tail_after_s) if idle else ():
+        for index in slow_requests(ready, now_s - self._config.doubles_after_s) if idle else ():
             self._hand_over(idle[-1], [index], now_s)
             if not idle[-1].room():
                 idle.pop()
@@ -397,7 +399,8 @@ class ReplicaPool:
             return
         slots = sum(each.slots for each in self.replicas if each.phase is Phase.READY)
         held = sum(len(each.in_flight) for each in self.replicas) + len(self._queue)
-        short = PREFETCH * slots - held - self._wanted
+        ahead = PREFETCH if self._config.engine.process is None else 1  # what waits here could begin on another node
+        short = ahead * slots - held - self._wanted
         if short > 0 and (short >= slots // 2 or not self._queue):
             self._wanted += short
             self._report(RequestsWanted(epoch=self._epoch, count=short))

@@ -9,11 +9,13 @@ later changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -274,7 +276,7 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
         return before
     with writing(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-    open_paths = config.engine.open_paths if config.engine.callable is None else None
+    open_paths = config.engine.open_paths if config.engine.is_http else None
     with writing(folder / "requests.jsonl"), _Writer(folder, open_paths) as writer:
         digest, files = hashlib.sha256(), []
         for source in _sources(config):
@@ -294,6 +296,64 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
     with writing(folder / "input.json"):
         write_json(folder / "input.json", facts)
     return Batch(folder=folder, total=writer.total, bad=tuple(bad), digest=digest.hexdigest())
+
+
+def extend(folder: Path, records: Iterable[Mapping[str, Any]], *, digest: str) -> Batch:
+    """Append requests to a batch that may grow; the first ones begin it. What an earlier try has left behind the end
+    is written over; processes that read the batch see it as it was until they look for its new end.
+
+    Args:
+        digest: names the batch from its beginning on; without effect later.
+
+    Raises:
+        StorageError: nothing is appended.
+    """
+    before = load(folder)
+    start = Batch(folder=folder, total=0, bad=(), digest=digest) if before is None else before
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            flags = os.O_RDWR | os.O_CREAT
+            lines, offsets = (
+                stack.enter_context(io.FileIO(open_regular(folder / name, flags, follow=False), "r+"))
+                for name in ("requests.jsonl", "requests.offsets")
+            )
+            offsets.seek(8 * start.total)
+            at, ends = struct.unpack("<Q", offsets.read(8))[0] if start.total else 0, bytearray()
+            lines.truncate(at)
+            lines.seek(at)
+            text = io.BufferedWriter(lines, 1 << 20)
+            for record in records:
+                at += text.write(_line_of(record))
+                ends += struct.pack("<Q", at)
+            text.flush()
+            os.fsync(lines.fileno())
+            offsets.truncate(8 * start.total + 8 * bool(start.total))
+            offsets.seek(0, os.SEEK_END)
+            offsets.write(bytes(ends) if start.total else struct.pack("<Q", 0) + ends)
+            os.fsync(offsets.fileno())
+            text.detach()
+        total = start.total + len(ends) // 8
+        write_json(folder / "input.json", {"total": total, "bad": [], "digest": start.digest, "files": []})
+    return Batch(folder=folder, total=total, bad=(), digest=start.digest)
+
+
+def records_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """All requests of a batch, in their order; none where there is no batch yet.
+
+    Raises:
+        StorageError: they cannot be read.
+    """
+    batch = load(folder)
+    try:
+        with contextlib.ExitStack() as stack:
+            if batch is not None:
+                descriptor = open_regular(folder / "requests.jsonl", owners=trusted_owners(folder))
+                lines = stack.enter_context(io.BufferedReader(io.FileIO(descriptor), 1 << 20))
+                for line in itertools.islice(lines, batch.total):
+                    yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise StorageError(f"the requests in {folder} cannot be read: {error}") from error
 
 
 class Requests:
@@ -507,7 +567,7 @@ class _Writer:
             if len(self.problems) < TOLD_LINES:
                 self.problems.append(f"{where}: {error}")
             record = {"id": where, "bad": str(error)[:500]}
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass") + b"\n"
+        line = _line_of(record)
         if self.total == len(self.hashes):
             self.hashes = np.concatenate([self.hashes, np.empty_like(self.hashes)])
         self.hashes[self.total] = xxhash.xxh3_64_intdigest(record["id"].encode(errors="surrogatepass"))
@@ -540,7 +600,7 @@ def request_of(
     Raises:
         ValueError: says why it is none.
     """
-    value = _object_in(value)
+    value = object_in(value)
     custom_id = value.get("custom_id", where)
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         custom_id = str(custom_id)
@@ -562,7 +622,12 @@ def request_of(
     return {"id": custom_id, "url": url, "body": body}
 
 
-def _object_in(value: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+def object_in(value: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object of a line, or of a table's row, in the types of JSON.
+
+    Raises:
+        ValueError: says why it is none.
+    """
     if isinstance(value, bytes):
         if len(value) > MAX_REQUEST_BYTES:
             raise ValueError(f"longer than {MAX_REQUEST_BYTES >> 20} MiB")
@@ -619,6 +684,10 @@ def _refuse_duplicates(folder: Path, hashes: np.ndarray[Any, np.dtype[np.uint64]
                     f"{second + 1} of {len(hashes)}; answers are found by their ids",
                     hint="give each request a custom_id of its own",
                 )
+
+
+def _line_of(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass") + b"\n"
 
 
 class _RequestsAt(Requests):

@@ -232,6 +232,8 @@ def submitted(
         settings = load_given(Path(what), list(_as_overrides(keys)))
     if settings.inference is not None and settings.inference.serving is not None:
         prepare_endpoint(settings)
+    elif settings.trials is not None:
+        raise UsageError("a sweep is submitted by slurmft trials CONFIG")
     elif settings.inference is not None:
         read_requests(settings, lambda _count: None)
     return submit_run(

@@ -9,22 +9,24 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
+from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.site import Finding, Level
@@ -34,12 +36,15 @@ from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import asked_for
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes, grace
 from slurmft.supervisor.avoided_nodes import Avoidance
 from slurmft.system import processes
 from slurmft.system.files import read_bytes, read_text, refuse_uncreatable, replace_atomically
 from slurmft.system.processes import end_group, output_of
+
+if TYPE_CHECKING:
+    from slurmft.inference.trials import Added
 
 Tell = Callable[[str], None]
 """Takes a line for the user: a warning, or what is avoided."""
@@ -306,6 +311,90 @@ def _withdrawn(job: OwnJob, error: StorageError) -> StorageError:
         return StorageError(f"{error.what}; job {job}, just submitted, cannot be cancelled: {refusal.what}",
                             hint=f"scancel {job}, or the next submission makes a second job of this run")  # fmt: skip
     return type(error)(f"{error.what}; job {job}, just submitted, is cancelled", hint=error.hint)
+
+
+# --- Sweeps: trials are put into the run folder, and the run is submitted where it does not run already ---
+
+TAKEN_WITHIN_S, LOOK_S = 20.0, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a submission of trials has done."""
+
+    added: Added
+    made: Submitted | None
+    """None: it runs, or waits, already, or there is nothing to be done."""
+
+    is_finished: bool = False
+
+
+def submit_trials(
+    settings: RunConfig, sbatch_options: tuple[str, ...] = (), *, cluster: str, who: str, command: str, tell: Tell,
+    retry: bool = False,
+) -> Sweep:  # fmt: skip
+    """Add the trials that are new, or those again that have failed (``retry``), and have them run.
+
+    Raises:
+        SlurmftError: it was refused. Trials that were added stay, for the next submission.
+    """
+    from slurmft.inference.requests import folder_of
+    from slurmft.inference.trials import add, retry_failed
+
+    run, trials = RunFolder(settings.run_folder), settings.trials
+    if trials is None:
+        raise UsageError("this configuration has no section trials", hint="slurmft submit trains")
+
+    def put() -> Added:
+        return retry_failed(run.path) if retry else add(run.path, trials)
+
+    if run.has_records() and not folder_of(run.path).is_dir():
+        raise UsageError(f"{run.path} is the folder of a run that is no sweep", hint="choose another run_folder")
+    run.create()
+    with run.lock():
+        if not retry:
+            _refuse_another_sweep(run, settings)
+        added = put()
+        if run.done() is not None:
+            if not added.new:
+                return Sweep(added, None, is_finished=True)
+            run.forget_end()
+    until_s, made = time.monotonic() + TAKEN_WITHIN_S, None
+    while made is None:
+        try:
+            made = submit_run(settings, sbatch_options, cluster=cluster, who=who, command=command, tell=tell)
+        except RunBusy:
+            if not added.new or not _has_ended(run, added.total, until_s):
+                break
+            time.sleep(LOOK_S)
+    return Sweep(added, made)
+
+
+def _refuse_another_sweep(run: RunFolder, settings: RunConfig) -> None:
+    if not run.has_records() or (before := configuration_of(run)).trials is None or settings.trials is None:
+        return
+    # python may be the path that the shell has found for it
+    calls = [(Path(each.command[0]).name, *each.command[1:]) if each.command else () for each in (before, settings)]
+    if calls[0] != calls[1] or before.trials.callable != settings.trials.callable:
+        there = shlex.join(before.command) if before.command else before.trials.callable
+        raise UsageError(
+            f"{run.path} has a sweep that runs {there}, and this one is another",
+            hint=f"choose another run_folder; to go on with this sweep, change its command in {run.config} as well",
+        )
+
+
+def _has_ended(run: RunFolder, total: int, until_s: float) -> bool:
+    """Whether the run that was busy came to its end without having seen so many trials; it may begin again then.
+
+    False also for one that has not begun by ``until_s`` (monotonic): it sees them when it does.
+    """
+    while (progress_of(run).until or 0) < total and time.monotonic() < until_s:
+        if run.done() is not None:
+            with run.lock():
+                run.forget_end()
+            return True
+        time.sleep(LOOK_S)
+    return False
 
 
 # --- What can be seen of a run's command before it is submitted: its interpreter, its script, and what that imports ---

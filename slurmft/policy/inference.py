@@ -4,6 +4,7 @@ and engines that serve, with the paths of their requests.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 from urllib.parse import unquote
+
+from slurmft.policy.symptoms import Remedy, signature_of
 
 # --- What follows the end of one try of a request: it is an answer, it is tried again, or its replica is to blame ---
 
@@ -74,6 +77,46 @@ def retry_after_s(header: str | None, *, longest_s: float) -> float | None:
     except ValueError:
         return None
     return min(seconds, longest_s) if math.isfinite(seconds) and seconds >= 0 else None
+
+
+class TrialEnd(StrEnum):
+    """The meaning of the end of a process that was started for one request."""
+
+    RESULT = "result"
+    STOPPED = "stopped"
+    """It has saved, or was cut off: it goes on elsewhere."""
+
+    NODE = "node"
+    """The node, or a device of it, is to blame."""
+
+    FAILED = "failed"
+    """By itself."""
+
+
+def end_of_trial(code: int, *, has_result: bool, is_stopping: bool, text: str) -> TrialEnd:
+    """What follows from an exit code (negative: a signal) and the end of its output.
+
+    During a stop a process that ends without a result has saved, whatever its code is.
+    """
+    if code == 0 and (has_result or not is_stopping):
+        return TrialEnd.RESULT
+    if is_stopping:
+        return TrialEnd.STOPPED
+    row = signature_of(text)
+    return TrialEnd.NODE if row is not None and row.remedy is Remedy.ELSEWHERE else TrialEnd.FAILED
+
+
+_NAMED = re.compile(r"\{(\w[\w.]*)\}")
+
+
+def filled_with(word: str, values: Mapping[str, Any]) -> str:
+    """A word in which each ``{name}`` is that value, texts as they are and others in JSON; unknown names stay."""
+
+    def value_of(match: re.Match[str]) -> str:
+        value = values.get(match[1], match[0])
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return _NAMED.sub(value_of, word)
 
 
 # --- Which GPUs a replica sees ---

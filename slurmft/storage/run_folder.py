@@ -771,6 +771,15 @@ class RunFolder:
         """Mark the run as complete; any later start by Slurm ends at once."""
         write_state(self._done, facts)
 
+    def forget_end(self) -> None:
+        """The run has more to do: it is complete no more. Its lock is to be held.
+
+        Raises:
+            StorageError: the mark cannot be removed.
+        """
+        with writing(self._done):
+            self._done.unlink(missing_ok=True)
+
     def progress(self) -> Mapping[str, Any] | None:
         """The newest progress report of the supervisor."""
         return read_json(self._progress)

@@ -24,7 +24,7 @@ from slurmft.inference.ledger import (
     open_ledger,
     write_output,
 )
-from slurmft.inference.requests import folder_of, load, prepare
+from slurmft.inference.requests import Batch, folder_of, load, prepare
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.messages import (
     BeginReplicas,
@@ -88,6 +88,7 @@ class InferenceStops:
         self.drained: set[int] = set()
         """Those of them that have finished, and reported everything."""
 
+        self._drain_until_s: float | None = None
         self.planned: Cause | None = None
         self.reason = ""
         self.ends_at_s: float | None = None
@@ -152,7 +153,14 @@ class InferenceStops:
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
         self._over.set()
 
+    def took_in(self, link: AgentLink) -> None:
+        """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
+        if self._drain_until_s is not None and link.channel is not None:
+            within_s = max(0.5, self._drain_until_s - time.monotonic())
+            link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+
     def _tell_to_drain(self, within_s: float) -> None:
+        self._drain_until_s = time.monotonic() + within_s
         drain = Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
             if link is not None and link.channel is not None:
@@ -333,6 +341,9 @@ class InferenceAttempt:
         self._parts: OutputParts | None = None
         self._writes_output = asyncio.Lock()
         self._first = 0
+        self._is_complete = True
+        """No more requests are to come; else nodes are looked after, and requests of the user heard, without any."""
+
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> Verdict:
@@ -358,8 +369,7 @@ class InferenceAttempt:
 
     async def _open(self) -> None:
         folder = folder_of(self._run.path)
-        # slurmft infer has read them; a batch script written by hand has not
-        batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
+        batch = await self._in_folder(self._read_batch)
         if self._gangs is not None:
             await self._in_folder(lambda: prepare_key(self._run.path))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
@@ -376,13 +386,20 @@ class InferenceAttempt:
         self._first = self._ledger.count
         self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
 
+    def _read_batch(self) -> Batch:
+        folder = folder_of(self._run.path)
+        # slurmft infer has read them; a batch script written by hand has not
+        return load(folder) or prepare(self._section, folder)
+
     async def _work(self) -> None:
         assert self._coordinator is not None
+        is_mustered = False  # once: whether agents that are lost come back is looked after from then on
         while not self._over.is_set():
-            if self._coordinator.requests.finished:
+            if self._coordinator.requests.finished and (is_mustered or self._is_complete):
                 await self._finish()
                 continue
-            if not self._joined:
+            if not is_mustered:
+                is_mustered = True
                 await self._crew.muster(self._cluster)
                 work = (
                     self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
@@ -392,6 +409,7 @@ class InferenceAttempt:
                 for each in work:
                     self._background.start(each())
                 await self._first_agent()
+                continue
             finished = asyncio.ensure_future(self._coordinator.committed.wait())
             over = asyncio.ensure_future(self._over.wait())
             await asyncio.wait([finished, over], return_when=asyncio.FIRST_COMPLETED)
@@ -505,6 +523,7 @@ class InferenceAttempt:
             return
         self._cluster.lost.discard(link.host)
         self._journal.append(EventName.NODE_ANSWERS, node=link.host)
+        self.stops.took_in(link)
         if self._gangs is not None:
             self._gangs.took_in(link, epoch)
 

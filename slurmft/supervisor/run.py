@@ -70,7 +70,10 @@ def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt]:
         return AttemptRunner
     from slurmft.supervisor.inference import InferenceAttempt
     from slurmft.supervisor.serving import ServingAttempt
+    from slurmft.supervisor.trials import SweepAttempt
 
+    if config.trials is not None:
+        return SweepAttempt
     return InferenceAttempt if config.inference.serving is None else ServingAttempt
 
 

@@ -308,6 +308,7 @@ BORROW_S, LEAST_LOAN_S = 10.0, 300.0
 """How often it is looked after loans, and of the job's time what makes one worth it."""
 
 FLUSH_S = 10.0
+BEGIN_S = 5.0
 
 
 class Lenders:
@@ -349,6 +350,7 @@ class Lenders:
                 self._look_s = now_s + BORROW_S
                 self.jobs = {each.job_id: each for each in await asyncio.to_thread(own_jobs.lenders, self._run)}
                 self._is_known = True
+                await self._begin_requeued()
             self._since_s = {job: now_s if job in serving else self._since_s.get(job, now_s) for job in self.jobs}
             loans = [Loan(job=job, since_s=since_s, has_node=job in serving, serves=serving.get(job, False))
                      for job, since_s in self._since_s.items()]  # fmt: skip
@@ -368,6 +370,13 @@ class Lenders:
             self._look_s = self._again_s = now_s + BORROW_S
             return ()
         return then.give_back
+
+    async def _begin_requeued(self) -> None:
+        """Slurm lets a job that was preempted, or has lost its node, wait for two minutes; one of these need not."""
+        for job, record in self.jobs.items():
+            if record is not None and record.waiting and record.reason == "BeginTime":
+                with contextlib.suppress(SlurmError):  # it begins later then
+                    await asyncio.to_thread(own_jobs.begin_in, OwnJob(job, record.identity), 0, patience_s=BEGIN_S)
 
     async def _borrow(self, count: int, beside: Collection[str]) -> None:
         end = (await self._slurm.times()).end

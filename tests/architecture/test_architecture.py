@@ -220,6 +220,7 @@ SMALL = {
     "integrations/accelerate": "public names of its own, for loops of Accelerate",
     "examples/byte_gpt_engine": "an example, to be copied",
     "examples/drill": "an example, which the drill submits",
+    "inference/trial_call": "a program, which trials begin with: it must not import the rest of the package",
 }
 """Modules below 80 lines that stand alone though one module at most imports them, and why."""
 
@@ -323,6 +324,7 @@ def test_only_the_command_line_has_a_broad_except():
         # filesystem of fsspec has errors of its own; a module imported ahead of the workers may raise anything
         and not module.startswith(
             ("cli/", "checkpoint/", "system/processes", "operations/rescue", "inference/driver.py",
+             "inference/trial_call.py",
              "sync/stores.py", "agent/zygote.py", "compat/serving_names.py")
         )
     ]  # fmt: skip
@@ -346,6 +348,7 @@ OPENERS = {
     "storage/patience.py": "creates exclusively",
     "cli/submit.py": "slurmft's own source",
     "examples/ray_regression.py": "an example that imports nothing of slurmft; a log where its user says",
+    "inference/trial_call.py": "in a trial's own process, which imports nothing of slurmft; its own pipe",
     "lab/": "a cluster that root has made for itself",
     "checkpoint/write_requests.py": "/proc; creates exclusively",
     "checkpoint/just_in_time.py": "a worker's pipe, which it has just made in the agent's private folder",

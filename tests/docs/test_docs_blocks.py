@@ -87,10 +87,12 @@ def check(words: list[str]) -> list[str]:
         _check_values(command, given, context)
         if not isinstance(command, click.Group) or not left:
             return verbs
-        inner = command.get_command(context, left[0])
-        if inner is None:
-            raise Wrong(f"no verb {left[0]}")
-        verbs, words, command = [*verbs, left[0]], left[1:], inner
+        try:  # some groups have a verb for what names none
+            name, inner, words = command.resolve_command(context, list(left))
+        except click.UsageError as error:
+            raise Wrong(f"no verb {left[0]}") from error
+        assert name is not None and inner is not None
+        verbs, command = [*verbs, name], inner
         context = click.Context(command, info_name=verbs[-1], parent=context, **command.context_settings)
 
 

@@ -130,12 +130,12 @@ def test_a_run_has_a_trainer_or_inference(keys, message):
 
 @pytest.mark.parametrize(
     ("engine", "message"),
-    [({}, "inference.engine: give one of command, callable and url; given: none"),
+    [({}, "inference.engine: give one of command, callable, process and url; given: none"),
      ({"command": ["a", "/m/b", "{port}"], "stage_in_memory": ["/m/c"]}, "stage_in_memory: '/m/c' is no absolute path"),
      ({"command": ["a", "m", "{port}"], "stage_in_memory": ["m"]}, "stage_in_memory: 'm' is no absolute path"),
      ({"command": ["a", "/", "{port}"], "stage_in_memory": ["/"]}, "stage_in_memory: '/' is no absolute path"),
      ({"callable": "a:b", "stage_in_memory": ["/m"]}, "stage_in_memory: '/m' is no absolute path"),
-     ({"url": "http://h", "callable": "a:b"}, "give one of command, callable and url; given: callable, url"),
+     ({"url": "http://h", "callable": "a:b"}, "give one of command, callable, process and url; given: callable, url"),
      ({"command": "vllm serve m"}, "inference.engine: command must hold {port}"),
      ({"callable": "a.b"}, "inference.engine.callable: 'a.b' is not of the form package.module:name"),
      ({"url": "http://user:secret@h"}, "inference.engine.url: "),

@@ -52,6 +52,9 @@ KEYS = dict(leaves(RunConfig))
 def whole_reference() -> str:
     """The reference as it reads once "# " is removed from its optional sections."""
     before, line, after = REFERENCE.read_text(encoding="utf-8").partition(f"{OPTIONAL_SECTION}\n")
+    before, first, sweep = before.partition("# trials:\n")
+    sweep, header, rest = (first + sweep).partition("\n# ---- ")
+    before += "".join(each[2:] or "\n" for each in sweep.splitlines(keepends=True)) + header + rest
     text = before + "".join(each[2:] or "\n" for each in (line + after).splitlines(keepends=True))
     before, line, after = text.partition(f"{WITHIN}\n")
     return before + "".join("  " + (each[4:] or "\n") for each in (line + after).splitlines(keepends=True))
@@ -109,8 +112,8 @@ def test_without_its_optional_keys_the_reference_means_the_same():
 
 def test_the_optional_section_of_the_reference_loads_once_it_is_uncommented_and_has_an_engine():
     raw = yaml.safe_load(whole_reference())
-    del raw["command"]
-    with pytest.raises(ConfigError, match="give one of command, callable and url; given: none"):
+    del raw["command"], raw["trials"]
+    with pytest.raises(ConfigError, match="give one of command, callable, process and url; given: none"):
         configuration.validate(raw, source="all")
     raw["inference"]["engine"]["url"] = "http://host:8000"
     with pytest.raises(ConfigError, match=r"give one of input \(a batch\) and serving \(an endpoint\)"):

@@ -1,0 +1,204 @@
+"""Sweeps on a real cluster: jobs come and go, and every trial has one result."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurm.conftest import PATIENCE_S, Run, eventually, preempt
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+NewSweep = Callable[..., "SweepRun"]
+PHASE = 40
+"""Trials that wait together for the test's word, so that each fault comes while there is work."""
+
+TRIAL = """
+import os, pathlib, sys, time
+number, phase = int(sys.argv[1]), int(sys.argv[2])
+folder = pathlib.Path(os.environ["SLURMFT_TRIAL_FOLDER"])
+with open(folder / "starts", "a") as stream:
+    stream.write("s")
+while not (pathlib.Path(__file__).parent / f"go-{phase}").exists():
+    time.sleep(0.05)
+time.sleep(0.1)
+with open(folder / "ends", "a") as stream:
+    stream.write("e")
+print(number ** 2)
+"""
+COUNTED = ("squeue", "sbatch", "scontrol", "scancel", "sacct", "sinfo", "srun")
+COUNT = """#!/bin/bash
+echo {name} >> {folder}/calls
+exec /usr/bin/{name} "$@"
+"""
+
+
+class SweepRun(Run):
+    """A sweep of trials whose right results are known."""
+
+    @property
+    def counted(self) -> Path:
+        """A folder of Slurm's commands, which note that they were called."""
+        return self.path.parent / "counted"
+
+    def sweep(self, *arguments: str, check: bool = True) -> str:
+        path = self.lab.run(["printenv", "PATH"]).stdout.strip()
+        argv = ["env", f"PATH={self.counted}:{path}", "slurmft", "trials", *arguments]
+        return self.lab.run(argv, check=check, timeout=180).stdout
+
+    def submit(self, *options: str) -> str:
+        return self.sweep(str(self.config), *options).split(" as job ")[1].split()[0]
+
+    def go(self, phase: int) -> None:
+        """Let the trials of a phase come to their end."""
+        (self.path.parent / f"go-{phase}").touch()
+
+    def requests(self) -> Counter[str]:
+        """Those that slurmft has made to Slurm, by command."""
+        return Counter((self.counted / "calls").read_text().split())
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.sweep("results", str(self.path), "--json").splitlines()]
+
+    def pilots(self) -> dict[str, str]:
+        """Jobs that lend a node, and their nodes; empty for one that waits."""
+        told = self.lab.run(["squeue", "-h", "-t", "PD,R", "-o", "%i|%j|%N"]).stdout.splitlines()
+        return {job: node for job, name, node in (line.split("|") for line in told) if name.startswith("lend-")}
+
+    def nodes(self) -> set[str]:
+        """Those on which trials run at the moment."""
+        return {node for node in self.lab.nodes if self.pids_of(node, f"{self.path.parent}/trial.py")}
+
+    def pids_of(self, node: str, words: str) -> list[str]:
+        """Processes of Python with these first words, a pattern."""
+        argv = ["pgrep", "-f", f"^[^ ]*python[^ ]* {words}"]
+        return self.lab.run_on_as_admin(node, argv, check=False).stdout.split()
+
+    def wait_for_nodes(self, *, beside: set[str] = frozenset(), count: int) -> set[str]:  # type: ignore[assignment]
+        """The nodes with trials, when there are so many without those of ``beside``."""
+        return eventually(lambda: found if len(found := self.nodes() - beside) >= count else None, PATIENCE_S,
+                          lambda: f"trials on {count} nodes beside {beside}\n{self.story()}")  # fmt: skip
+
+
+@pytest.fixture
+def new_sweep(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewSweep:
+    def make(trials: dict[str, Any], **changes: Any) -> SweepRun:
+        name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
+        name += "-again" * (getattr(request.node, "execution_count", 1) > 1)
+        folder = lab.home / "sweeps" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "counted").mkdir(parents=True)
+        run = SweepRun(lab, folder / "run", folder / "sweep.yaml")
+        (folder / "trial.py").write_text(TRIAL)
+        (run.counted / "calls").touch()
+        for command in COUNTED:
+            (run.counted / command).write_text(COUNT.format(name=command, folder=run.counted))
+            (run.counted / command).chmod(0o755)
+        config = {
+            "run_folder": str(run.path), "command": ["python", str(folder / "trial.py"), "{x}", "{phase}"],
+            "trials": trials, "slurm": {"partition": "low", "time": "20", "cpus_per_task": 8},  # whole nodes
+            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 15, "retry_delay_s": 0}, **changes,
+        }  # fmt: skip
+        run.config.write_text(yaml.safe_dump(config))
+        for path in (folder.parent, folder, *folder.iterdir(), *run.counted.iterdir()):
+            os.chown(path, lab.uid, lab.gid)
+        return run
+
+    return make
+
+
+def test_every_result_once_while_pilots_agents_nodes_and_the_supervisors_job_go(lab: Lab, new_sweep: NewSweep) -> None:
+    phases = 5
+    count, jobs = PHASE * phases, 3
+    given = [{"x": x, "phase": x // PHASE} for x in range(count)]
+    run = new_sweep({"list": given, "per_node": 2, "max_jobs": jobs})
+    run.go(0)
+    job = run.submit()
+    own = run.wait_for("attempt started").details["host"]
+    run.wait_for_nodes(count=jobs)
+    assert len(run.pilots()) == jobs - 1, run.story()
+
+    gone, back = sorted(run.pilots())  # one is cancelled, and another one begins; one is requeued
+    lab.run_as_admin(["scancel", gone])
+    lab.run_as_admin(["scontrol", "requeue", back])
+    run.wait_for("agent left", 2)  # what it had is open again, before others have gone on to the next phase
+    run.go(1)
+    eventually(lambda: gone not in run.pilots() and len(run.pilots()) == jobs - 1, PATIENCE_S, run.story)
+    run.wait_for_step(2 * PHASE)
+    pilot = sorted(run.wait_for_nodes(beside={own}, count=jobs - 1))[0]  # also the one that Slurm would let wait
+
+    before = len(run.events("node answers"))
+    lab.run_on_as_admin(pilot, ["kill", "-KILL", *run.pids_of(pilot, f".*slurmft agent {run.path}")])
+    run.wait_for("agent lost")
+    run.go(2)
+    run.wait_for_step(3 * PHASE)
+    run.wait_for("node answers", before + 1)
+    assert len(run.events("attempt started")) == 1, run.story()
+
+    victim = sorted(run.wait_for_nodes(beside={own}, count=1))[0]
+    lab.kill_node(victim)
+    try:
+        run.wait_for("agent lost", 2)
+        run.go(3)
+        run.wait_for_step(4 * PHASE)
+        lab.run_as_admin(["scontrol", "requeue", job])
+        run.wait_for("requests opened", 2)
+        run.go(4)
+        run.wait_until_done()
+    finally:
+        lab.start_node(victim)
+
+    found = run.rows()
+    assert [row["parameters"] for row in found] == given
+    assert {row["state"] for row in found} == {"done"}, run.story()
+    assert [row["result"] for row in found] == [x**2 for x in range(count)]
+    ran = [[len((Path(row["folder"]) / name).read_text()) for name in ("starts", "ends")] for row in found]
+    again = sum(starts - 1 for starts, _ in ran)
+    assert again <= 6 * jobs * 2, ran  # what one fault cuts off
+    assert sum(ends - 1 for _, ends in ran) <= again, ran
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    eventually(lambda: not run.nodes(), 30, run.story)
+    noted = [event.details["job"] for event in run.events("joining")]
+    assert len(noted) <= jobs + 3, run.story()
+    seconds = (run.events()[-1].at - run.events()[0].at).total_seconds()
+    asked = run.requests()
+    assert asked["squeue"] <= seconds / 10 + 10, asked
+    assert asked["sbatch"] == 1 + len(noted), asked
+    assert sum(asked.values()) <= seconds / 10 + 60, asked  # those at starts and ends of jobs, and of five faults
+    print(f"{seconds:.0f} s, {again} tries again, {len(noted)} pilots, requests: {run.requests()}")
+
+
+def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submission_goes_on(
+    lab: Lab, new_sweep: NewSweep
+) -> None:
+    jobs, given = 3, [{"x": x, "phase": int(x >= 20)} for x in range(40)]
+    run = new_sweep({"list": given, "per_node": 2, "max_jobs": jobs}, preemption={"stop_timeout_s": 5})
+    run.go(0)
+    job = run.submit()
+    run.wait_for_nodes(count=jobs)
+    run.wait_for_step(20)
+    preempt(lab)
+    run.wait_for("requests opened", 2)
+    run.wait_for_nodes(count=1)
+    assert len(run.pilots()) <= jobs - 1, run.story()
+    run.sweep("results", str(run.path), "--csv")
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    eventually(lambda: not run.nodes(), 30, run.story)
+    assert {row["state"] for row in run.rows()} == {"done", "open"}, run.story()
+    run.go(1)
+    assert "0 trials added, 40 were there" in run.sweep(str(run.config), "--wait")
+    found = run.rows()
+    assert [(row["state"], row["result"]) for row in found] == [("done", x**2) for x in range(40)], run.story()
+    assert [len((Path(row["folder"]) / "starts").read_text()) for row in found][:20] == [1] * 20, "no one runs again"
