@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from slurmft.config.run import RunConfig
     from slurmft.operations.script import Ranks
+    from slurmft.operations.submit import Submitted
 
 # --- ``slurmft submit`` ---
 
@@ -90,6 +91,11 @@ def submit_run(
         return 0
     made = submitting.submit_run(settings, sbatch_options, strict=strict, cluster=cluster, who=who(),
                                  command=" ".join(sys.argv), tell=tell, unchecked=unchecked)  # fmt: skip
+    return follow_made(settings, made, wait=wait)
+
+
+def follow_made(settings: RunConfig, made: Submitted, *, wait: bool) -> int:
+    """Say what was submitted; with ``wait`` show its progress, and return the run's exit code, else 0."""
     is_slurm = made.where == "slurm"
     say(f"submitted {settings.name} as job {made.job}" if is_slurm else f"started {settings.name} ({made.job})")
     say(f"run folder: {made.run.path}")

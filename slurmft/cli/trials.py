@@ -12,7 +12,7 @@ import click
 
 from slurmft.cli.arguments import own_run_argument, run_argument
 from slurmft.cli.main import say, say_json
-from slurmft.cli.submit import submission_options
+from slurmft.cli.submit import follow_made, submission_options, submit_run
 from slurmft.errors import UsageError
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.processes import who
@@ -52,8 +52,6 @@ def submit(
     if settings.trials is None:
         raise UsageError(f"{config} has no section trials", hint="slurmft submit trains")
     if dry_run:
-        from slurmft.cli.submit import submit_run
-
         return submit_run(settings, sbatch_options, dry_run=True, strict=False, wait=False, cluster=cluster)
     return _submit(settings, sbatch_options, cluster=cluster, wait=wait, retry=False)
 
@@ -102,20 +100,17 @@ def _submit(settings: Any, sbatch_options: tuple[str, ...], *, cluster: str, wai
 
     sweep = submit_trials(settings, sbatch_options, cluster=cluster, who=who(), command=" ".join(sys.argv),
                           tell=lambda line: say(line, err=True), retry=retry)  # fmt: skip
-    run, made, added = RunFolder(settings.run_folder), sweep.made, sweep.added
+    run, added = RunFolder(settings.run_folder), sweep.added
     say(f"{added.new} trials added, {added.known} were there")
     if sweep.is_finished:
         say(f"the sweep is finished; see slurmft trials results {run.path}")
         return 0
-    if made is None:
-        say("the sweep runs, or waits, already")
-    else:
-        is_slurm = made.where == "slurm"
-        say(f"submitted {settings.name} as job {made.job}" if is_slurm else f"started {settings.name} ({made.job})")
+    if sweep.made is not None:
+        return follow_made(settings, sweep.made, wait=wait)
+    say("the sweep runs, or waits, already")
     say(f"run folder: {run.path}")
     if wait:
         from slurmft.cli.status import follow
 
-        before = made.before if made is not None else len(run.journal().read())
-        return follow(run, told=before, stop_on_interrupt=made is not None and made.where == "local")
+        return follow(run, told=len(run.journal().read()), stop_on_interrupt=False)
     return 0

@@ -48,6 +48,9 @@ Score = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 Folder = Annotated[Path, BeforeValidator(plain.usable_path)]
 """A path that can be one; whether it is there is another question."""
 
+ObjectName = Annotated[Text, AfterValidator(plain.object_name)]
+"""``package.module:name`` of a function or class."""
+
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 """As in an import statement."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from slurmft.config.base import Count, Folder, Fraction, Positive, Seconds, Section, Text, Words
+from slurmft.config.base import Count, Folder, Fraction, ObjectName, Positive, Seconds, Section, Text, Words
 from slurmft.policy import values as plain
 from slurmft.policy.inference import OF_ENGINES, OPENAI, engine_kind, with_another_path
 
@@ -170,7 +170,7 @@ class EngineConfig(Section):
     start: the command gets the copies' paths, and an engine that is started again reads, or maps, them there. They go
     with the run on the node, and take as much of ``/dev/shm``."""
 
-    callable: Text | None = None
+    callable: ObjectName | None = None
     """``package.module:name`` of a function that takes a list of requests and returns a list of answers in the same
     order, or of a class: it is built once with the device as its argument, and called the same way."""
 
@@ -244,13 +244,6 @@ class EngineConfig(Section):
         for path in value:
             if not re.fullmatch(r"/[^\s?#%]*", path):
                 raise ValueError(f"{path!r} is not a path such as /v1/load_lora_adapter")
-        return value
-
-    @field_validator("callable")
-    @classmethod
-    def _names_an_object(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
-            raise ValueError(f"{value!r} is not of the form package.module:name")
         return value
 
     @field_validator("url")

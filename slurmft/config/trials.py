@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from slurmft.config.base import Count, Folder, Positive, Seconds, Section, Text
+from slurmft.config.base import Count, Folder, ObjectName, Positive, Seconds, Section
 from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.policy import values as plain
 
@@ -49,11 +49,11 @@ class TrialsConfig(Section):
     file: Folder | None = None
     """JSON lines, each as an element of ``list``. A path in the place of the whole section is this one."""
 
-    next: Text | None = None
+    next: ObjectName | None = None
     """``package.module:name`` of a function that is asked for the next trial while the sweep runs, with the rows of
     those that have ended since the last call; it returns parameters, or a list of them, or None at the end."""
 
-    callable: Text | None = None
+    callable: ObjectName | None = None
     """``package.module:name`` of a function to call with the parameters, in place of ``command``; what it returns is
     the result."""
 
@@ -100,13 +100,6 @@ class TrialsConfig(Section):
         if self.grid is not None and not all(self.grid.values()):
             raise ValueError("grid: each parameter needs a value")
         return self
-
-    @field_validator("next", "callable")
-    @classmethod
-    def _names_a_function(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
-            raise ValueError(f"{value!r} is not of the form package.module:name")
-        return value
 
     def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
         """The same section with every path passed through ``absolute``."""

@@ -490,12 +490,22 @@ def _unzstd(stream: Any) -> Any:
     return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True), 1 << 20)
 
 
-def _rows(hashing: _Hashing) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def arrow(what: str) -> Any:
+    """The package pyarrow, with its Parquet.
+
+    Raises:
+        UsageError: it is missing, and ``what`` needs it.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError("inference.input: .parquet needs the package pyarrow", hint="pip install pyarrow") from error
+        raise UsageError(f"{what} needs the package pyarrow", hint="pip install pyarrow") from error
+    return pyarrow
+
+
+def _rows(hashing: _Hashing) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    pyarrow = arrow("inference.input: .parquet")
     content = io.BufferedReader(hashing, 1 << 20).read()  # a table's index is at its end
     number, name = 0, "?"
     try:

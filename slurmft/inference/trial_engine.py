@@ -25,7 +25,7 @@ from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
 from slurmft.system.background import end_child
 from slurmft.system.files import open_regular, read_part, replace_atomically
-from slurmft.system.processes import adopt_orphans, catches, die_with_parent, kill_left, reap_adopted, session_members
+from slurmft.system.processes import adopt_orphans, die_with_parent, kill_left, reap_adopted, session_members, view
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_VARIABLE_BYTES = 100_000
@@ -98,7 +98,8 @@ class TrialEngine:
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             leader = self._process.pid
-            able = [pid for pid in sorted(session_members(leader)) if catches(pid, self._stop_signal)]
+            members = [view(pid) for pid in sorted(session_members(leader))]
+            able = [each.pid for each in members if each is not None and each.catches(self._stop_signal)]
             for pid in [leader] if leader in able else able:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, self._stop_signal)

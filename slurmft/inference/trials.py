@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from slurmft.config.trials import MAX_TRIALS, TrialsConfig
 from slurmft.errors import ConfigError, UsageError
 from slurmft.inference.ledger import answers_so_far
-from slurmft.inference.requests import MAX_ID_LENGTH, Requests, extend, folder_of, load, object_in, records_of
+from slurmft.inference.requests import MAX_ID_LENGTH, Requests, arrow, extend, folder_of, load, object_in, records_of
 from slurmft.system.files import open_regular
 
 NAME = "custom_id"
@@ -159,11 +159,7 @@ def write_parquet(found: Iterable[Mapping[str, Any]], path: Path) -> None:
     Raises:
         UsageError: pyarrow is missing.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError("--parquet needs the package pyarrow", hint="pip install pyarrow") from error
+    pyarrow = arrow("--parquet")
     kinds = {"seconds": pyarrow.float64()}
     names = ("trial", "state", "parameters", "result", "error", "seconds", "node", "folder")
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in names])

@@ -334,6 +334,17 @@ def unusable(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where or 'a key'}: a {type(value).__name__} is not a setting; put it in quotes"
 
 
+def object_name(value: str) -> str:
+    """``value``, unless it is no ``package.module:name``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
+        raise ValueError(f"{value!r} is not of the form package.module:name")
+    return value
+
+
 def usable_path(value: Any) -> Any:
     """``value``, unless it cannot be the path of a file.
 

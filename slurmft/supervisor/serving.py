@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +333,27 @@ class Lenders:
         told = [f"job {job}, which will lend a node, waits: {reason}" for job, reason in waits[:2]]
         told += [f"{len(waits) - 2} more wait"] * (len(waits) > 2) + [self._problem] * bool(self._problem)
         return "".join(f"; {each}" for each in told)
+
+    def own(self, links: Iterable[AgentLink]) -> int:
+        """How many of the agents that take part are on nodes of the run's own job."""
+        return sum(link.lender not in self.jobs and not link.leaving for link in links)
+
+    async def balance_agents(
+        self, links: Collection[AgentLink], nodes: Collection[str], is_used: Callable[[int], bool], *, needed: int,
+        wanted: int, own: int, hoped: int,
+    ) -> list[AgentLink]:  # fmt: skip
+        """As ``balance``, for the agents that take part; returns those that are to be let go.
+
+        Args:
+            nodes: of the run's own job, and those that are lost.
+            is_used: whether anything is, or ends, on the node of this number.
+        """
+        lent = {link.lender: link for link in links if link.lender in self.jobs and not link.leaving}
+        given_back = await self.balance(
+            {job: is_used(link.node) for job, link in lent.items()}, {*nodes, *(link.host for link in links)},
+            needed=needed, wanted=wanted, own=own, hoped=hoped,
+        )  # fmt: skip
+        return [lent[job] for job in given_back if job in lent]
 
     async def balance(
         self, serving: Mapping[str, bool], beside: Collection[str], *, needed: int, wanted: int, own: int, hoped: int
@@ -696,8 +717,8 @@ class ServingAttempt(InferenceAttempt):
         hopes_until_s, told = math.inf, 0
         while True:
             await asyncio.sleep(PROGRESS_S)
-            lent = set() if self._lenders is None else self._lenders.jobs.keys()
-            own = sum(link.lender not in lent and not link.leaving for link in self._joined.values())
+            links = list(self._joined.values())
+            own = sum(not link.leaving for link in links) if self._lenders is None else self._lenders.own(links)
             if own >= self._config.nodes or not self._cluster.lost:
                 hopes_until_s = math.inf
             elif math.isinf(hopes_until_s):  # the agent may come back, or be started again
@@ -722,19 +743,14 @@ class ServingAttempt(InferenceAttempt):
 
     async def _balance(self, lenders: Lenders, bounds: Bounds | None, own: int, *, hopes: bool) -> None:
         assert isinstance(self._cluster, SlurmCluster)
-        nodes, links = self._config.nodes, list(self._joined.values())
-        lent = {link.lender: link for link in links if link.lender in lenders.jobs and not link.leaving}
-        needed = wanted = nodes
+        needed = wanted = nodes = self._config.nodes
         if bounds is not None:
             needed, wanted = (math.ceil(count / self._section.replicas_per_node) for count in self._load)
-        given_back = await lenders.balance(
-            {job: self._roster.is_used(link.node) for job, link in lent.items()},
-            {*expand(self._cluster.job.nodes), *self._cluster.lost, *(link.host for link in links)},
+        for link in await lenders.balance_agents(
+            list(self._joined.values()), {*expand(self._cluster.job.nodes), *self._cluster.lost}, self._roster.is_used,
             needed=needed, wanted=wanted, own=own, hoped=max(own, nodes) if hopes else own,
-        )  # fmt: skip
-        for job in given_back:
-            if job in lent:
-                self._let_go(lent[job])
+        ):  # fmt: skip
+            self._let_go(link)
 
     # The end
 

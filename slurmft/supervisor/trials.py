@@ -193,18 +193,15 @@ class SweepAttempt(InferenceAttempt):
             if self.stops.planned is not None or self._over.is_set():
                 return
             links = list(self._joined.values())
-            lent = {link.lender: link for link in links if link.lender in pilots.jobs and not link.leaving}
-            own = sum(link.lender not in pilots.jobs and not link.leaving for link in links)
+            own = pilots.own(links)
             nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
             wanted = max(self._config.nodes, min(self._config.size.maximum, nodes))
-            given_back = await pilots.balance(
-                {job: bool(requests.held(link.node)) for job, link in lent.items()},
-                {*expand(self._cluster.job.nodes), *self._cluster.lost, *(link.host for link in links)},
+            for link in await pilots.balance_agents(
+                links, {*expand(self._cluster.job.nodes), *self._cluster.lost},
+                lambda node: bool(requests.held(node)),
                 needed=wanted, wanted=wanted, own=own, hoped=max(own, self._config.nodes),
-            )  # fmt: skip
-            for job in given_back:
-                if job in lent:
-                    self._let_go(lent[job])
+            ):  # fmt: skip
+                self._let_go(link)
 
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         if report.code == EXIT_NODE:  # not the trial's fault, alone as it was

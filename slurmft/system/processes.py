@@ -159,14 +159,6 @@ def is_stopped(pid: int) -> bool:
     return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal (SigCgt of proc_pid_status(5))."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        told = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-        return bool(int(told.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
-    return False
-
-
 def user_name(user_id: int | None = None) -> str:
     """Login name of the user, by default this process's; the number where the system has no name for it.
 
