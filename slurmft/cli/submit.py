@@ -334,7 +334,8 @@ def configuration_schema() -> dict[str, Any]:
         for key, facts in parts[model.__name__].get("properties", {}).items():
             if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
                 facts["description"] = text
-    value["oneOf"] = [{"required": ["command"]}, {"required": ["inference"]}]
+    of_functions = {"required": ["trials"], "properties": {"trials": {"type": "object", "required": ["callable"]}}}
+    value["oneOf"] = [{"required": ["command"]}, {"required": ["inference"]}, of_functions]
     return value
 
 
