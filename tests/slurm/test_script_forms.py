@@ -163,7 +163,8 @@ def test_a_script_does_what_it_does_under_sbatch(
     (plain, its_folder), (ours, folder) = outcomes[form, "plain"], outcomes[form, "ours"]
     expected = sorted(comparable(line, its_folder) for line in plain.lines)
     logs = "".join(path.read_text()[-1500:] for path in folder.glob("runs/*/logs/*.log"))
-    told = f"{ours.said}\n{ours.submission}\n{(folder / 'err').read_text()[-3000:]}\n{logs}"
+    err = (folder / "err").read_text()[-3000:] if (folder / "err").exists() else "it never began"
+    told = f"{ours.code}: {ours.said}\n{ours.submission}\n{err}\n{logs}"
     assert sorted(comparable(line, folder) for line in ours.lines) == expected, told
     assert places(folder) == places(its_folder), told
     assert ours.code == plain.code, told
