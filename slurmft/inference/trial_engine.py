@@ -198,7 +198,7 @@ class TrialEngine:
         return self._config.request_timeout_s if is_given else None
 
     async def _end_all(self) -> None:
-        """End the trial's process and everything that comes from it, in whatever session."""
+        """End the trial's process and everything that comes from it, in any session."""
         if (process := self._process) is None:
             return
         if process.returncode is None:

@@ -53,7 +53,7 @@ def name_of(parameters: Mapping[str, Any]) -> str:
 
 
 def folder_of_trial(run_folder: Path, name: str) -> Path:
-    """The folder of a trial, which no other one has, whatever its name is."""
+    """The folder of a trial, which no other one has."""
     if not _PLAIN_FOLDER.fullmatch(name) or _NUMBERED.fullmatch(name):
         digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
         name = f"{re.sub(r'[^A-Za-z0-9_=,+-]', '_', name)[:80]}-{digest}"

@@ -96,7 +96,7 @@ class TrialEnd(StrEnum):
 def end_of_trial(code: int, *, has_result: bool, is_stopping: bool, text: str) -> TrialEnd:
     """What follows from an exit code (negative: a signal) and the end of its output.
 
-    During a stop a process that ends without a result has saved, whatever its code is.
+    During a stop a process that ends without a result has saved, with any exit code.
     """
     if code == 0 and (has_result or not is_stopping):
         return TrialEnd.RESULT

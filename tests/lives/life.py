@@ -48,7 +48,7 @@ IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
 
 PATIENT = {"num_in_job_restarts": 200, "num_job_retries_on_failure": 200, "max_no_progress_cycles": 200}
-"""Budgets that no life spends: whatever befalls it, the run has to end well."""
+"""Budgets that no life spends: the run has to end well."""
 
 
 def live(seed: int, *, most: int = 6) -> World:

@@ -75,18 +75,12 @@ def _in_slurm(*befalls: tuple[float, faults.Fault], slurm: dict[str, Any] | None
     return _life(*befalls, in_slurm={**SLURM, **(slurm or {})}, **section)
 
 
-def _silent(seconds: float) -> faults.Fault:
+def run_folder_is(state: str, seconds: float) -> faults.Fault:
+    """``silent`` or ``full`` for so long."""
+
     def fault(world: World) -> None:
-        world.note(f"the run folder is silent for {seconds} s")
-        world.silent_until_s = world.timeline.now_s + seconds
-
-    return fault
-
-
-def _full(seconds: float) -> faults.Fault:
-    def fault(world: World) -> None:
-        world.note(f"the run folder is full for {seconds} s")
-        world.full_until_s = world.timeline.now_s + seconds
+        world.note(f"the run folder is {state} for {seconds} s")
+        setattr(world, f"{state}_until_s", world.timeline.now_s + seconds)
 
     return fault
 
@@ -149,10 +143,10 @@ POWER = _life(
 )
 SUSPENDED = _life((5.0, _suspended(20.0)), nodes=2, nproc_per_node=1,
                   fault_tolerance={**PATIENT, "agent_timeout_s": 5.0})  # fmt: skip
-BETWEEN = _life((5.0, faults.kill_rank), (5.02, _silent(70.0)), nodes=1,
+BETWEEN = _life((5.0, faults.kill_rank), (5.02, run_folder_is("silent", 70.0)), nodes=1,
                 fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})  # fmt: skip
-FULL = _life((4.9, _full(8.0)), (5.0, faults.kill_rank), nodes=1, bounds=Bounds(decided=True))
-LONG_FULL = _life((4.9, _full(20.0)), (5.0, faults.kill_rank), nodes=1)
+FULL = _life((4.9, run_folder_is("full", 8.0)), (5.0, faults.kill_rank), nodes=1, bounds=Bounds(decided=True))
+LONG_FULL = _life((4.9, run_folder_is("full", 20.0)), (5.0, faults.kill_rank), nodes=1)
 DOOMED = _life(nodes=1, bounds=Bounds(most_starts=6), fault_tolerance={
     **PATIENT, "num_in_job_restarts": 2, "num_job_retries_on_failure": 1, "retry_delay_s": 0})  # fmt: skip
 DOOMED_IN_SLURM = _in_slurm(nodes=1, bounds=Bounds(most_starts=6), fault_tolerance={
@@ -281,7 +275,7 @@ PLANTED: dict[str, Planted] = {
     # silence, leases, connections
     "a connection that broke is a lost node at once": Planted(
         _put(Crew, "reconnected", _nothing), "no evidence", RESET),
-    "nobody pings between two attempts": Planted(
+    "no pings are sent between two attempts": Planted(
         _put(Attempts, "_run_in_loop", _without_pings), "agents stay", BETWEEN),
     "silence is not noticed": Planted(_put(AgentPool, "silent_for", lambda *_: []), "in time", POWER),
     "a supervisor that was stopped blames its nodes": Planted(

@@ -69,7 +69,7 @@ class Controller(FakeSlurm):
         )
         self.limit_s, self.kill_wait_s, self.unnoticed_s = limit_s, kill_wait_s, unnoticed_s
         self.requeues_early = requeues_early
-        """As from 24.11 on: a job that ends within the grace of a preemption is requeued, whatever its exit code."""
+        """As from 24.11 on: a job that ends within the grace of a preemption is requeued, with any exit code."""
 
         self.errs = False
         """Whether it was away, or forgot: two jobs are better than none then, as only one of them owns the run."""

@@ -23,9 +23,8 @@ from lives.faults import (
     signal_agents,
 )
 from lives.life import PATIENT, Drawn, Scheduled, live, lived, shortest, story
-from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, scenes
+from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, run_folder_is, scenes
 from lives.planted import REQUEUE as ask_for_requeue
-from lives.planted import _silent as silent
 from lives.world import World
 
 BLOCKS, EACH = 10, 20
@@ -75,7 +74,7 @@ def test_a_disk_that_fills_up_within_the_begin_of_an_attempt_is_waited_for(effec
 
 
 def test_a_guardian_does_nothing_to_the_job_that_has_got_its_number() -> None:
-    """It took the identity of whatever job had the number, and set the begin time of another run's."""
+    """It took the identity of the job that had the number then, and set the begin time of another run's."""
     faults = [(1.4, give_number_again), (2.3, kill_supervisor)]
     world = lived(faults, until=40, nodes=1, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
@@ -89,9 +88,9 @@ def test_a_supervisor_whose_job_was_lost_forbids_nothing_to_another_run() -> Non
 
 
 def test_agents_hear_of_an_attempt_that_is_over_and_waits_for_the_run_folder() -> None:
-    """Stopped while its start waited for a silent folder, it pinged nobody any more, and its agents ended."""
+    """Stopped while its start waited for a silent folder, it sent no more pings, and its agents ended."""
     settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
-    world = lived([(0.5, silent(100.0)), (21.0, signal_agents)], until=20, nodes=3, **settings)
+    world = lived([(0.5, run_folder_is("silent", 100.0)), (21.0, signal_agents)], until=20, nodes=3, **settings)
     assert not world.violations, story(world)
 
 
@@ -99,7 +98,7 @@ def test_agents_hear_of_an_attempt_that_is_over_and_waits_for_the_run_folder() -
 
 SHOWN = (
     "nodes are asked for their state once", "every report counts as told before",
-    "nobody pings between two attempts",
+    "no pings are sent between two attempts",
     "a requeue comes before its decision", "events that meet a full disk are lost", "a budget is not spent",
     "Slurm may undo a stop", "a submission without an answer is made again", "an exclusion is forgotten",
 )  # fmt: skip

@@ -512,7 +512,7 @@ class World:
     def _end_of_supervisor(self, how: str, *, quietly: bool = False) -> None:
         self.note(f"the supervisor {how}")
         assert self.supervisor is not None
-        if quietly:  # its node is gone: nobody hears of it
+        if quietly:  # its node is gone, and the end is not reported
             self.supervisor.alive = False
         else:
             self.supervisor.kill()
