@@ -59,8 +59,8 @@ def _head(seen: Mapping[str, Any]) -> list[str]:
         "Each failure was injected into a training on a real Slurm cluster of five small nodes on one machine "
         f"(Slurm {of['slurm']}, {of['cores']} cores that all nodes share, slurmft {of['version']}, {of['date']}). All "
         "times come from the journals of the runs, as `slurmft report` reads them; `make failures` measures them again "
-        f"and writes this page. Other programs ran on the machine, whose load reached {of['load']}: starting Python "
-        "and importing torch on its cores is most of each recovery through the queue, and much shorter on real nodes. "
+        f"and writes this page. All nodes share the machine, whose load reached {of['load']}: starting Python and "
+        "importing torch on its cores is most of each recovery through the queue, and much shorter on real nodes. "
         "The limits of Slurm and slurmft that decide how fast a lost node is noticed are the lab's, shorter "
         "than a site would choose.", "",
         "*Noticed*: from the injection to the first event that shows it. *Goes on*: from the injection to the first "
