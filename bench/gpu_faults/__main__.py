@@ -1,6 +1,6 @@
 """Injected faults of GPUs, each seen and off its node or not, and a million healthy looks, which must drain nothing.
 
-    python bench/gpu_faults --output bench/results/gpu_faults.md     # some ten minutes; no GPU, no Slurm, a C compiler
+    python bench/gpu_faults --output bench/results/gpu_faults.md     # ten minutes or so; no GPU, no Slurm, a C compiler
 
 The faults go through the real probes, nvidia-ml-py and the stand-in for NVIDIA's library (tests/unit/support); so do
 some of the healthy looks, and the others through the judges and the policy alone.
@@ -9,20 +9,27 @@ some of the healthy looks, and the others through the judges and the policy alon
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import random
+import selectors
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/unit/support"))
 
 import gpu_faults
-from gpu_faults import FAULTS, Fault, FaultyCluster, outcome_of
+import gpu_stand_in
+from gpu_faults import FAULTS, Fault, FaultyCluster, NodeUnderTest, outcome_of
 
 import slurmft
 from slurmft.config.health import GpuLimits, HealthConfig
@@ -170,8 +177,81 @@ def real_healthy(looks: int, seed: int, folder: Path) -> Counter[str]:
     return counts
 
 
+WATCH = """
+import sys
+from pathlib import Path
+from slurmft.config.health import GpuLimits, HealthConfig
+from slurmft.health import gpu_watch
+from slurmft.health.node import Scene
+limits = GpuLimits(pcie_width=16, pcie_generation=5, nvlinks=18, answer_s=float(sys.argv[2]))
+gpu_watch.watch(Scene(node="n1", now=0.0, config=HealthConfig(gpu=limits), context="agent", root=Path(sys.argv[1]),
+                      environment={"PATH": "/nowhere"}))
+"""
+"""The program that an agent starts, on a node of ours."""
+
+WATCHED_S = 40.0
+"""A fault that ends no run has been looked at four times in a quarter of it."""
+
+
+def watched(number: int, folder: Path, library: Path, answer_s: float) -> tuple[Fault, float | None, bool]:
+    """A fault beneath a run: the seconds until the agent's watch ended the attempt, if it did; whether it is right."""
+    fault, dice = FAULTS[number % len(FAULTS)], random.Random(number)
+    node = NodeUnderTest("n1", folder / f"watched-{number}")
+    node.gpus.set(0, temp=95)  # told at its first look, which is how we know of that
+    argv = [sys.executable, "-P", "-c", WATCH, str(node.root), str(answer_s)]
+    environment = {**os.environ, **gpu_stand_in.environment_of(library), "NVML_STAND_IN": str(node.gpus.path)}
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            if next(_lines(process, 60.0), None) is None:
+                return fault, None, False
+            began = time.monotonic()
+            fault.inject(node, dice.randrange(1, GPUS), dice)
+            for line in _lines(process, WATCHED_S if fault.takes_out else WATCHED_S / 4):
+                if line["ends"]:
+                    return fault, time.monotonic() - began, fault.takes_out
+            return fault, None, not fault.takes_out
+        finally:
+            process.kill()
+
+
+def _lines(process: subprocess.Popen[bytes], within_s: float) -> Iterator[dict[str, object]]:
+    """Those that it prints until then, each as it comes."""
+    assert process.stdout is not None
+    ends, text = time.monotonic() + within_s, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (left_s := ends - time.monotonic()) > 0:
+            if selector.select(left_s):
+                more = os.read(process.stdout.fileno(), 65_536)
+                *lines, text = (text + more).split(b"\n")
+                yield from map(json.loads, lines)
+                if not more:
+                    return
+
+
+def watch_part(options: argparse.Namespace, folder: Path, library: Path) -> list[str]:
+    """The lines of the report on the watch beside a run."""
+    with ThreadPoolExecutor(WATCHES) as pool:
+        found = list(pool.map(
+            lambda number: watched(number, folder, library, options.answer_s), range(options.watched)
+        ))  # fmt: skip
+    hangs = [s for fault, s, _ in found if s is not None and "hang" in fault.name]
+    times = sorted(s for fault, s, _ in found if s is not None and "hang" not in fault.name)
+    right, grave = sum(each[2] for each in found), sum(each[0].takes_out for each in found)
+    wrong = sorted({fault.name for fault, _, is_right in found if not is_right})
+    return [
+        f"Beside a run, told by the watch that its agent starts ({options.watched} faults, {WATCHES} watches at once; "
+        f"{grave} of them must end the attempt on that node, the others must not): {right} right"
+        f"{''.join(f'; wrong: {name}' for name in wrong)}. From the fault to its line: median "
+        f"{statistics.median(times):.1f} s, the slowest {times[-1]:.1f} s; where the driver hangs, with `gpu.answer_s: "
+        f"{options.answer_s:g}`, {max(hangs):.1f} s.", "",
+    ]  # fmt: skip
+
+
 PROCESSES = 4
 """Drivers that hang are waited for."""
+
+WATCHES = 8
 
 
 def _life(task: tuple[int, int, bool]) -> Counter[str]:
@@ -189,7 +269,7 @@ def report(options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder, Pool(os.cpu_count()) as pool:
         simulating = pool.map_async(_life, [(seed, options.life, False) for seed in range(lives)], chunksize=1)
         by_totals = pool.map_async(_life, [(seed, options.life, True) for seed in range(lives // 10)], chunksize=1)
-        gpu_faults.stand_in(Path(folder, "nvml"))
+        library = gpu_faults.stand_in(Path(folder, "nvml"))
         shards = [
             (range(first, options.faults, PROCESSES), 1000 * options.seed + first, Path(folder, f"faults-{first}"))
             for first in range(PROCESSES)
@@ -203,6 +283,7 @@ def report(options: argparse.Namespace) -> str:
                     found[name].add(each)
             real += healthy_looks.get()
         simulated, totals = sum(simulating.get(), Counter[str]()), sum(by_totals.get(), Counter[str]())
+        beside_runs = watch_part(options, Path(folder), library)
     took_s = time.monotonic() - began
     count, right = sum(each.count for each in found.values()), sum(each.right for each in found.values())
     slowest = max(each.slowest_hook_s for each in found.values())
@@ -216,7 +297,7 @@ def report(options: argparse.Namespace) -> str:
     return "\n".join([
         "# Faults of GPUs", "",
         f"`python bench/gpu_faults --faults {options.faults} --looks {options.looks} --real-looks {options.real_looks} "
-        f"--seed {options.seed}`, "
+        f"--watched {options.watched} --seed {options.seed}`, "
         f"slurmft {slurmft.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. No GPU: the real "
         "probes and nvidia-ml-py on a stand-in for NVIDIA's library, five nodes with eight devices each.", "",
         "| | measured | asked | |", "|---|---|---|---|",
@@ -236,7 +317,8 @@ def report(options: argparse.Namespace) -> str:
         "busy ones, 16,299 of 20,000 looks were warnings, and none drained.", "",
         *(["What went wrong:", "", *wrong, ""] if wrong else []),
         "A fault is right where two looks of HealthCheckProgram see it as they must and the sweep that follows drains "
-        "its node, or none. Of a driver that hangs a prolog knows nothing: jobs do not wait for it.", "",
+        "its node, or none. Of a driver that hangs a prolog knows nothing here: it waits only where "
+        "`hooks.prolog_answer_s` says so.", "", *beside_runs,
         "| kind | check | must be | injected | right | seen by one prolog | its slowest look |",
         "|---|---|---|---|---|---|---|", *rows, "",
     ])  # fmt: skip
@@ -252,6 +334,8 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=1_000_000, help="simulated")
     parser.add_argument("--life", type=int, default=10_000, help="looks of one node")
     parser.add_argument("--real-looks", type=int, default=500)
+    parser.add_argument("--watched", type=int, default=470, help="faults beside a run, for an agent's watch")
+    parser.add_argument("--answer-s", type=float, default=6.0, help="gpu.answer_s of those (the default is 30)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
