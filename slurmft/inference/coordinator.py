@@ -28,7 +28,7 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.inference.ledger import SEGMENT_NAME, Ledger, segments_of
-from slurmft.inference.requests import Batch, Requests, SegmentWriter, segment_name
+from slurmft.inference.requests import Batch, Requests, segment_name
 from slurmft.ipc.messages import (
     Call,
     InferenceReport,
@@ -45,6 +45,7 @@ from slurmft.ipc.messages import (
 from slurmft.policy.inference import Death, all_down, evidence_of, is_poison, is_suspect
 from slurmft.policy.serving import Readiness
 from slurmft.storage.journal import EventName
+from slurmft.storage.segments import SegmentWriter
 
 # --- leases ---
 # Who answers what: ranges of requests are leased to agents, and come back when an agent is lost or gives them back.

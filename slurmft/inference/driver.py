@@ -39,7 +39,7 @@ from slurmft.inference.endpoint import is_config_name, is_local, key_of
 from slurmft.inference.gang import Ended, Head, Starts, free_port, join
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
 from slurmft.inference.replica_health import Watched
-from slurmft.inference.requests import Requests, SegmentWriter, folder_of, segment_name
+from slurmft.inference.requests import Requests, folder_of, segment_name
 from slurmft.inference.trial_engine import Stopped, TrialEngine
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import JoinGang, ReplicaPlace
@@ -58,6 +58,7 @@ from slurmft.policy.inference import (
     with_another_path,
 )
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
+from slurmft.storage.segments import SegmentWriter
 from slurmft.storage.shared_weights import stage_in_memory
 from slurmft.system.background import run_below_agent
 from slurmft.system.files import PrivateFolder, make_private_folder, token_in

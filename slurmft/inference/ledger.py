@@ -31,19 +31,10 @@ from numpy.typing import NDArray
 
 from slurmft.config.inference import EngineConfig
 from slurmft.errors import NewerFormat, StorageError, UsageError
-from slurmft.inference.requests import (
-    Batch,
-    Requests,
-    SegmentWriter,
-    answers_in,
-    line_of,
-    parse,
-    read,
-    runs_of,
-    segment_name,
-)
+from slurmft.inference.requests import Batch, Requests, answers_in, runs_of, segment_name
 from slurmft.policy.serving import Prefix
 from slurmft.storage.patience import writing
+from slurmft.storage.segments import SegmentWriter, line_of, parse, read
 from slurmft.system.files import fsync_folder, naming, open_regular, opened, read_json, trusted_owners, write_json
 
 FORMAT = 1

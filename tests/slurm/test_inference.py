@@ -16,8 +16,9 @@ from word_engine import next_token, tokens_in
 
 from slurm.conftest import Run, eventually, preempt
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.requests import folder_of, read
+from slurmft.inference.requests import folder_of
 from slurmft.lab.cluster import Lab
+from slurmft.storage.segments import read
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

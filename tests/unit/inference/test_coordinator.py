@@ -15,10 +15,11 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageUnavailable
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.ledger import open_ledger, segments_of
-from slurmft.inference.requests import SegmentWriter, prepare, runs_of
+from slurmft.inference.requests import prepare, runs_of
 from slurmft.ipc.channel import kind_of
 from slurmft.ipc.messages import Lease, ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
 from slurmft.storage.journal import EventName
+from slurmft.storage.segments import SegmentWriter
 
 TOTAL = 20
 REPORTS = {

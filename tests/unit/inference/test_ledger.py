@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
 from slurmft.inference.ledger import Ledger, Output, answered, open_ledger, segments_of, write_output
-from slurmft.inference.requests import Batch, SegmentWriter, answers_in, line_of, parse, prepare, read, runs_of
+from slurmft.inference.requests import Batch, answers_in, prepare, runs_of
+from slurmft.storage.segments import SegmentWriter, line_of, parse, read
 
 TOTAL = 20
 

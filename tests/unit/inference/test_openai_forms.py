@@ -14,7 +14,8 @@ from aiohttp import web
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.driver import HttpEngine
 from slurmft.inference.ledger import Output, open_ledger, segments_of, write_output
-from slurmft.inference.requests import Batch, Requests, SegmentWriter, prepare
+from slurmft.inference.requests import Batch, Requests, prepare
+from slurmft.storage.segments import SegmentWriter
 
 COMPLETION = {
     "id": "chatcmpl-1", "object": "chat.completion", "created": 1763880000, "model": "m", "system_fingerprint": "fp",

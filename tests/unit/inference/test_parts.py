@@ -20,7 +20,8 @@ from slurmft.inference.ledger import (
     segments_of,
     write_output,
 )
-from slurmft.inference.requests import Batch, SegmentWriter, prepare, runs_of
+from slurmft.inference.requests import Batch, prepare, runs_of
+from slurmft.storage.segments import SegmentWriter
 
 TOTAL, SIZE = 25, 10
 Answer = Callable[..., None]

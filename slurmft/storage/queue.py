@@ -1,0 +1,597 @@
+"""A durable queue between programs: what is put under an id is taken once, in one order, whatever dies.
+
+Each writer appends to segments of its own; the trainer's rank 0 decides in which order items count, and has the order
+on the disk before anybody gets an item. The position in that order is the reader's state: given to a checkpoint manager
+as ``loader=``, it is saved and loaded with the weights, and a trainer that goes on from a checkpoint gets the items
+after it again, in the same order. So each item is used once, or not at all, by the weights that are left in the end.
+
+Files, in a private folder: ``segments/*.jsonl`` (items), ``order-<number>.jsonl`` (one for each life of the reader;
+its first line says how long the earlier ones were when it was begun, so that what a superseded reader adds later counts
+for nobody), ``taken.json`` (how many items of each segment have been taken, for the writers), ``ended.json``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Self
+
+from slurmft.errors import DirectoryInUse, Fenced, NewerFormat, StorageError, UsageError
+from slurmft.storage.patience import patiently, translated, write_state, writing
+from slurmft.storage.segments import MAX_RECORD_BYTES, SegmentWriter, line_of, parse, read
+from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.system.files import (
+    check_private,
+    fsync_folder,
+    opened,
+    read_json,
+    trusted_owners,
+    write_json,
+)
+
+FORMAT = 1
+MAX_VALUE_BYTES = MAX_RECORD_BYTES // 2
+SEGMENT_BYTES = 64 << 20
+"""A writer begins another segment then; whole segments are what is deleted."""
+
+FORGOTTEN_S = 86_400.0
+"""A segment that its writer has not closed is deleted so long after its last item, when all of them are old."""
+
+PATIENCE_S = 600.0
+"""So long a full or silent filesystem is waited for."""
+
+POLL_S = 0.02, 0.5
+_SEGMENT = re.compile(r"[\w.-]{1,64}-[0-9a-f]{12}-\d{6}\.jsonl", re.ASCII)
+_ORDER = re.compile(r"order-(\d{6,})\.jsonl")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What was put."""
+
+    id: str
+    value: Any
+    """As JSON gives it back: tuples have become lists."""
+
+    version: int
+    """Of the weights that made it, as its writer said."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an item is."""
+
+    segment: str
+    start: int
+    end: int
+    id: str
+
+
+def folder_of(name: str | Path) -> Path:
+    """The folder of a queue: below that of the run for a name, else the path itself.
+
+    Raises:
+        UsageError: it is a name, and this is no process of a run; or no name for a folder.
+    """
+    if isinstance(name, Path) or os.sep in name:
+        return Path(name).absolute()
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name for a queue", hint="up to 64 letters, digits, '.', '_' and '-'")
+    if not (run := os.environ.get(RUN_FOLDER_VARIABLE)):
+        raise UsageError(f"the queue {name!r} belongs to a run, and this process to none",
+                         hint="give a path, which other runs may use as well")  # fmt: skip
+    return Path(run).absolute() / "queues" / name
+
+
+class Queue:
+    """One end of a queue: ``put`` and ``end`` where items are made, ``take`` in the trainer.
+
+    A reader is stateful: give it to ``CheckpointManager.save`` and ``load_latest`` as ``loader=``. All ranks
+    of a trainer call ``take`` with the same arguments, as often as each other, and get the same items. One process uses
+    it from one thread.
+
+    Args:
+        name: in the run's folder; or a path, for programs that are not in one run.
+        max_waiting: a ``put`` waits while so many items of this writer are not taken.
+        keep_items: so many items before the position are kept; a checkpoint that is older than that cannot be loaded.
+        patience_s: how long a filesystem that is full or away is waited for.
+
+    Raises:
+        UsageError: the name is none, or a limit is not positive.
+        StorageError: the folder cannot be made, or is not private to this user.
+    """
+
+    def __init__(
+        self, name: str | Path, *, max_waiting: int = 10_000, keep_items: int = 100_000, patience_s: float = PATIENCE_S
+    ) -> None:
+        if max_waiting < 1 or keep_items < 1:
+            raise UsageError("max_waiting and keep_items of a queue must be at least 1")
+        self.folder, self._patience_s = folder_of(name), patience_s
+        self._segments = self.folder / "segments"
+        with writing(self.folder):
+            for path in (self.folder, self._segments):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_private(path)
+        self._writer = _Writer(self._segments, self.folder / "taken.json", max_waiting)
+        self._order: _Followed | None = None
+        self._keep_items = keep_items
+        self.position = 0
+        """Items that this reader has got, from the beginning of the queue on."""
+
+    # --- the side that makes items ---
+
+    def put(self, id: str, value: Any, *, version: int = 0, timeout_s: float | None = None) -> None:
+        """Return when the item is on the disk. Of items with one id that is taken which is found first.
+
+        Args:
+            id: what makes it this item: one that is put again after a restart has the same.
+            value: anything that JSON can say, up to 32 MiB.
+            version: of the weights that made it.
+            timeout_s: how long to wait for room; None: for ever.
+
+        Raises:
+            UsageError: it cannot be written as JSON, or is too large; or the queue has ended.
+            TimeoutError: no room in that time.
+            StorageUnavailable: the filesystem was full or away for longer than ``patience_s``.
+        """
+        if not isinstance(id, str) or not id or len(id) > 512 or type(version) is not int:
+            raise UsageError("an item of a queue has a text of 1 to 512 characters as its id, and a whole version")
+        record = {"id": id, "value": value, "version": version}
+        try:
+            size = len(line_of(record))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"the item {id!r} cannot be written as JSON: {error}") from error
+        if size > MAX_VALUE_BYTES:
+            raise UsageError(f"the item {id!r} has {size} bytes; at most {MAX_VALUE_BYTES} fit",
+                             hint="put the path of a file")  # fmt: skip
+        if (self.folder / "ended.json").exists():
+            raise UsageError(f"the queue {self.folder} has ended; {id!r} would never be taken")
+        deadline = _deadline(timeout_s)
+        for _ in _polls(deadline):
+            if self._writer.has_room():
+                patiently(lambda: self._writer.append(record), patience_s=self._patience_s)
+                return
+        raise TimeoutError(f"no room in the queue {self.folder} within {timeout_s} s: nobody takes what is there")
+
+    def end(self) -> None:
+        """Say that nothing more will be put by anybody: ``take`` returns what is left, then empty lists."""
+        patiently(lambda: write_state(self.folder / "ended.json", {"ended": True}), patience_s=self._patience_s)
+
+    def close(self) -> None:
+        """Give back files; a writer that has closed lets its segments be deleted sooner."""
+        patiently(self._writer.close, patience_s=self._patience_s)
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the trainer's side ---
+
+    def take(
+        self, count: int | None = None, *, ids: Sequence[str] = (), oldest_version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Item]:  # fmt: skip
+        """The next ``count`` items, or those with these ids, when they are there: the same on each rank.
+
+        Which items come next, where no ids are given, is the order in which they are found, decided once: after a
+        restart it is as before. With ids it depends on nothing, and two runs that put the same items train alike.
+
+        Args:
+            oldest_version: items of an older one are dropped, and never taken. Not with ids.
+            timeout_s: how long to wait; None: for ever.
+
+        Returns:
+            As many as asked; fewer only after ``end``.
+
+        Raises:
+            UsageError: after a restart the program asks for other ids than it did at this position.
+            TimeoutError: they were not there in that time; nothing is taken.
+            DirectoryInUse: the queue is read by another run.
+            Fenced: another reader of this run has taken over.
+            StorageError: the queue is damaged, or the position lies before what is kept.
+        """
+        if (count is None) == (not ids) or (ids and oldest_version is not None):
+            raise UsageError("take() of a queue wants a count, or ids, and oldest_version= with a count only")
+        wanted = len(ids) or int(count or 0)
+        if wanted < 1 or len(set(ids)) != len(ids):
+            raise UsageError("take() of a queue wants at least one item, and each id once")
+        if self._order is None:
+            self._order = self._opened()
+        order = self._order
+        for _ in _polls(_deadline(timeout_s)):
+            if order.length < self.position + wanted:
+                patiently(
+                    lambda: order.extend(self.position + wanted - order.length, ids, oldest_version),
+                    patience_s=self._patience_s,
+                )
+            if order.length >= self.position + wanted or order.has_ended:
+                return self._given(order, wanted, ids)
+        raise TimeoutError(f"fewer than {wanted} items in the queue {self.folder} within {timeout_s} s")
+
+    def _given(self, order: _Followed, wanted: int, ids: Sequence[str]) -> list[Item]:
+        places = order.places(self.position, wanted)
+        found = [place.id for place in places]
+        if ids and found != list(ids[: len(found)]):
+            raise UsageError(
+                f"item {self.position} of the queue {self.folder} was {found[0]!r}, and {ids[0]!r} is asked for",
+                hint="take() must be called with the same ids after a restart",
+            )
+        items = [self._item(place) for place in places]
+        self.position += len(items)
+        order.note_taken(self.position, self._keep_items)
+        return items
+
+    def _item(self, place: _Place) -> Item:
+        path = self._segments / place.segment
+        try:
+            with opened(path, owners=trusted_owners(self._segments)) as descriptor:
+                value = parse(os.pread(descriptor, place.end - place.start, place.start).removesuffix(b"\n"))
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"the item {place.id!r} of the queue {self.folder} is deleted",
+                hint="the checkpoint is older than keep_items",
+            ) from error
+        except OSError as error:
+            raise translated(f"cannot read {path}", error) from error
+        if value is None or value.get("id") != place.id:
+            raise StorageError(f"{path} is damaged at byte {place.start}")
+        return Item(id=place.id, value=value["value"], version=value["version"])
+
+    def _opened(self) -> _Followed:
+        kind = _Order if os.environ.get("RANK", "0") == "0" else _Followed
+        return patiently(lambda: kind(self.folder, self._segments), patience_s=self._patience_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a checkpoint."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.position = int(state_dict["position"])
+
+    @staticmethod
+    def shared_position(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All of the state: it is the same on each rank, whatever their number."""
+        return state_dict
+
+
+class _Writer:
+    """Appends items to segments of its own, which no other process writes to."""
+
+    def __init__(self, folder: Path, taken: Path, max_waiting: int) -> None:
+        self._folder, self._taken, self._max_waiting = folder, taken, max_waiting
+        self._begin()
+
+    def _begin(self) -> None:
+        host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:48]
+        self._prefix, self._pid, self._number = f"{host}-{uuid.uuid4().hex[:12]}", os.getpid(), 0
+        self._segment: SegmentWriter | None = None
+        self._waiting: dict[str, int] = {}
+        """Items that were put into each segment; those that are taken are taken off when there is no room."""
+
+        self._known: dict[str, int] = {}
+
+    def has_room(self) -> bool:
+        """Whether fewer items than ``max_waiting`` wait to be taken."""
+        if self._pid != os.getpid():  # a child of the one that began the segment
+            self._begin()
+        if sum(self._waiting.values()) < self._max_waiting:
+            return True
+        facts = (read_json(self._taken, owners=trusted_owners(self._taken.parent)) or {}).get("segments")
+        for name in list(self._waiting):
+            taken = facts.get(name, 0) if isinstance(facts, dict) else 0
+            if not (self._folder / name).exists():  # deleted, since all of it is taken
+                del self._waiting[name]
+            elif type(taken) is int and taken > self._known.get(name, 0):
+                self._waiting[name] -= taken - self._known.get(name, 0)
+                self._known[name] = taken
+        return sum(self._waiting.values()) < self._max_waiting
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Return when it is on the disk.
+
+        Raises:
+            StorageError: it is not there.
+        """
+        while True:
+            if self._segment is not None and self._segment.end >= SEGMENT_BYTES:
+                self.close()
+            with writing(self._folder):
+                if self._segment is None:
+                    self._number += 1
+                    path = self._folder / f"{self._prefix}-{self._number:06d}.jsonl"
+                    self._segment = SegmentWriter(path, {})
+                    fsync_folder(self._folder)
+                self._segment.append([record])
+                self._segment.sync()
+            if self._segment.path.exists():
+                name = self._segment.path.name
+                self._waiting[name] = self._waiting.get(name, 0) + 1
+                return
+            self._segment.close()  # this writer was silent for a day, and its segment is deleted
+            self._segment = None
+
+    def close(self) -> None:
+        """Nothing more comes in this segment."""
+        if self._segment is not None and self._pid == os.getpid():
+            with writing(self._folder):
+                self._segment.append([{"closed": True}])
+            self._segment.close()
+        self._segment = None
+
+
+class _Followed:
+    """The order of the items, as rank 0 decides it, and another rank reads it."""
+
+    def __init__(self, folder: Path, segments: Path) -> None:
+        self._folder, self._segments = folder, segments
+        self._run = os.environ.get(RUN_FOLDER_VARIABLE, "")
+        self._generation = os.environ.get(GENERATION_VARIABLE, "")
+        self._number, self._end = 0, 0
+        """Of the order's file that is read, and the byte behind what was read of it."""
+
+        self._forget()
+
+    def _forget(self) -> None:
+        self._places: list[_Place] = []
+        self._base = 0
+        """Items before the first of ``places``."""
+
+        self.has_ended = False
+
+    @property
+    def length(self) -> int:
+        """Items that have been taken, by anybody, from the beginning on."""
+        return self._base + len(self._places)
+
+    def places(self, position: int, count: int) -> list[_Place]:
+        """Where the items from a position on are.
+
+        Raises:
+            StorageError: they have been deleted, or were never taken.
+        """
+        if not self._base <= position <= self.length:
+            raise StorageError(
+                f"item {position} is not in the queue {self._folder}, which has {self._base} to {self.length}",
+                hint="the checkpoint is older than keep_items, or of another queue",
+            )
+        return self._places[position - self._base :][:count]
+
+    def extend(self, _missing: int, _ids: Sequence[str], _oldest_version: int | None) -> None:
+        """Read what rank 0 has decided since the last call."""
+        numbers = [each for each in _numbers(self._folder) if each >= self._number]
+        for number in reversed(numbers):
+            if number == self._number or _header(self._folder, number).get("generation") == self._generation:
+                if number != self._number:
+                    self._forget()
+                    for name, length in _continues(self._folder, number).items():
+                        self._read(self._folder / name, 0, length)
+                    self._number, self._end = number, 0
+                self._end = self._read(_path(self._folder, number), self._end, None)
+                return
+
+    def _read(self, path: Path, start: int, end: int | None) -> int:
+        for record in read(path, start, end):
+            start = record.end
+            self._add(record.value)
+        if end is not None and start != end:
+            raise StorageError(f"{path} is damaged at byte {start}")
+        return start
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        for segment, first, last, name in entry.get("items", ()):
+            self._places.append(_Place(segment, first, last, name))
+        self.has_ended |= "end" in entry
+
+    def note_taken(self, position: int, keep: int) -> None:
+        """All ranks have, or will have, the items before the position."""
+        if (old := position - keep - self._base) > 0:
+            del self._places[:old]
+            self._base += old
+
+    def close(self) -> None:
+        """Give back the file."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    """What is known of one."""
+
+    end: int = 0
+    """The byte behind what was read."""
+
+    taken: int = 0
+    count: int = 0
+    last: int = -1
+    """The place in the order of its last item."""
+
+    is_closed: bool = False
+
+
+class _Order(_Followed):
+    """The order of the items, at rank 0, which decides it."""
+
+    def __init__(self, folder: Path, segments: Path) -> None:
+        self._seen: set[bytes] = set()
+        self._known: dict[str, _Segment] = {}
+        self._found: dict[str, tuple[_Place, int]] = {}
+        """Items that nobody has taken, in the order in which they were found, with their versions."""
+
+        super().__init__(folder, segments)
+        self._file = self._begun()
+        self._tell()
+
+    def _begun(self) -> SegmentWriter:
+        numbers = _numbers(self._folder)
+        self._number = (numbers[-1] if numbers else 0) + 1
+        if numbers and (run := _header(self._folder, numbers[-1]).get("run")) != self._run:
+            raise DirectoryInUse(
+                f"the queue {self._folder} is read by {run or 'a program outside of any run'}",
+                hint="choose another name; if that one is over, delete the queue's folder",
+            )
+        lengths = _continues(self._folder, self._number)
+        if numbers:
+            newest = _path(self._folder, numbers[-1])
+            lengths[newest.name] = max((record.end for record in read(newest)), default=0)
+        for name, length in lengths.items():
+            self._read(self._folder / name, 0, length)
+        header = {"order": FORMAT, "run": self._run, "generation": self._generation, "continues": lengths}
+        with writing(self._folder):
+            file = SegmentWriter(_path(self._folder, self._number), header)
+            file.sync()
+            fsync_folder(self._folder)
+        return file
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        super()._add(entry)
+        for number, (segment, _, _, name) in enumerate(entry.get("items", ()), start=self.length):
+            self._seen.add(_digest(name))
+            known = self._known.setdefault(segment, _Segment())
+            known.last = number
+        self._seen.update(map(_digest, entry.get("dropped", ())))
+
+    def extend(self, missing: int, ids: Sequence[str], oldest_version: int | None) -> None:
+        """Decide on so many more items, if they are there: with these ids at the end of the order, or any.
+
+        Raises:
+            Fenced: another reader has begun after this one.
+            StorageError: nothing is decided.
+        """
+        ends = (self._folder / "ended.json").exists()
+        self._look()
+        if oldest_version is not None:
+            old = [name for name, (_, version) in self._found.items() if version < oldest_version]
+            if old:
+                self._decide({"dropped": old})
+        names = [name for name in ids[-missing:] if name in self._found] if ids else list(self._found)[:missing]
+        if ids and names != list(ids[-missing:][: len(names)]):
+            names = []
+        if names and (len(names) == missing or ends):
+            places = [self._found[name][0] for name in names]
+            self._decide({"items": [[each.segment, each.start, each.end, each.id] for each in places]})
+        if ends and len(names) < missing and not self.has_ended:
+            self._decide({"end": True})
+
+    def _decide(self, entry: Mapping[str, Any]) -> None:
+        if _numbers(self._folder)[-1] != self._number:
+            raise Fenced(f"another reader of the queue {self._folder} has taken over")
+        with writing(self._file.path):
+            self._file.append([entry])
+            self._file.sync()
+        self._add(entry)
+        for name in (*entry.get("dropped", ()), *(each[3] for each in entry.get("items", ()))):
+            self._known[self._found.pop(name)[0].segment].taken += 1
+        self._tell()
+
+    def _look(self) -> None:
+        """Find what was put since the last look."""
+        doubled = 0
+        for name in _names(self._segments, _SEGMENT):
+            known = self._known.setdefault(name, _Segment())
+            for record in read(self._segments / name, known.end):
+                known.end = record.end
+                known.is_closed |= "closed" in record.value
+                if isinstance(item := record.value.get("id"), str):
+                    known.count += 1
+                    if item in self._found or _digest(item) in self._seen:
+                        known.taken += 1
+                        doubled += 1
+                    else:
+                        place = _Place(name, record.start, record.end, item)
+                        self._found[item] = place, record.value.get("version", 0)
+        if doubled:  # its writer need not wait for these
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell the writers what is taken. They wait longer where that fails."""
+        taken = {name: known.taken for name, known in self._known.items() if known.taken}
+        try:
+            write_json(self._folder / "taken.json", {"segments": taken}, durable=False)
+        except OSError as error:
+            log.warning("cannot write %s: %s", self._folder / "taken.json", error.strerror or error)
+
+    def note_taken(self, position: int, keep: int) -> None:
+        """Forget what no checkpoint that can be loaded needs, and delete segments of which nothing else is left."""
+        super().note_taken(position, keep)
+        for name, known in list(self._known.items()):
+            if known.last < self._base and known.count and known.taken == known.count and self._is_over(name, known):
+                (self._segments / name).unlink(missing_ok=True)
+                del self._known[name]
+
+    def _is_over(self, name: str, known: _Segment) -> bool:
+        try:
+            facts = (self._segments / name).stat()
+        except FileNotFoundError:
+            return True
+        return facts.st_size == known.end and (known.is_closed or time.time() - facts.st_mtime > FORGOTTEN_S)
+
+    def close(self) -> None:
+        """Give back the file."""
+        self._file.close()
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"order-{number:06d}.jsonl"
+
+
+def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
+    except OSError as error:
+        raise StorageError(f"cannot look into {folder}: {error.strerror or error}") from error
+
+
+def _numbers(folder: Path) -> list[int]:
+    return sorted(int(name[len("order-") : -len(".jsonl")]) for name in _names(folder, _ORDER))
+
+
+def _header(folder: Path, number: int) -> Mapping[str, Any]:
+    """The first line of an order; empty where it is not written yet."""
+    path = _path(folder, number)
+    header = next((record.value for record in read(path)), {})
+    if header.get("order", FORMAT) != FORMAT:
+        raise NewerFormat(f"{path} was written by a newer slurmft")
+    return header
+
+
+def _continues(folder: Path, number: int) -> dict[str, int]:
+    """How much counts of each of the orders before this one, as the newest that says so says."""
+    lengths: dict[str, int] = {}
+    for each in reversed([each for each in _numbers(folder) if each <= number]):
+        for name, length in _header(folder, each).get("continues", {}).items():
+            lengths.setdefault(name, int(length))
+    return dict(sorted(lengths.items()))
+
+
+def _digest(name: str) -> bytes:
+    return blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _polls(deadline: float) -> Iterator[None]:
+    """One at once, and more until the deadline, with longer and longer pauses."""
+    pause_s = POLL_S[0]
+    yield
+    while (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        yield
+        pause_s = min(2 * pause_s, POLL_S[1])
