@@ -1,3 +1,3 @@
 #!/bin/bash
-#SBATCH -N2 -n3
+#SBATCH -N2 -n3 --exclusive
 srun python train.py
