@@ -55,7 +55,9 @@ class SweepAttempt(InferenceAttempt):
         super().__init__(config, start, sender, crew)
         self._pilots: Lenders | None = None
         if isinstance(self._cluster, SlurmCluster) and config.size.maximum > config.nodes:
-            self._pilots = Lenders(config, start, self._slurm)
+            # of trials that have a job each, two jobs may share a node
+            self._shares = self._section.replicas_per_node == 1
+            self._pilots = Lenders(config, start, self._slurm, is_patient=True, spread=not self._shares)
         self._asking: asyncio.subprocess.Process | None = None
         self._is_complete = config.trials is None or config.trials.next is None
         self._failed = set[str]()
@@ -198,8 +200,9 @@ class SweepAttempt(InferenceAttempt):
             own = pilots.own(links)
             nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
             wanted = max(self._config.nodes, min(self._config.size.maximum, nodes))
+            taken = () if self._shares else expand(self._cluster.job.nodes)
             for link in await pilots.balance_agents(
-                links, {*expand(self._cluster.job.nodes), *self._cluster.lost},
+                links, {*taken, *self._cluster.lost},
                 lambda node: bool(requests.held(node)),
                 needed=wanted, wanted=wanted, own=own, hoped=max(own, self._config.nodes),
             ):  # fmt: skip
