@@ -379,10 +379,12 @@ class Lenders:
         now_s = time.monotonic()
         try:
             if now_s >= self._look_s and (self.jobs or needed > hoped or not self._is_known):
-                self._look_s = now_s + BORROW_S
+                self._look_s, was_known = now_s + BORROW_S, self._is_known
                 self.jobs = {each.job_id: each for each in await asyncio.to_thread(own_jobs.lenders, self._run)}
                 self._is_known = True
                 await self._begin_requeued()
+                if self.jobs and not was_known:  # left by another supervisor: their nodes were taken for our own
+                    return ()
             fresh = {*serving} | {job for job, each in self.jobs.items() if self._is_patient and each and each.waiting}
             self._since_s = {job: now_s if job in fresh else self._since_s.get(job, now_s) for job in self.jobs}
             loans = [Loan(job=job, since_s=since_s, has_node=job in serving, serves=serving.get(job, False))

@@ -130,8 +130,14 @@ def test_nodes_are_borrowed_one_job_each_and_given_back_when_nothing_is_on_them(
 def test_a_supervisor_that_follows_a_killed_one_finds_what_waits_and_cancels_it(start: Any, queue: Queue) -> None:
     balance(lenders_of(start), 3)
     following = lenders_of(start)
-    assert balance(following, 3) == () and len(queue.submitted) == 2, "it has the two that it needs"
-    assert set(balance(lenders_of(start), 1)) == {"101", "102"} and queue.jobs == {}
+    link: Any = SimpleNamespace(lender="101", leaving=False, node=1, host="n2")
+    own = following.own([link])  # it does not know yet that the node is lent
+    assert asyncio.run(following.balance({}, {"n1"}, needed=3, wanted=3, own=own + 1, hoped=1)) == ()
+    assert following.own([link]) == 0 and [*queue.jobs] == ["101", "102"], "it has the two that it needs"
+    assert balance(following, 3) == () and len(queue.submitted) == 2
+    last = lenders_of(start)
+    balance(last, 1)
+    assert set(balance(last, 1)) == {"101", "102"} and queue.jobs == {}
 
 
 def test_a_submission_without_an_answer_is_not_made_twice(start: Any, queue: Queue) -> None:
