@@ -141,11 +141,14 @@ class Strikes:
                     continue
                 self.undone.remove((due_s, undo))
 
-    def follow(self) -> None:
-        """Kill the process that waits for the sweep, and begin another one."""
+    def kill_follower(self) -> None:
         if self.follower is not None:
             self.follower.kill()
             self.follower.wait()
+
+    def follow(self) -> None:
+        """Kill the process that waits for the sweep, and begin another one."""
+        self.kill_follower()
         argv, environment = self.lab.command(["slurmft", "trials", str(self.run.config), "--wait"])
         null = subprocess.DEVNULL
         self.follower = subprocess.Popen(argv, env=environment, stdin=null, stdout=null, stderr=null)
@@ -223,6 +226,7 @@ def test_every_result_once_in_a_storm(lab: Lab, new_sweep: NewSweep) -> None:
             assert now_s - moved_s < 2 * PATIENCE_S, f"stuck after {strikes.counts}\n{run.story()}"
             time.sleep(0.1)
     strikes.undo(everything=True)
+    strikes.kill_follower()
     run.wait_until_done(4 * PATIENCE_S)
     seconds = time.monotonic() - began_s
 
