@@ -125,14 +125,16 @@ def add_values(
 
 
 def retry_failed(run_folder: Path) -> Added:
-    """Add those trials again that have failed. The run's lock is to be held.
+    """Add those trials again that have failed, and are not cancelled. The run's lock is to be held.
 
     Raises:
         StorageError: they cannot be read, or kept.
     """
     folder = folder_of(run_folder)
     ids = {record["id"] for record in records_of(folder)}
-    failed = [row for row in rows(run_folder) if row["state"] == "failed"]
+    failed = [
+        row for row in rows(run_folder) if row["state"] == "failed" and not (Path(row["folder"]) / CANCEL).exists()
+    ]  # fmt: skip
     new = []
     for row in failed:
         names = (f"{row['trial'][: MAX_ID_LENGTH - 20]}#retry-{number}" for number in itertools.count(1))

@@ -19,9 +19,10 @@ from waiting import until, until_async
 from slurmft.config.run import RunConfig, from_values
 from slurmft.config.trials import TrialsConfig
 from slurmft.errors import ConfigError
-from slurmft.inference.requests import Requests, extend, folder_of, load, records_of
+from slurmft.inference.ledger import open_ledger, segments_of
+from slurmft.inference.requests import Requests, SegmentWriter, extend, folder_of, load, records_of
 from slurmft.inference.trial_engine import EXIT_NODE, Stopped, TrialEngine
-from slurmft.inference.trials import Known, add, add_values, cancel, folder_of_trial, name_of, rows
+from slurmft.inference.trials import Known, add, add_values, cancel, folder_of_trial, name_of, retry_failed, rows
 from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
 
 BAD_NODE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
@@ -124,6 +125,20 @@ def test_trials_that_are_added_one_by_one_are_read_once_each(tmp_path: Path) -> 
     assert known.look().numbers == {f"x={x}": at for at, x in enumerate([0, -1, 1, -2, 2, -3, 3, -4, 4, -5])}
     with pytest.raises(ConfigError, match="other parameters"):
         add_values(tmp_path, [({"custom_id": "x=-5", "x": 1}, "next")], known)
+
+
+def test_what_has_failed_is_tried_again_and_not_what_was_cancelled(tmp_path: Path) -> None:
+    add(tmp_path, TrialsConfig(grid={"x": (1, 2, 3)}))
+    batch = load(folder_of(tmp_path))
+    assert batch is not None
+    ledger = open_ledger(batch, 1)
+    segment = SegmentWriter(segments_of(batch.folder) / "g000001-n0-r0-1-1.jsonl", {"generation": 1})
+    segment.append({"index": number, "error": {"code": "trial_failed", "message": "why"}} for number in range(3))
+    ledger.commit([(segment.path.name, segment.end, [[0, 3]])])
+    folder_of_trial(tmp_path, "x=2").mkdir(parents=True)
+    cancel(tmp_path, "x=2")
+    assert (retry_failed(tmp_path).new, retry_failed(tmp_path).new) == (2, 0), "once"
+    assert [row["state"] for row in rows(tmp_path)] == ["open", "failed", "open"]
 
 
 @pytest.mark.parametrize(
