@@ -16,7 +16,7 @@ from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.policy import values as plain
 
 MAX_TRIALS = 1_000_000
-"""Of one sweep: each costs a folder, and 30 bytes of the supervisor's memory."""
+"""Of one sweep: each costs a folder, and 50 bytes of the supervisor's memory; 400 where ``next`` names it."""
 
 MAX_JOBS = 1024
 

@@ -268,10 +268,63 @@ class RetryManager:
         return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s)
 
 
+# --- What answers requests ---
+
+
+class Closed(Again):
+    """An engine that was started here takes no connection: it is about to end, of which no request is the cause."""
+
+
+class Engine(Protocol):
+    """The driver's view of what answers requests."""
+
+    request_path: str
+    """For requests that name no path."""
+
+    at_once: int
+    """Requests in one call of ``answer``: 1, or as many as there are slots for an engine that takes lists."""
+
+    async def start(self) -> None:
+        """Return when it can answer.
+
+        Raises:
+            SlurmftError: it ended, or cannot be started.
+        """
+
+    async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """The answers to a list of requests (``id``, ``body``, and ``url`` where one is named).
+
+        What a request has so far is noted under its ``key``, or its ``id`` where it has none.
+
+        Raises:
+            OutOfMemory: with fewer at a time it may work.
+            Closed: the engine takes no more requests.
+            Again: the next try may succeed.
+        """
+
+    async def tokens(self) -> float:
+        """Tokens, or pieces of answers, made so far, as far as that is known."""
+
+    async def ended(self) -> int:
+        """Return, with the exit code, when the engine has ended by itself; never for one that is not ours."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+    def stop(self) -> None:
+        """The run stops: what is in flight may be finished."""
+        return
+
+    def cut_off(self) -> None:
+        """The lease of what is in flight is void: others have it as well. That costs nothing but time, unless both
+        write into one folder."""
+        return
+
+
 # --- A Python callable as an engine: a function, a class, or a generator that tells what it has so far ---
 
 
-class CallableEngine:
+class CallableEngine(Engine):
     """A function, or an object of a class, in this process; it runs in a thread of its own, one list at a time.
 
     A generator yields what is new of each answer, takes what they begin with as ``prefixes``, and returns them whole.
@@ -439,47 +492,6 @@ ROOT = 0
 """As which a container's runtime may listen for the engine in it."""
 
 
-class Closed(Again):
-    """An engine that was started here takes no connection: it is about to end, of which no request is the cause."""
-
-
-class Engine(Protocol):
-    """The driver's view of what answers requests."""
-
-    request_path: str
-    """For requests that name no path."""
-
-    at_once: int
-    """Requests in one call of ``answer``: 1, or as many as there are slots for an engine that takes lists."""
-
-    async def start(self) -> None:
-        """Return when it can answer.
-
-        Raises:
-            SlurmftError: it ended, or cannot be started.
-        """
-
-    async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        """The answers to a list of requests (``id``, ``body``, and ``url`` where one is named).
-
-        What a request has so far is noted under its ``key``, or its ``id`` where it has none.
-
-        Raises:
-            OutOfMemory: with fewer at a time it may work.
-            Closed: the engine takes no more requests.
-            Again: the next try may succeed.
-        """
-
-    async def tokens(self) -> float:
-        """Tokens, or pieces of answers, made so far, as far as that is known."""
-
-    async def ended(self) -> int:
-        """Return, with the exit code, when the engine has ended by itself; never for one that is not ours."""
-
-    async def close(self) -> None:
-        """Let go of it."""
-
-
 def head_of(
     settings: ReplicaSettings, config: InferenceConfig, run_folder: Path, tell: Callable[..., None]
 ) -> Head | None:
@@ -504,7 +516,7 @@ def engine_of(
     return HttpEngine(config, replica, partials, head)
 
 
-class HttpEngine:
+class HttpEngine(Engine):
     """A server that speaks HTTP: started here (``command``), or one that is there already (``url``)."""
 
     at_once = 1
@@ -981,16 +993,14 @@ class Driver:
             elif message["kind"] == "revoke":  # what the engine has is finished; the rest goes elsewhere
                 self._send(kind="dropped", count=len(self._waiting))
                 self._waiting.clear()
-                if isinstance(self._engine, TrialEngine):  # two processes must not have one folder
-                    self._engine.cut_off()
+                self._engine.cut_off()
             elif message["kind"] == "prove":
                 self._run(self._prove())
             elif message["kind"] == "give back":  # the time of a stop is up: others go on from what there is
                 return
             elif message["kind"] == "drain":
                 self._draining = True
-                if isinstance(self._engine, TrialEngine):
-                    self._engine.stop()
+                self._engine.stop()
                 self._finishing = asyncio.create_task(self._finish())
 
     async def _finish(self) -> None:

@@ -4,6 +4,8 @@ answered yet. One file for each generation of the run's supervisor, appended to 
 An entry commits the bytes ``[start, end)`` of a segment and names the requests they answer; it is on the disk before
 the answers count. The first entry of a ledger says how long the earlier ones were when it was begun: what a superseded
 supervisor adds later is not read. A request that is answered twice has the answer that was committed first.
+
+In one piece, since all of it reads and writes segments, and only the ledger says which parts of them count.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from numpy.typing import NDArray
 
 from slurmft.config.inference import EngineConfig
 from slurmft.errors import NewerFormat, StorageError, UsageError
-from slurmft.inference.requests import Batch, Requests, answers_in, runs_of, segment_name
+from slurmft.inference.requests import Batch, Requests, answers_in, load, runs_of, segment_name
 from slurmft.policy.serving import Prefix
 from slurmft.storage.patience import writing
-from slurmft.storage.segments import SegmentWriter, line_of, parse, read
+from slurmft.storage.segments import Record, SegmentWriter, line_of, parse, read
 from slurmft.system.files import fsync_folder, naming, open_regular, opened, read_json, trusted_owners, write_json
 
 FORMAT = 1
@@ -226,18 +228,80 @@ def answered(folder: Path, total: int) -> int:
     return int(done.sum())
 
 
-def answers_so_far(batch: Batch, numbers: Iterable[int]) -> Iterator[Mapping[str, Any] | None]:
-    """What counts for each of these requests, for a look from outside; None for one that is not answered.
+class AnswersSoFar:
+    """What counts for each request of a batch that may grow, for looks from outside, of which each reads on where the
+    last one ended. Memory: 20 bytes for each request. Used by one thread at a time."""
 
-    Raises:
-        StorageError: a ledger, or a segment, cannot be read.
-    """
-    index = AnswerIndex(batch)
-    index.add(Entry(each["segment"], each["start"], each["end"]) for each in _all_entries(batch.folder, None))
-    with _Segments(batch.folder, index.segments) as segments:
-        for number in numbers:
-            segment, start, length = index.place_of(number)
-            yield segments.get(segment, start, length) if length else None
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._index: AnswerIndex | None = None
+        self._generations: list[int] = []
+        self._read: dict[str, int] = {}
+        """Ledgers, and up to where each was read."""
+
+        self._again: list[Entry] = []
+        """Those of which something could not be read."""
+
+        self._torn_bytes = 0
+        """Length of the newest ledger where its end could not be read."""
+
+        self._is_whole = False
+
+    def look(self) -> Batch | None:
+        """Learn of what counts by now; returns the batch as of now, None where there is none.
+
+        Raises:
+            StorageError: a ledger cannot be read.
+        """
+        if (generations := _generations(self._folder)) and (batch := self._read_on(generations)) is not None:
+            return batch
+        return load(self._folder)
+
+    def _read_on(self, generations: Sequence[int]) -> Batch | None:
+        newest = _path(self._folder, generations[-1])
+        try:
+            size = newest.stat().st_size
+        except OSError as error:
+            raise StorageError(f"cannot read {newest}: {error.strerror or error}") from error
+        lengths = {} if generations == self._generations else _lengths(self._folder, None)
+        # a supervisor that was superseded has written on until there was another one, or a commit has failed, and is
+        # written over by the next one
+        is_changed = any(lengths.get(name, end) < end for name, end in self._read.items())
+        if is_changed or self._torn_bytes not in (0, size) or not self._is_whole:
+            self._begin_anew()
+            lengths = _lengths(self._folder, None)
+        entries, self._again, self._is_whole = self._again, [], False
+        lengths[newest.name] = sys.maxsize
+        for path in [path for each in generations if (path := _path(self._folder, each)).name in lengths]:
+            for record in read(path, self._read.get(path.name, 0), lengths[path.name]):
+                self._read[path.name] = record.end
+                if record.start:
+                    entries.append(_entry_in(record, path))
+        self._torn_bytes = size * (self._read.get(newest.name, 0) < size)
+        if (batch := load(self._folder)) is not None:  # after the ledger, which names no request that is not in it
+            self._index = self._index or AnswerIndex(batch)
+            self._index.grow(batch)
+            self._again = self._index.add(entries)
+        self._generations, self._is_whole = [*generations], batch is not None
+        return batch
+
+    def answers(self, numbers: Iterable[int]) -> Iterator[Mapping[str, Any] | None]:
+        """Of each of these requests; None for one that was not answered at the last look.
+
+        Raises:
+            StorageError: a segment cannot be read.
+        """
+        index = self._index
+        if index is None:
+            yield from (None for _ in numbers)
+            return
+        with _Segments(self._folder, index.segments) as segments:
+            for number in numbers:
+                segment, start, length = index.place_of(number)
+                yield segments.get(segment, start, length) if length else None
 
 
 def _path(folder: Path, generation: int) -> Path:
@@ -287,9 +351,14 @@ def _all_entries(
         path = _path(folder, generation)
         for record in read(path, 0, lengths.get(path.name, 0)):
             if record.start:
-                if not _is_entry(record.value):
-                    raise StorageError(f"{path} is damaged at byte {record.start}")
+                _entry_in(record, path)
                 yield record.value
+
+
+def _entry_in(record: Record, path: Path) -> Entry:
+    if not _is_entry(record.value):
+        raise StorageError(f"{path} is damaged at byte {record.start}")
+    return Entry(record.value["segment"], record.value["start"], record.value["end"])
 
 
 def _is_entry(value: Mapping[str, Any]) -> bool:
@@ -540,19 +609,32 @@ class AnswerIndex:
         """Names, by the numbers that ``place_of`` gives."""
         return list(self._numbers)
 
-    def add(self, entries: Iterable[Entry]) -> None:
-        """Look at what the ledger has committed, in its order: of two answers to a request the first one counts."""
-        total = self._batch.total
+    def grow(self, batch: Batch) -> None:
+        """The batch may have become longer."""
+        new, self._batch = batch.total - self._batch.total, batch
+        if not new:
+            return
+        self._places = np.concatenate((self._places, np.zeros((new, 2), dtype=np.uint64)))
+        self._lengths = np.concatenate((self._lengths, np.zeros(new, dtype=np.uint32)))
+        self._is_bad = np.concatenate((self._is_bad, np.zeros(new, dtype=np.bool_)))
+
+    def add(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Look at what the ledger has committed, in its order: of two answers to a request the first one counts.
+
+        Returns those of which not everything can be read at the moment: their requests may turn out to be missing.
+        """
+        total, unread = self._batch.total, []
         for entry in entries:
-            number = self._numbers.setdefault(entry.segment, len(self._numbers))
-            try:
+            number, end = self._numbers.setdefault(entry.segment, len(self._numbers)), entry.start
+            with contextlib.suppress(StorageError):
                 for record in read(segments_of(self._batch.folder) / entry.segment, entry.start, entry.end):
-                    index = record.value.get("index")
+                    index, end = record.value.get("index"), record.end
                     if type(index) is int and 0 <= index < total and not self._lengths[index]:
                         self._places[index] = number, record.start
                         self._lengths[index] = record.end - record.start - 1
-            except StorageError:  # one that is gone: its requests turn out to be missing
-                continue
+            if end < entry.end:
+                unread.append(entry)
+        return unread
 
     def missing(self, first: int, last: int) -> list[int]:
         """Requests of this range that no readable answer is known of."""

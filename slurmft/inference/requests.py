@@ -226,8 +226,8 @@ def extend(folder: Path, records: Iterable[Mapping[str, Any]], *, digest: str) -
     return Batch(folder=folder, total=total, bad=(), digest=start.digest)
 
 
-def records_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """All requests of a batch, in their order; none where there is no batch yet.
+def records_of(folder: Path, first: int = 0) -> Iterator[dict[str, Any]]:
+    """The requests of a batch from number ``first`` on, in their order; none where there is no batch yet.
 
     Raises:
         StorageError: they cannot be read.
@@ -235,12 +235,17 @@ def records_of(folder: Path) -> Iterator[dict[str, Any]]:
     batch = load(folder)
     try:
         with contextlib.ExitStack() as stack:
-            if batch is not None:
-                descriptor = open_regular(folder / "requests.jsonl", owners=trusted_owners(folder))
-                lines = stack.enter_context(io.BufferedReader(io.FileIO(descriptor), 1 << 20))
-                for line in itertools.islice(lines, batch.total):
+            if batch is not None and batch.total > first:
+                owners = trusted_owners(folder)
+                offsets, lines = (
+                    stack.enter_context(io.BufferedReader(io.FileIO(open_regular(folder / name, owners=owners))))
+                    for name in ("requests.offsets", "requests.jsonl")
+                )
+                offsets.seek(8 * first)
+                lines.seek(struct.unpack("<Q", offsets.read(8))[0])
+                for line in itertools.islice(lines, batch.total - first):
                     yield json.loads(line)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, struct.error) as error:
         raise StorageError(f"the requests in {folder} cannot be read: {error}") from error
 
 

@@ -1,7 +1,8 @@
 """The engine of a sweep: each request is a trial, which a fresh process runs in a folder of its own.
 
 The folder is the same on every node and in every try: ``parameters.json``, ``log.txt`` (before it ``log.1.txt``), the
-trial's own files, and ``result.json`` at the end. What a trial leaves running ends with it.
+trial's own files, and ``result.json`` at the end. What a trial leaves running ends with it. A file ``cancel`` there is
+the user's wish that it ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.trials import folder_of_trial
+from slurmft.inference.trials import CANCEL, folder_of_trial
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
 from slurmft.system.background import end_child
@@ -34,7 +35,15 @@ MAX_VARIABLE_BYTES = 100_000
 TAIL_BYTES = 16 << 10
 MAX_TOLD = 2000
 OUTSIDE_S = 5.0
-"""So long after the end of a trial by a signal to stop, a stop of the whole run explains it."""
+"""So long after the end of a trial that had a signal to stop, a stop of the whole run explains it."""
+
+SIGNALLED_S = 10.0
+"""So long after a signal to all processes of the job, this one included, a trial's end may be due to it."""
+
+CANCEL_LOOK_S, CANCEL_S = 1.0, 30.0
+"""How often it is looked whether a trial is cancelled, and what it has to save then."""
+
+CANCELLED: Mapping[str, Any] = {"error": {"code": "cancelled", "message": "by the user"}}
 
 LEFT_S, OUTPUT_S = 10.0, 2.0
 """For what a trial leaves running to be gone, and for the end of its output."""
@@ -65,13 +74,17 @@ class TrialEngine:
         self._stop_signal = signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
-        self._is_cut_off = False
+        self._is_cut_off = self._is_cancelled = False
+        self._signalled_s = -SIGNALLED_S
         self._tries = 0
         self._node_failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         """Nothing is to be started before the first trial."""
         adopt_orphans()
+        loop = asyncio.get_running_loop()
+        for number in {self._stop_signal, signal.SIGTERM}:
+            loop.add_signal_handler(number, self._note_signal)
 
     async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The results of trials, or why they have none.
@@ -96,6 +109,11 @@ class TrialEngine:
     def stop(self) -> None:
         """Ask the trial to save and end, where it has a handler for that; another one may come to its end in time."""
         self._stopping.set()
+        self._ask_to_save()
+
+    def _ask_to_save(self) -> bool:
+        """Whether the trial, or a process of it, has a handler for the signal, which it gets."""
+        able = list[int]()
         if self._process is not None and self._process.returncode is None:
             leader = self._process.pid
             members = [view(pid) for pid in sorted(session_members(leader))]
@@ -103,6 +121,7 @@ class TrialEngine:
             for pid in [leader] if leader in able else able:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, self._stop_signal)
+        return bool(able)
 
     def cut_off(self) -> None:
         """Another lease is to run the trial anew: end it now."""
@@ -111,22 +130,40 @@ class TrialEngine:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _note_signal(self) -> None:
+        self._signalled_s = time.monotonic()
+
+    async def _watch_cancel(self, path: Path) -> None:
+        await asyncio.sleep(CANCEL_LOOK_S)
+        while not await asyncio.to_thread(path.exists):
+            await asyncio.sleep(CANCEL_LOOK_S)
+        self._is_cancelled = True
+        if self._ask_to_save():
+            await asyncio.sleep(CANCEL_S)
+        self.cut_off()
+
     async def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         name, began_s = request.get("trial", request["id"]), time.monotonic()
         folder = folder_of_trial(self._run_folder, name)
         for failed in range(self._config.max_retries + 1):
-            self._is_cut_off = False
+            self._is_cut_off = self._is_cancelled = False
             if self._stopping.is_set():
                 raise Stopped
             self._tries += 1
             result = folder / f".result-{self._owner}-{self._tries}.json"
-            code, text, last = await self._try(name, folder, result, request["body"])
-            if -code == self._stop_signal and not self._stopping.is_set():  # a signal to the whole job comes here first
+            if await asyncio.to_thread((folder / CANCEL).exists):
+                return dict(CANCELLED)
+            watching = asyncio.create_task(self._watch_cancel(folder / CANCEL))
+            try:
+                code, text, last = await self._try(name, folder, result, request["body"])
+            finally:
+                watching.cancel()
+            is_signalled = -code == self._stop_signal or time.monotonic() - self._signalled_s < SIGNALLED_S
+            if is_signalled and not result.exists() and not self._stopping.is_set():  # that comes before its reason
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), OUTSIDE_S)
-            end = end_of_trial(
-                code, has_result=result.exists(), is_stopping=self._stopping.is_set() or self._is_cut_off, text=text
-            )
+            is_asked = self._stopping.is_set() or self._is_cut_off or self._is_cancelled
+            end = end_of_trial(code, has_result=result.exists(), is_stopping=is_asked, text=text)
             why = _how(code, text)
             if end is TrialEnd.RESULT:
                 try:
@@ -138,7 +175,9 @@ class TrialEngine:
                     body = {"result": value, "seconds": seconds, "node": socket.gethostname()}
                     return {"response": {"status_code": 200, "body": body}}
             elif end is TrialEnd.STOPPED:
-                raise Stopped
+                if not self._is_cancelled:
+                    raise Stopped
+                return dict(CANCELLED)
             elif end is TrialEnd.NODE:
                 log.error("trial %s: %s", name, why)
                 if not self._node_failed.done():

@@ -12,24 +12,55 @@ import io
 import itertools
 import json
 import re
+import threading
+import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from slurmft.config.trials import MAX_TRIALS, TrialsConfig
 from slurmft.errors import ConfigError, UsageError
-from slurmft.inference.ledger import answers_so_far
-from slurmft.inference.requests import MAX_ID_LENGTH, Requests, arrow, extend, folder_of, load, object_in, records_of
-from slurmft.system.files import open_regular
+from slurmft.inference.ledger import AnswersSoFar
+from slurmft.inference.requests import MAX_ID_LENGTH, Requests, arrow, extend, folder_of, object_in, records_of
+from slurmft.storage.patience import writing
+from slurmft.system.files import open_regular, replace_atomically
 
-NAME = "custom_id"
+NAME, CANCEL = "custom_id", "cancel"
 LONGEST_NAME = 100
 """Of one that is made of the parameters."""
 
+LOOK_S = 0.5
+
 _PLAIN_KEY, _PLAIN_FOLDER = re.compile(r"\w[\w.]*"), re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9_=,+.-]{0,119}")
 _NUMBERED = re.compile(r".*-[0-9a-f]{12}", re.DOTALL)
+
+
+class Known:
+    """The trials that are in a run folder, for looks of which each reads on where the last one ended. Memory: some 300
+    bytes for each."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = folder_of(run_folder)
+        self._read = 0
+        self.digests: dict[str, bytes] = {}
+        """Of each trial's parameters."""
+
+        self.numbers: dict[str, int] = {}
+        """The newest request for each."""
+
+    def look(self) -> Self:
+        """Learn of what was added.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        for record in records_of(self._folder, self._read):
+            name = trial_of(record)
+            self.digests[name], self.numbers[name] = _canonical(record["body"]), self._read
+            self._read += 1
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +80,7 @@ def name_of(parameters: Mapping[str, Any]) -> str:
     text = ",".join(parts)
     if text and len(text) <= LONGEST_NAME and all(map(_PLAIN_KEY.fullmatch, parameters)):
         return text
-    return f"trial-{_canonical(parameters)[:16]}"
+    return f"trial-{_canonical(parameters).hex()[:16]}"
 
 
 def folder_of_trial(run_folder: Path, name: str) -> Path:
@@ -70,36 +101,40 @@ def add(run_folder: Path, trials: TrialsConfig) -> Added:
     return add_values(run_folder, _given(trials))
 
 
-def add_values(run_folder: Path, values: Iterable[tuple[bytes | Mapping[str, Any], str]]) -> Added:
-    """As ``add``, of values and where each is from."""
+def add_values(
+    run_folder: Path, values: Iterable[tuple[bytes | Mapping[str, Any], str]], known: Known | None = None
+) -> Added:
+    """As ``add``, of values and where each is from; ``known`` are the trials of the run that were seen before."""
     folder, seen, new = folder_of(run_folder), set[str](), list[dict[str, Any]]()
-    known = {trial_of(record): _canonical(record["body"]) for record in records_of(folder)}
+    known = (known or Known(run_folder)).look()
     for value, where in values:
         name, parameters = _trial_in(value, where)
         if name in seen:
             raise ConfigError(f"trials: {where}: {name[:200]} is there twice",
                               hint=f"a parameter such as seed, or a {NAME}, tells them apart")  # fmt: skip
         seen.add(name)
-        if name not in known:
+        if name not in known.digests:
             new.append({"id": name, "body": parameters})
-        elif known[name] != _canonical(parameters):
+        elif known.digests[name] != _canonical(parameters):
             raise ConfigError(f"trials: {where}: {name[:200]} is in this sweep already, with other parameters",
                               hint=f"choose another {NAME}")  # fmt: skip
-        if len(known) + len(new) > MAX_TRIALS:
+        if len(known.digests) + len(new) > MAX_TRIALS:
             raise ConfigError(f"trials: there are more than {MAX_TRIALS}")
     batch = extend(folder, new, digest=uuid.uuid4().hex)
     return Added(batch.total, len(new), len(seen) - len(new))
 
 
 def retry_failed(run_folder: Path) -> Added:
-    """Add those trials again that have failed. The run's lock is to be held.
+    """Add those trials again that have failed, and are not cancelled. The run's lock is to be held.
 
     Raises:
         StorageError: they cannot be read, or kept.
     """
     folder = folder_of(run_folder)
     ids = {record["id"] for record in records_of(folder)}
-    failed = [row for row in rows(run_folder) if row["state"] == "failed"]
+    failed = [
+        row for row in rows(run_folder) if row["state"] == "failed" and not (Path(row["folder"]) / CANCEL).exists()
+    ]  # fmt: skip
     new = []
     for row in failed:
         names = (f"{row['trial'][: MAX_ID_LENGTH - 20]}#retry-{number}" for number in itertools.count(1))
@@ -113,24 +148,28 @@ def trial_of(record: Mapping[str, Any]) -> str:
     return str(record.get("trial", record["id"]))
 
 
-def rows(run_folder: Path, numbers: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+def rows(
+    run_folder: Path, numbers: Collection[int] | None = None, so_far: AnswersSoFar | None = None
+) -> Iterator[dict[str, Any]]:
     """What has come of each trial so far, in the order in which they were added: ``trial``, ``state`` (``done``,
     ``failed`` or ``open``), ``parameters``, ``result``, ``error``, ``seconds``, ``node`` and ``folder``.
 
     Args:
         numbers: of requests, in place of the newest one of each trial.
+        so_far: what earlier looks have seen, which are read on.
 
     Raises:
         UsageError: the run is no sweep.
         StorageError: its records cannot be read.
     """
     folder = folder_of(run_folder)
-    if (batch := load(folder)) is None:
-        raise UsageError(f"run {run_folder.name} has no trials", hint="slurmft trials CONFIG begins a sweep")
+    so_far = so_far or AnswersSoFar(folder)
     if numbers is None:
         numbers = {trial_of(record): number for number, record in enumerate(records_of(folder))}.values()
+    if so_far.look() is None:
+        raise UsageError(f"run {run_folder.name} has no trials", hint="slurmft trials CONFIG begins a sweep")
     with Requests(folder) as requests:
-        for number, record in zip(numbers, answers_so_far(batch, numbers), strict=True):
+        for number, record in zip(numbers, so_far.answers(numbers), strict=True):
             request = requests.get(number)
             name = trial_of(request)
             error = None if record is None else record.get("error")
@@ -142,6 +181,45 @@ def rows(run_folder: Path, numbers: Collection[int] | None = None) -> Iterator[d
                 "seconds": body.get("seconds"), "node": body.get("node"),
                 "folder": str(folder_of_trial(run_folder, name)),
             }  # fmt: skip
+
+
+class Outcomes:
+    """What has come of a run's trials so far, by their names, for many who ask often; safe for threads."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder, self._lock, self._looked_s = run_folder, threading.Lock(), -LOOK_S
+        self._known, self._so_far = Known(run_folder), AnswersSoFar(folder_of(run_folder))
+
+    def of(self, name: str, *, force: bool = False) -> Mapping[str, Any] | None:
+        """The record of a trial that has ended: ``response``, or ``error``. ``force``: not as of half a second ago.
+
+        Raises:
+            StorageError: the records of the run cannot be read.
+        """
+        with self._lock:
+            if force or time.monotonic() - self._looked_s > LOOK_S:
+                self._known.look()
+                self._so_far.look()
+                self._looked_s = time.monotonic()
+            number = self._known.numbers.get(name)
+            return None if number is None else next(self._so_far.answers([number]))
+
+    @property
+    def are_over(self) -> bool:
+        """Whether each trial has ended, or is cancelled."""
+        names = reversed(self._known.numbers)  # which are cancelled in their order, if all are
+        return all((folder_of_trial(self._run_folder, name) / CANCEL).exists() or self.of(name) for name in names)
+
+
+def cancel(run_folder: Path, name: str) -> None:
+    """Have a trial end, or not begin; it has the time to save, where it has a handler for the signal of a stop.
+
+    Raises:
+        StorageError: that cannot be noted.
+    """
+    path = folder_of_trial(run_folder, name) / CANCEL
+    with writing(path):
+        replace_atomically(path, "")
 
 
 def write_csv(found: Iterable[Mapping[str, Any]], stream: TextIO) -> None:
@@ -181,9 +259,8 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict | bool) else value
 
 
-def _canonical(parameters: Mapping[str, Any]) -> str:
-    text = json.dumps(parameters, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _canonical(parameters: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps(parameters, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 def _trial_in(value: bytes | Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:

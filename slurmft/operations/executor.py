@@ -1,4 +1,4 @@
-"""``slurmft.Executor``: submitit's interface, where each submission is a run.
+"""``slurmft.Executor``: submitit's interface, where each submission is a run, and an array a sweep.
 
 A program of submitit's changes one import; its jobs then survive what runs survive. submitit's own class is the base,
 so that ``submit``, ``map_array``, ``submit_array``, ``batch`` and the jobs' ``result``, ``results``, ``exception``,
@@ -8,33 +8,59 @@ so that ``submit``, ``map_array``, ``submit_array``, ``batch`` and the jobs' ``r
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
 import pickle
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import cloudpickle
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 
 from slurmft.config.run import RunConfig
-from slurmft.errors import RunFailed, SlurmftError, StorageError, UsageError
-from slurmft.operations.run_handle import MAX_RESULT_BYTES, RunHandle, settings_of_callable, submitted
+from slurmft.config.trials import MAX_JOBS
+from slurmft.errors import RunFailed, SlurmftError, SlurmUnavailable, StorageError, UsageError
+from slurmft.operations.run_handle import (
+    MAX_RESULT_BYTES,
+    RunHandle,
+    pickled,
+    settings_of_array,
+    settings_of_callable,
+    submitted,
+)
 from slurmft.operations.status import Overview, oldest_first, overviews
+from slurmft.operations.submit import submit_trials
 from slurmft.scheduler import slurm
 from slurmft.storage.run_folder import RunFolder, result_of
-from slurmft.system.files import read_bytes
+from slurmft.system.files import read_bytes, replace_atomically
+from slurmft.system.processes import who
+
+if TYPE_CHECKING:
+    from slurmft.inference.trials import Outcomes
 
 SHORTEST_S, LONGEST_S = 2.0, 30.0
 """Between two questions to Slurm about all jobs of a process; longer from look to look, as submitit's."""
 
 LONGEST_NAME = 60
 """Of a run folder, in characters, before its number: a name of 255 bytes is the most that file systems take."""
+
+ARRAY_PARALLELISM = 256
+"""Calls of an array at a time, as submitit has it."""
+
+NEED_RUNS = frozenset({
+    "checkpoint", "digests", "elastic", "launcher", "rerun", "spare_nodes", "spares", "straggler_detection", "sync",
+})  # fmt: skip
+"""Keys that mean something to a run with workers, which each call of an array is then."""
+
+TRACEBACK = "Traceback (most recent call last):\n"
 
 STATES = {"finished": "COMPLETED", "running": "RUNNING", "waiting": "PENDING", "damaged": "FAILED"}
 
@@ -75,6 +101,7 @@ class _Watch:
         self._lock = threading.RLock()  # again by the same thread: a job's deletion may fall into a question
         self._waiting: dict[Path, Overview | None] = {}
         self._ended: dict[Path, Overview] = {}
+        self._outcomes: dict[Path, Outcomes] = {}
         self._began_s = self._asked_s = -LONGEST_S
 
     def register(self, folder: Path) -> None:
@@ -101,6 +128,15 @@ class _Watch:
             seen = self._ended.get(folder) or self._waiting[folder]
             assert seen is not None
             return seen, folder in self._ended
+
+    def outcomes(self, folder: Path) -> Outcomes:
+        """What is known of the calls of the sweep in this run folder."""
+        from slurmft.inference.trials import Outcomes  # it needs numpy, as no other job does
+
+        with self._lock:
+            if folder not in self._outcomes:
+                self._outcomes[folder] = Outcomes(folder)
+            return self._outcomes[folder]
 
     def _refresh(self, folders: Sequence[Path], wanted: Path) -> None:
         problem: StorageError | None = None
@@ -154,6 +190,36 @@ class _Paths(JobPaths):
     stderr = stdout
 
 
+class _CallPaths(_Paths):
+    """The same for a call of an array, which has a folder of its own in that of the run."""
+
+    def __init__(self, folder: Path, job_id: str, task_id: int | None) -> None:
+        super().__init__(folder, job_id, task_id)
+        self._trial, self._run = folder, RunFolder(folder.parent.parent)
+
+    @property
+    def folder(self) -> Path:
+        """The call's own folder."""
+        return self._trial
+
+    @property
+    def submitted_pickle(self) -> Path:
+        """The call: function, args and kwargs."""
+        return self._trial / "call.pkl"
+
+    @property
+    def result_pickle(self) -> Path:
+        """What the newest try returned."""
+        return next(reversed(oldest_first(self._trial.glob(".result-*.pkl"))), self._trial / "result.pkl")
+
+    @property
+    def stdout(self) -> Path:
+        """Both streams of all tries."""
+        return self._trial / "log.txt"
+
+    stderr = stdout
+
+
 class Job(core.Job[Any]):
     """One run, with the interface of submitit's jobs; a pickled one is the same job in another process."""
 
@@ -165,26 +231,30 @@ class Job(core.Job[Any]):
         self._paths = _Paths(Path(folder), job_id, self.task_id)
 
     def _register_in_watcher(self) -> None:
-        self.watch.register(self.paths.folder)
+        self.watch.register(self._run_folder)
+
+    @property
+    def _run_folder(self) -> Path:
+        return self.paths.folder
 
     @property
     def run(self) -> RunHandle:
         """The run, with what submitit's jobs do not have: ``explain``, ``requeue``, ``status``."""
-        return RunHandle(self.paths.folder)
+        return RunHandle(self._run_folder)
 
     @property
     def state(self) -> str:
         """COMPLETED, RUNNING, PENDING, REQUEUED (between two jobs of its run), FAILED or UNKNOWN."""
-        view, over = self.watch.look(self.paths.folder)
+        view, over = self.watch.look(self._run_folder)
         return STATES.get(view.state, ("FAILED" if over else "REQUEUED") if view.state == "stopped" else "UNKNOWN")
 
     def done(self, force_check: bool = False) -> bool:
         """Whether the run has ended for good, over requeues and restarts."""
-        return self.watch.look(self.paths.folder, force=force_check)[1]
+        return self.watch.look(self._run_folder, force=force_check)[1]
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
         """Slurm's newest job of the run, and its state."""
-        view, _ = self.watch.look(self.paths.folder, force=mode == "force")
+        view, _ = self.watch.look(self._run_folder, force=mode == "force")
         return {"JobID": view.job or self.job_id, "State": self.state, "Reason": view.detail}
 
     def cancel(self, check: bool = True) -> None:
@@ -218,8 +288,94 @@ class Job(core.Job[Any]):
     def __del__(self) -> None:
         if getattr(self, "_cancel_at_deletion", False):
             with contextlib.suppress(SlurmftError):  # of a folder that is gone
-                if not self.watch.look(self.paths.folder)[1]:
+                if not self.done():
                     self.cancel(check=False)
+
+
+class ArrayJob(Job):
+    """One call of an array, which is a trial of a sweep: several jobs of Slurm work on all of them (see
+    docs/coming-from/submitit.md). ``run`` is the sweep.
+
+    Args:
+        folder: of the trial.
+        job_id: the first job of the sweep, and the call's number behind ``_``.
+    """
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+        super().__init__(folder, job_id, tasks)
+        self._paths = _CallPaths(Path(folder), job_id, self.task_id)
+
+    @property
+    def _run_folder(self) -> Path:
+        return self.paths.folder.parent.parent
+
+    def _answer(self, *, force: bool = False) -> Mapping[str, Any] | None:
+        return self.watch.outcomes(self._run_folder).of(self.paths.folder.name, force=force)
+
+    @property
+    def state(self) -> str:
+        """As of a job; PENDING until the call begins, CANCELLED where it was, FAILED where it raised."""
+        if (answer := self._answer()) is not None:
+            code = answer.get("error", {}).get("code", "")
+            return {"": "COMPLETED", "cancelled": "CANCELLED"}.get(code, "FAILED")
+        state = super().state
+        if state == "RUNNING" and not self._has_begun:
+            return "PENDING"
+        return "CANCELLED" if state == "FAILED" and self._is_cancelled else state
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether the call has ended for good, over requeues and restarts."""
+        if self._answer(force=force_check) is not None or (self._is_cancelled and not self._has_begun):
+            return True
+        return super().done(force_check)
+
+    def cancel(self, check: bool = True) -> None:
+        """End the call, or have it not begin; a running one saves first (``checkpoint`` is called, where the callable
+        has it). The array ends with the last of its calls.
+
+        Raises:
+            SlurmError: Slurm refused or did not answer, unless ``check`` is False.
+            StorageError: it cannot be noted, unless ``check`` is False.
+        """
+        from slurmft.inference.trials import cancel
+
+        try:
+            cancel(self._run_folder, self.paths.folder.name)
+            # one that runs has nothing to do then, and ends
+            if self.watch.outcomes(self._run_folder).are_over and self.run.status().state == "waiting":
+                self.run.stop()
+        except SlurmftError:
+            if check:
+                raise
+
+    @property
+    def _has_begun(self) -> bool:
+        return (self.paths.folder / "parameters.json").exists()
+
+    @property
+    def _is_cancelled(self) -> bool:
+        return (self.paths.folder / "cancel").exists()
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        _, found, trace = (self.stdout() or "").rpartition(TRACEBACK)
+        match self._answer(force=True):
+            case {"response": {"body": {"result": {"pickle": str() as name}}}}:
+                try:
+                    return "success", pickled(self.paths.folder / Path(name).name)
+                except StorageError as error:
+                    why = str(error)
+            case {"error": {"code": "cancelled"}}:
+                why = "it was cancelled"
+            case {"error": _} if found:
+                return "error", found + trace
+            case {"error": {"message": message}}:
+                why = message
+            case None:
+                view, _ = self.watch.look(self._run_folder)
+                why = "it was cancelled" if self._is_cancelled else f"its sweep has ended: {view.detail}"
+            case _:
+                why = "a callable that ends its process, as sys.exit does, stores none"
+        raise UncompletedJobError(f"Job {self.job_id} has no result: {why}")
 
 
 class _Delayed(core.DelayedJob[Any], Job):
@@ -264,6 +420,8 @@ class Executor(core.Executor):
     def map_array(self, fn: Callable[..., Any], *iterable: Iterable[Any]) -> list[Job]:  # type: ignore[override] # a narrower list
         """Submit a call for each element, as ``map`` would call it.
 
+        Calls of one task each are trials of one sweep, which at most ``slurm_array_parallelism`` jobs (256) work on.
+
         Raises:
             SlurmftError: one was refused; what had been submitted is cancelled.
         """
@@ -282,6 +440,8 @@ class Executor(core.Executor):
 
     def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[core.Job[Any]]:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if len(delayed_submissions) > 1 and self._fits_pilots:
+            return [*self._submit_array(delayed_submissions)]
         jobs: list[core.Job[Any]] = []
         try:
             for at, delayed in enumerate(delayed_submissions):
@@ -294,11 +454,48 @@ class Executor(core.Executor):
             raise
         return jobs
 
+    @property
+    def _fits_pilots(self) -> bool:
+        single = all(self._keys.get(name, 1) == 1 for name in ("nodes", "nproc_per_node"))
+        return single and not NEED_RUNS & self._keys.keys()
+
+    def _submit_array(self, calls: Sequence[DelayedSubmission]) -> list[ArrayJob]:
+        """One sweep, of which each call is a trial: at most as many jobs as may run at a time work on all of them."""
+        from slurmft.inference.trials import folder_of_trial
+
+        folder = self._new_folder(self._name_of(calls[0]))
+        trials = [folder_of_trial(folder, str(number)) for number in range(len(calls))]
+        at_once = min(len(calls), self.parameters.get("slurm_array_parallelism", ARRAY_PARALLELISM), MAX_JOBS)
+        here = {"per_node": min(at_once, len(os.sched_getaffinity(0)))}
+        names = folder / "calls.jsonl"
+        section = {"file": str(names), **({"max_jobs": at_once} if self.cluster == "slurm" else here)}
+        try:
+            for call, trial in zip(calls, trials, strict=True):
+                trial.mkdir(mode=0o700, parents=True)
+                data = cloudpickle.dumps((call.function, tuple(call.args), dict(call.kwargs)))
+                replace_atomically(trial / "call.pkl", data, durable=False)
+            replace_atomically(names, "".join(json.dumps({"custom_id": trial.name}) + "\n" for trial in trials))
+            settings = settings_of_array({**self._keys, "run_folder": str(folder), "trials": section})
+            sweep = submit_trials(
+                settings, cluster=self.cluster, who=who(), command="slurmft.Executor", tell=log.warning
+            )
+        except BaseException as error:  # also an argument that cannot be pickled
+            is_refused = isinstance(error, SlurmftError) and not isinstance(error, SlurmUnavailable)
+            if is_refused or not names.exists():  # else a job may have arrived
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        assert sweep.made is not None
+        job = sweep.made.job if sweep.made.where == "slurm" else folder.name
+        return [ArrayJob(trial, f"{job}_{trial.name}") for trial in trials]
+
+    def _name_of(self, call: DelayedSubmission) -> str:
+        function = call.function
+        given = self._keys.get("slurm", {}).get("job_name")
+        return str(given or getattr(function, "__name__", type(function).__name__))
+
     def _submit_one(self, delayed: DelayedSubmission, at: int, count: int) -> Job:
         keys = {**self._keys, "slurm": {**self._keys.get("slurm", {})}}
-        name = str(
-            keys["slurm"].get("job_name") or getattr(delayed.function, "__name__", type(delayed.function).__name__)
-        )
+        name = self._name_of(delayed)
         at_once = self.parameters.get("slurm_array_parallelism", count)
         if at_once < count:  # of one user's jobs with one name, one runs at a time
             others = keys["slurm"].get("dependency")

@@ -125,16 +125,7 @@ class RunHandle:
                             traceback=traceback, hint=f"slurmft explain {self._run.path}")  # fmt: skip
         if not self._run.call.exists():
             return None
-        path = result_of(self._run.result, rank)
-        try:
-            stored = read_bytes(path, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
-        except OSError as error:
-            hint = "a callable that ends its process, as sys.exit does, stores none"
-            raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
-        try:
-            return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
-        except (EOFError, pickle.UnpicklingError) as error:
-            raise StorageError(f"{path} is damaged: {error}") from error
+        return pickled(result_of(self._run.result, rank))
 
     def stop(self) -> str:
         """Ask the run to save and end; a waiting job is cancelled. Returns what was done, in words.
@@ -179,6 +170,23 @@ class RunHandle:
             raise StorageError(f"run {self._run.path.name} was not submitted with slurmft",
                                hint="its status tells how it is")  # fmt: skip
         return events[begins[-1] :]
+
+
+def pickled(path: Path) -> Any:
+    """What a callable has returned.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        stored = read_bytes(path, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
+    except OSError as error:
+        hint = "a callable that ends its process, as sys.exit does, stores none"
+        raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+    try:
+        return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise StorageError(f"{path} is damaged: {error}") from error
 
 
 def submit(
@@ -258,6 +266,17 @@ def settings_of_callable(overrides: Mapping[str, Any], *, each: bool = False) ->
         *(["--each"] if each else []),
     )  # fmt: skip
     return given.model_copy(update={"command": command})
+
+
+def settings_of_array(keys: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a sweep of which each trial calls what is in its folder (``slurmft.Executor``).
+
+    Raises:
+        UsageError: a key is unknown, or cannot be used.
+    """
+    signal = settings_of_callable({name: value for name, value in keys.items() if name != "trials"}).preemption.signal
+    command = [sys.executable, "-m", "slurmft.worker.call", "{trial_folder}/call.pkl", "--trial", signal]
+    return from_values({**_plain(keys), "command": command}, source="slurmft.submit", known_here=known_options)
 
 
 def _as_overrides(values: Mapping[str, Any], inside: str = "") -> Iterator[str]:

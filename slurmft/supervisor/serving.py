@@ -18,7 +18,7 @@ from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import RunConfig
-from slurmft.errors import SlurmError, StorageError
+from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.inference.coordinator import Roster
 from slurmft.inference.endpoint import (
     OWN_CONFIG,
@@ -304,8 +304,11 @@ class ServingStops(InferenceStops):
 
 # --- Jobs that lend nodes, for those that are lost and for those that the load needs ---
 
-BORROW_S, LEAST_LOAN_S = 10.0, 300.0
+BORROW_S, LEAST_LOAN_S, LEAST_PATIENT_LOAN_S = 10.0, 300.0, 60.0
 """How often it is looked after loans, and of the job's time what makes one worth it."""
+
+REFUSED_S = 60.0
+"""After a job that Slurm has refused, none is submitted."""
 
 FLUSH_S = 10.0
 BEGIN_S = 5.0
@@ -314,10 +317,17 @@ BEGIN_S = 5.0
 class Lenders:
     """Jobs that lend a node each to this endpoint. They are found by their name, so that none is ever forgotten: not
     those of a supervisor before this one, of the job before, or whose submission got no answer.
+
+    Args:
+        is_patient: a job may wait for its node as long as it has to.
+        spread: no two on one node.
     """
 
-    def __init__(self, config: RunConfig, start: Start, slurm: SlurmNotices) -> None:
+    def __init__(
+        self, config: RunConfig, start: Start, slurm: SlurmNotices, *, is_patient: bool = False, spread: bool = True
+    ) -> None:
         self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
+        self._is_patient, self._spread = is_patient, spread
         self.jobs: dict[str, JobRecord | None] = {}
         """Those that wait, or have a node; None for one that was submitted just now."""
 
@@ -350,7 +360,8 @@ class Lenders:
         """
         lent = {link.lender: link for link in links if link.lender in self.jobs and not link.leaving}
         given_back = await self.balance(
-            {job: is_used(link.node) for job, link in lent.items()}, {*nodes, *(link.host for link in links)},
+            {job: is_used(link.node) for job, link in lent.items()},
+            {*nodes, *(link.host for link in links if self._spread)},
             needed=needed, wanted=wanted, own=own, hoped=hoped,
         )  # fmt: skip
         return [lent[job] for job in given_back if job in lent]
@@ -368,11 +379,14 @@ class Lenders:
         now_s = time.monotonic()
         try:
             if now_s >= self._look_s and (self.jobs or needed > hoped or not self._is_known):
-                self._look_s = now_s + BORROW_S
+                self._look_s, was_known = now_s + BORROW_S, self._is_known
                 self.jobs = {each.job_id: each for each in await asyncio.to_thread(own_jobs.lenders, self._run)}
                 self._is_known = True
                 await self._begin_requeued()
-            self._since_s = {job: now_s if job in serving else self._since_s.get(job, now_s) for job in self.jobs}
+                if self.jobs and not was_known:  # left by another supervisor: their nodes were taken for our own
+                    return ()
+            fresh = {*serving} | {job for job, each in self.jobs.items() if self._is_patient and each and each.waiting}
+            self._since_s = {job: now_s if job in fresh else self._since_s.get(job, now_s) for job in self.jobs}
             loans = [Loan(job=job, since_s=since_s, has_node=job in serving, serves=serving.get(job, False))
                      for job, since_s in self._since_s.items()]  # fmt: skip
             then = lending(loans, needed=needed, wanted=wanted, own=own, hoped=hoped, now_s=now_s,
@@ -388,7 +402,9 @@ class Lenders:
                 await self._borrow(then.borrow, beside)
         except SlurmError as error:  # what was submitted without an answer is found before the next one
             self._problem = f"no other node: {error.what}"
-            self._look_s = self._again_s = now_s + BORROW_S
+            self._look_s = now_s + BORROW_S
+            # such as a limit on jobs, which is not to be tried all the time
+            self._again_s = now_s + (BORROW_S if isinstance(error, SlurmUnavailable) else REFUSED_S)
             return ()
         return then.give_back
 
@@ -402,7 +418,7 @@ class Lenders:
     async def _borrow(self, count: int, beside: Collection[str]) -> None:
         end = (await self._slurm.times()).end
         left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
-        if left_s < LEAST_LOAN_S:
+        if left_s < (LEAST_PATIENT_LOAN_S if self._is_patient else LEAST_LOAN_S):
             return
         name, options = own_jobs.lenders_name(self._run), {} if end is None else {"time": int(left_s / 60)}
         avoid = await asyncio.to_thread(avoided_nodes.for_submission, self._config, options, os.environ)

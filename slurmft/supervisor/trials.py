@@ -19,9 +19,10 @@ from msgspec.structs import replace as with_values
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, RunBusy, SlurmftError, StorageError, StorageUnavailable
 from slurmft.inference.coordinator import Coordinator
+from slurmft.inference.ledger import AnswersSoFar
 from slurmft.inference.requests import Batch, folder_of, load
 from slurmft.inference.trial_engine import EXIT_NODE
-from slurmft.inference.trials import Added, add, add_values, rows
+from slurmft.inference.trials import Added, Known, add, add_values, rows
 from slurmft.ipc.messages import ReplicaDied
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Verdict
 from slurmft.scheduler.nodes import expand
@@ -54,7 +55,9 @@ class SweepAttempt(InferenceAttempt):
         super().__init__(config, start, sender, crew)
         self._pilots: Lenders | None = None
         if isinstance(self._cluster, SlurmCluster) and config.size.maximum > config.nodes:
-            self._pilots = Lenders(config, start, self._slurm)
+            # of trials that have a job each, two jobs may share a node
+            self._shares = self._section.replicas_per_node == 1
+            self._pilots = Lenders(config, start, self._slurm, is_patient=True, spread=not self._shares)
         self._asking: asyncio.subprocess.Process | None = None
         self._is_complete = config.trials is None or config.trials.next is None
         self._failed = set[str]()
@@ -102,14 +105,15 @@ class SweepAttempt(InferenceAttempt):
         return True
 
     async def _count_failed(self) -> None:
-        """For status; of many trials seldom, as each look reads the index of all of them."""
+        """For status."""
         coordinator, told, pause_s = self._coordinator, None, COUNT_S
+        rows_of = _RowsOf(self._run.path)
         assert isinstance(coordinator, Coordinator)
         while True:
             await asyncio.sleep(pause_s)
             began_s, (ended, now) = time.monotonic(), coordinator.ledger.done_since(told)
             try:
-                found = await asyncio.to_thread(_rows_of, self._run.path, ended) if ended else []
+                found = await asyncio.to_thread(rows_of, ended) if ended else []
             except SlurmftError as error:
                 log.warning("failed trials cannot be counted, trying again: %s", error)
                 continue
@@ -140,7 +144,7 @@ class SweepAttempt(InferenceAttempt):
 
     async def _ask_for_trials(self, function: str) -> None:
         """Ask the user's function for trials, as long as there is room for them, until it has no more."""
-        coordinator, told = self._coordinator, None
+        coordinator, told, known, rows_of = self._coordinator, None, Known(self._run.path), _RowsOf(self._run.path)
         assert isinstance(coordinator, Coordinator)
         asking = self._asking = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "slurmft.inference.trial_call", "--next", function, stdin=asyncio.subprocess.PIPE,
@@ -153,7 +157,7 @@ class SweepAttempt(InferenceAttempt):
             while coordinator.requests.total - coordinator.requests.done >= room:
                 await asyncio.sleep(ASK_S)
             ended, told = coordinator.ledger.done_since(told)
-            found = await asyncio.to_thread(_rows_of, self._run.path, ended) if ended else []
+            found = await asyncio.to_thread(rows_of, ended) if ended else []
             asking.stdin.write(json.dumps(found).encode() + b"\n")
             if not (line := await asking.stdout.readline()):
                 raise LaunchError(f"its process ended with {await asking.wait()}; see the log of this job")
@@ -163,18 +167,18 @@ class SweepAttempt(InferenceAttempt):
             if answer["trials"] is None:
                 self._is_complete = True
                 return
-            added = await self._put(answer["trials"])
+            added = await self._put(answer["trials"], known)
             await self._grow()
             vain = 0 if added.new else vain + 1
             await asyncio.sleep(0 if added.new else ASK_S)
         raise LaunchError("it names only trials that it has named before")
 
-    async def _put(self, given: Any) -> Added:
+    async def _put(self, given: Any, known: Known) -> Added:
         values = [(json.dumps(one).encode(), "next") for one in (given if isinstance(given, list) else [given])]
 
         def put() -> Added:
             with self._run.lock():
-                return add_values(self._run.path, values)
+                return add_values(self._run.path, values, known)
 
         while True:
             try:
@@ -196,8 +200,9 @@ class SweepAttempt(InferenceAttempt):
             own = pilots.own(links)
             nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
             wanted = max(self._config.nodes, min(self._config.size.maximum, nodes))
+            taken = () if self._shares else expand(self._cluster.job.nodes)
             for link in await pilots.balance_agents(
-                links, {*expand(self._cluster.job.nodes), *self._cluster.lost},
+                links, {*taken, *self._cluster.lost},
                 lambda node: bool(requests.held(node)),
                 needed=wanted, wanted=wanted, own=own, hoped=max(own, self._config.nodes),
             ):  # fmt: skip
@@ -229,5 +234,11 @@ def _states_in(run_folder: Path) -> Counter[str]:
     return Counter(row["state"] for row in rows(run_folder))
 
 
-def _rows_of(run_folder: Path, numbers: Collection[int]) -> list[dict[str, Any]]:
-    return list(rows(run_folder, numbers))
+class _RowsOf:
+    """What has come of some trials, and then of others; used by one task."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder, self._so_far = run_folder, AnswersSoFar(folder_of(run_folder))
+
+    def __call__(self, numbers: Collection[int]) -> list[dict[str, Any]]:
+        return list(rows(self._run_folder, numbers, self._so_far))

@@ -1,4 +1,5 @@
-"""Runs the stored callable of ``slurmft.submit``: ``python -m slurmft.worker.call CALL RESULT [SIGNAL] [--each]``.
+"""Runs the stored callable of ``slurmft.submit``: ``python -m slurmft.worker.call CALL RESULT [SIGNAL] [--each]``; with
+``--trial`` in place of RESULT one call of an array of ``slurmft.Executor``, which is a trial of a sweep.
 
 The callable is code that the submitting user has chosen, as a script is; a file of any other user is refused. One with
 a method ``checkpoint``, as submitit's have, is asked at a stop for the call that goes on: it takes the place of CALL.
@@ -6,6 +7,7 @@ a method ``checkpoint``, as submitit's have, is asked at a stop for the call tha
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -20,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from slurmft.errors import StorageError, UsageError
-from slurmft.storage.run_folder import result_of
+from slurmft.storage.run_folder import RunFolder, result_of
 from slurmft.system.files import read_bytes, replace_atomically
 
 MAX_CALL_BYTES = 2 << 30
@@ -60,6 +62,23 @@ def run(call: Path, result: Path, *, rank: int, stop_signal: str = "SIGTERM", ea
         _store(result_of(result, rank), cloudpickle.dumps(value), "the result")
 
 
+def run_trial(call: Path, *, stop_signal: str) -> None:
+    """Call what ``call`` holds, in a world of one rank. Each try has a file of its own for what is returned, which the
+    trial's result names: of two tries that do not know of each other one counts.
+
+    Raises:
+        UsageError, StorageError: as for ``run``.
+    """
+    told = Path(os.environ["SLURMFT_TRIAL_RESULT"])
+    one = dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(one, MASTER_ADDR="127.0.0.1")
+    if (jobs := RunFolder(call.parents[2]).jobs()) and "SLURM_JOB_ID" in os.environ:
+        os.environ.update(SLURM_ARRAY_JOB_ID=jobs[0], SLURM_ARRAY_TASK_ID=call.parent.name)
+    result = told.with_suffix(".pkl")
+    run(call, result, rank=0, stop_signal=stop_signal)
+    _store(told, json.dumps({"pickle": result.name}), "the result's name")
+
+
 class _Checkpointing:
     """The handler of a stop: rank 0 stores the call to go on with and ends, as in submitit; then the others end.
 
@@ -95,7 +114,7 @@ class _Checkpointing:
         os._exit(128 + number)
 
 
-def _store(path: Path, data: bytes, what: str) -> None:
+def _store(path: Path, data: str | bytes, what: str) -> None:
     try:
         replace_atomically(path, data)
     except OSError as error:
@@ -103,8 +122,9 @@ def _store(path: Path, data: bytes, what: str) -> None:
 
 
 if __name__ == "__main__":
-    options = [each for each in sys.argv[3:] if each != "--each"]
-    run(
-        Path(sys.argv[1]), Path(sys.argv[2]), rank=int(os.environ.get("RANK", "0")), each="--each" in sys.argv[3:],
-        stop_signal=options[0] if options else "SIGTERM",
-    )  # fmt: skip
+    stop_signal = next((each for each in sys.argv[3:] if each != "--each"), "SIGTERM")
+    if sys.argv[2] == "--trial":
+        run_trial(Path(sys.argv[1]), stop_signal=stop_signal)
+    else:
+        rank = int(os.environ.get("RANK", "0"))
+        run(Path(sys.argv[1]), Path(sys.argv[2]), rank=rank, each="--each" in sys.argv[3:], stop_signal=stop_signal)

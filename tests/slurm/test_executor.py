@@ -6,6 +6,8 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,9 @@ def test_results_of_all_tasks_and_of_an_array(tmp_path: Path) -> None:
     executor.update_parameters(tasks_per_node=1)
     array = executor.map_array(add, [1, 2], [10, 20])
     assert [job.result() for job in array] == [11, 22]
-    assert array[1].paths.folder == tmp_path / "adds-4"
+    assert array[1].paths.folder == tmp_path / "adds-3" / "trials" / "1"
+    assert "this is task 0" in (array[1].stdout() or "")
+    assert pickle.loads(pickle.dumps(array[0])).results() == [11]
 
 
 def test_an_exception_is_told_as_by_submitit(tmp_path: Path) -> None:
@@ -66,6 +70,59 @@ def test_an_exception_is_told_as_by_submitit(tmp_path: Path) -> None:
     assert job.state == "FAILED"
     with pytest.raises(FailedJobError, match="ZeroDivisionError"):
         job.result()
+
+
+def test_of_an_array_one_call_raises_one_ends_its_process_one_is_cancelled_and_the_others_have_results(
+    tmp_path: Path,
+) -> None:
+    def work(what: str) -> Any:
+        match what:
+            case "raise":
+                raise ZeroDivisionError("of the user's own")
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "wait":
+                time.sleep(600)
+            case "lock":
+                return threading.Lock()
+        return what * 3
+
+    executor = executor_here(tmp_path)
+    cancelled, *others = executor.map_array(work, ["wait", "a", "raise", "exit", "kill", "b", "lock"])
+    assert [others[at].result() for at in (0, 4)] == ["aaa", "bbb"]
+    error = others[1].exception()
+    assert isinstance(error, FailedJobError) and "ZeroDivisionError: of the user's own" in str(error)
+    assert "exit code 3" in str(others[2].exception()) and "SIGKILL" in str(others[3].exception())
+    assert "cannot pickle" in str(others[5].exception())
+    eventually(lambda: cancelled.state == "RUNNING", 90, cancelled.run.logs)
+    cancelled.cancel()
+    with pytest.raises(UncompletedJobError, match="cancelled"):
+        cancelled.result()
+    states = [job.state for job in (cancelled, *others)]
+    assert states == ["CANCELLED", "COMPLETED", "FAILED", "FAILED", "FAILED", "COMPLETED", "FAILED"]
+    assert cancelled.run.wait(60) == 0
+
+
+def test_an_array_goes_on_where_checkpoint_says_and_ends_with_its_last_call(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    executor = executor_here(tmp_path, slurm_array_parallelism=2)
+    with executor.batch():
+        jobs = [executor.submit(Counting(folder), until) for folder, until in zip(folders, (200, 10**6), strict=True)]
+    run = RunFolder(jobs[0].run.folder)
+    eventually(lambda: min(map(counted, folders)) > 20, 90, jobs[0].run.logs)
+    assert jobs[0].run.requeue()
+    (count, began_at) = jobs[0].result()
+    assert count == 200 and len(began_at) == 2 and began_at[1] > 20
+    assert (folders[0] / "asked").read_text() == "0"
+    jobs[1].cancel()
+    with pytest.raises(UncompletedJobError):
+        jobs[1].result()
+    assert (folders[1] / "asked").read_text() == "00"
+    eventually(lambda: jobs[1].watch.look(run.path, force=True)[1], 60, jobs[0].run.logs)
 
 
 class Counting:
@@ -155,7 +212,8 @@ class Counting:
             pathlib.Path({str(folder)!r}, name).write_text(str(self.count))
             time.sleep(0.05)
         beside.unlink()
-        return began, self.count, int(os.environ["SLURM_NTASKS"]), os.environ["SLURM_JOB_ID"]
+        name = "_".join(os.environ[f"SLURM_ARRAY_{{part}}_ID"] for part in ("JOB", "TASK"))
+        return began, self.count, int(os.environ["SLURM_NTASKS"]), name
     def checkpoint(self, name, until):
         pathlib.Path({str(folder)!r}, "beside").unlink()
         return DelayedSubmission(self, name, until)
@@ -180,6 +238,62 @@ for job in jobs:
     assert (first[2], second[2]) == (first[3], second[3])
 
 
+PREEMPTED = """
+import collections, os, pathlib, subprocess, sys, time
+from submitit.helpers import DelayedSubmission
+from slurmft import Executor as AutoExecutor
+
+folder = pathlib.Path(sys.argv[1])
+
+class Counting:
+    def __init__(self):
+        self.count, self.places = 0, []
+    def __call__(self, name, until):
+        self.places = [*self.places, (os.environ["SLURM_JOB_ID"], os.environ["SLURMD_NODENAME"], self.count)]
+        while self.count < until:
+            self.count += 1
+            (folder / f"new-{name}").write_text(repr(self.places[-1]))
+            (folder / f"new-{name}").replace(folder / f"count-{name}")
+            time.sleep(0.05)
+        return name, self.count, self.places
+    def checkpoint(self, name, until):
+        return DelayedSubmission(self, name, until)
+
+def at(name):
+    path = folder / f"count-{name}"
+    return eval(path.read_text()) if path.exists() else None
+
+executor = AutoExecutor(folder=folder / "runs")
+executor.update_parameters(timeout_min=10, slurm_partition="low", cpus_per_task=8, slurm_array_parallelism=3)
+jobs = executor.map_array(Counting(), range(6), [200] * 6)
+own = jobs[0].job_id.partition("_")[0]
+while len({place[1] for name in range(6) if (place := at(name))}) < 3:
+    time.sleep(0.1)
+pilot = next(place for name in range(6) if (place := at(name)) and place[0] != own)
+subprocess.run(["sbatch", "-p", "high", "-w", pilot[1], "--exclusive", "-t", "1", "-o", "/dev/null",
+                "--wrap", "srun sleep 5"], check=True)
+for job in jobs:
+    name, count, places = job.result()
+    print("RESULT", name, count, len(places), places[-1][2], places[0][:2] == pilot[:2], places)
+print("STATES", *(job.state for job in jobs), len(jobs[0].run.status().jobs))
+"""
+
+
+@pytest.mark.slurm
+def test_a_call_of_an_array_goes_on_where_checkpoint_said_after_a_pilot_was_preempted(lab: Lab) -> None:
+    """Six calls in three jobs, and the node of one that lends it is taken away by a job with more priority."""
+    folder = Path(tempfile.mkdtemp(prefix="array-", dir=lab.home))
+    os.chown(folder, lab.uid, lab.gid)
+    done = lab.run([sys.executable, "-c", PREEMPTED, str(folder)], check=False, timeout=350)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = [line.split(maxsplit=6) for line in done.stdout.splitlines()]
+    results = [line[1:] for line in lines if line[0] == "RESULT"]
+    assert [each[:2] for each in results] == [[str(name), "200"] for name in range(6)]
+    again = [each for each in results if each[2] != "1"]
+    assert any(each[4] == "True" and int(each[3]) > 0 for each in again), done.stdout
+    assert ["STATES", *["COMPLETED"] * 6, "1"] == done.stdout.split("\n")[-2].split(), done.stdout
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -199,7 +313,7 @@ def test_parameters_that_cannot_be_used_are_refused_at_once(tmp_path: Path, give
 
 
 def test_an_array_is_submitted_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = executor_here(tmp_path)
+    executor = executor_here(tmp_path, tasks_per_node=2)
     made: list[Any] = []
     submit_one = executor._submit_one
 

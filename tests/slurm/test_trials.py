@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ with open(folder / "starts", "a") as stream:
     stream.write("s")
 while not (pathlib.Path(__file__).parent / f"go-{phase}").exists():
     time.sleep(0.05)
-time.sleep(0.1)
+time.sleep(float(sys.argv[3]))
 with open(folder / "ends", "a") as stream:
     stream.write("e")
 print(number ** 2)
@@ -91,7 +92,7 @@ class SweepRun(Run):
 
 @pytest.fixture
 def new_sweep(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewSweep:
-    def make(trials: dict[str, Any], **changes: Any) -> SweepRun:
+    def make(trials: dict[str, Any], *, seconds: float = 0.1, **changes: Any) -> SweepRun:
         name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
         name += "-again" * (getattr(request.node, "execution_count", 1) > 1)
         folder = lab.home / "sweeps" / name
@@ -104,8 +105,9 @@ def new_sweep(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewS
             (run.counted / command).write_text(COUNT.format(name=command, folder=run.counted))
             (run.counted / command).chmod(0o755)
         config = {
-            "run_folder": str(run.path), "command": ["python", str(folder / "trial.py"), "{x}", "{phase}"],
-            "trials": trials, "slurm": {"partition": "low", "time": "20", "cpus_per_task": 8},  # whole nodes
+            "run_folder": str(run.path), "trials": trials,
+            "command": ["python", str(folder / "trial.py"), "{x}", "{phase}", str(seconds)],
+            "slurm": {"partition": "low", "time": "20", "cpus_per_task": 8},  # whole nodes
             "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 15, "retry_delay_s": 0}, **changes,
         }  # fmt: skip
         run.config.write_text(yaml.safe_dump(config))
@@ -176,6 +178,34 @@ def test_every_result_once_while_pilots_agents_nodes_and_the_supervisors_job_go(
     assert asked["sbatch"] == 1 + len(noted), asked
     assert sum(asked.values()) <= seconds / 10 + 60, asked  # those at starts and ends of jobs, and of five faults
     print(f"{seconds:.0f} s, {again} tries again, {len(noted)} pilots, requests: {run.requests()}")
+
+
+def test_every_result_once_while_the_node_of_a_pilot_is_cut_off_and_comes_back(lab: Lab, new_sweep: NewSweep) -> None:
+    """Its trials begin again elsewhere, while it runs them on until its lease is over."""
+    cut_off_s, jobs, given = 35.0, 3, [{"x": x, "phase": x // PHASE} for x in range(2 * PHASE)]
+    times = {"agent_timeout_s": 3, "supervisor_lease_s": 10}
+    run = new_sweep({"list": given, "per_node": 2, "max_jobs": jobs}, seconds=1, fault_tolerance=times)
+    run.go(0)
+    job = run.submit()
+    own = run.wait_for("attempt started").details["host"]
+    pilot = sorted(run.wait_for_nodes(beside={own}, count=jobs - 1))[0]
+    run.wait_for_step(4)
+    lab.partition(pilot)
+    healed_s = time.monotonic() + cut_off_s
+    try:
+        run.wait_for("agent lost")
+        eventually(lambda: time.monotonic() > healed_s, cut_off_s, "the time is up")
+    finally:
+        lab.heal(pilot)
+    run.go(1)
+    run.wait_until_done()
+    found = run.rows()
+    assert [(row["state"], row["result"]) for row in found] == [("done", x**2) for x in range(2 * PHASE)], run.story()
+    starts = [len((Path(row["folder"]) / "starts").read_text()) for row in found]
+    assert sum(starts) - len(starts) <= 2 * jobs, starts
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    eventually(lambda: not run.nodes(), 30, run.story)
 
 
 def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submission_goes_on(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.ledger import Ledger, Output, answered, open_ledger, segments_of, write_output
+from slurmft.inference import ledger as module
+from slurmft.inference.ledger import AnswersSoFar, Ledger, Output, answered, open_ledger, segments_of, write_output
 from slurmft.inference.requests import Batch, answers_in, prepare, runs_of
 from slurmft.storage.segments import SegmentWriter, line_of, parse, read
 
@@ -56,6 +57,75 @@ def test_what_is_committed_counts_and_is_read_back(tmp_path):
     again = open_as(batch, 2)
     assert again.done.nonzero()[0].tolist() == [1, 2, 3]
     assert answered(batch.folder, TOTAL) == 3
+
+
+def told(so_far: AnswersSoFar) -> dict[int, str]:
+    """The texts of what counts."""
+    batch = so_far.look()
+    assert batch is not None
+    found = enumerate(so_far.answers(range(batch.total)))
+    return {number: each["response"]["body"]["text"] for number, each in found if each is not None}
+
+
+def test_a_look_from_outside_reads_only_what_is_new(tmp_path, monkeypatch):
+    batch = batch_of(tmp_path)
+    so_far, ledger = AnswersSoFar(batch.folder), open_as(batch, 1)
+    writer = segment(batch, "g000001-n0-r0-1-1.jsonl")
+    seen = []
+
+    def counting(path, start=0, end=None):
+        for each in read(path, start, end):
+            seen.append(each.start)
+            yield each
+
+    for number in range(TOTAL):
+        writer.append([record(number)])
+        ledger.commit([(writer.path.name, writer.end, [[number, number + 1]])])
+        if number == 1:  # the first look reads all
+            assert told(so_far) == {0: "answer 0", 1: "answer 1"}
+            monkeypatch.setattr(module, "read", counting)
+    assert len(told(so_far)) == TOTAL and len(seen) == 2 * (TOTAL - 2), "an entry, and an answer, for each"
+    assert told(so_far) == {number: f"answer {number}" for number in range(TOTAL)}
+    assert len(seen) == 2 * (TOTAL - 2)
+
+
+def test_a_look_from_outside_follows_another_supervisor_and_a_commit_that_is_written_over(tmp_path):
+    batch = batch_of(tmp_path)
+    so_far, first = AnswersSoFar(batch.folder), open_as(batch, 1)
+    writer = segment(batch, "g000001-n0-r0-1-1.jsonl", 0, 1)
+    first.commit([(writer.path.name, writer.end, [[0, 2]])])
+    assert set(told(so_far)) == {0, 1}
+    path = batch.folder / "ledger-000001.jsonl"
+    with path.open("ab") as stream:
+        stream.write(b'12345678 {"segment": "half of a commit')
+    assert set(told(so_far)) == {0, 1}
+    writer.append([record(2)])
+    first.commit([(writer.path.name, writer.end, [[2, 3]])])
+    assert set(told(so_far)) == {0, 1, 2}
+    second = open_as(batch, 2)
+    late = segment(batch, "g000001-n1-r0-1-1.jsonl", 3, text="of a supervisor that is superseded")
+    first.commit([(late.path.name, late.end, [[3, 4]])])
+    assert set(told(so_far)) == {0, 1, 2}
+    new = segment(batch, "g000002-n0-r0-1-1.jsonl", 3)
+    second.commit([(new.path.name, new.end, [[3, 4]])])
+    assert told(so_far)[3] == "answer 3"
+
+
+def test_an_answer_that_was_counted_too_soon_is_taken_back(tmp_path):
+    """The newest ledger that was seen belonged to a supervisor that another one had fenced already."""
+    batch = batch_of(tmp_path)
+    so_far, first = AnswersSoFar(batch.folder), open_as(batch, 1)
+    second = open_as(batch, 2)
+    late = segment(batch, "g000001-n1-r0-1-1.jsonl", 3, text="too late")
+    hidden = batch.folder / "hidden"
+    (batch.folder / "ledger-000002.jsonl").rename(hidden)  # as on a file system that shows it later
+    first.commit([(late.path.name, late.end, [[3, 4]])])
+    assert told(so_far) == {3: "too late"}
+    hidden.rename(batch.folder / "ledger-000002.jsonl")
+    assert told(so_far) == {}
+    new = segment(batch, "g000002-n0-r0-1-1.jsonl", 3)
+    second.commit([(new.path.name, new.end, [[3, 4]])])
+    assert told(so_far) == {3: "answer 3"}
 
 
 def test_what_was_written_but_not_reported_is_found_at_the_next_start_without_a_torn_end(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Coroutine
@@ -18,10 +19,12 @@ from waiting import until, until_async
 from slurmft.config.run import RunConfig, from_values
 from slurmft.config.trials import TrialsConfig
 from slurmft.errors import ConfigError
+from slurmft.inference.ledger import open_ledger, segments_of
 from slurmft.inference.requests import Requests, extend, folder_of, load, records_of
 from slurmft.inference.trial_engine import EXIT_NODE, Stopped, TrialEngine
-from slurmft.inference.trials import add, folder_of_trial, name_of, rows
+from slurmft.inference.trials import Known, add, add_values, cancel, folder_of_trial, name_of, retry_failed, rows
 from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
+from slurmft.storage.segments import SegmentWriter
 
 BAD_NODE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
@@ -111,6 +114,32 @@ def test_only_what_is_new_is_added_and_an_append_that_was_cut_off_leaves_nothing
     after = load(folder)
     assert before is not None and after is not None and before.digest == after.digest
     assert [row["state"] for row in rows(tmp_path)] == ["open"] * 6
+
+
+def test_trials_that_are_added_one_by_one_are_read_once_each(tmp_path: Path) -> None:
+    known = Known(tmp_path)
+    for number in range(5):
+        add_values(tmp_path, [({"x": number}, "next")], known)
+        add_values(tmp_path, [({"x": -number - 1}, "another process")])
+    assert [each["body"]["x"] for each in records_of(folder_of(tmp_path), 7)] == [-4, 4, -5]
+    assert not list(records_of(folder_of(tmp_path), 10))
+    assert known.look().numbers == {f"x={x}": at for at, x in enumerate([0, -1, 1, -2, 2, -3, 3, -4, 4, -5])}
+    with pytest.raises(ConfigError, match="other parameters"):
+        add_values(tmp_path, [({"custom_id": "x=-5", "x": 1}, "next")], known)
+
+
+def test_what_has_failed_is_tried_again_and_not_what_was_cancelled(tmp_path: Path) -> None:
+    add(tmp_path, TrialsConfig(grid={"x": (1, 2, 3)}))
+    batch = load(folder_of(tmp_path))
+    assert batch is not None
+    ledger = open_ledger(batch, 1)
+    segment = SegmentWriter(segments_of(batch.folder) / "g000001-n0-r0-1-1.jsonl", {"generation": 1})
+    segment.append({"index": number, "error": {"code": "trial_failed", "message": "why"}} for number in range(3))
+    ledger.commit([(segment.path.name, segment.end, [[0, 3]])])
+    folder_of_trial(tmp_path, "x=2").mkdir(parents=True)
+    cancel(tmp_path, "x=2")
+    assert (retry_failed(tmp_path).new, retry_failed(tmp_path).new) == (2, 0), "once"
+    assert [row["state"] for row in rows(tmp_path)] == ["open", "failed", "open"]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +271,47 @@ def test_at_a_stop_a_trial_with_a_handler_saves_and_goes_on_elsewhere(tmp_path: 
             await _answer(engine)  # nothing begins during a stop
         [answer] = await _answer(engine_in(tmp_path, script))
         assert answer["response"]["body"]["result"] == "went on"
+
+    run_alone(run())
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_trial_that_is_cancelled_may_save_and_is_not_run_again(tmp_path: Path, handles: bool) -> None:
+    script = ("import os, signal, sys, time\nos.chdir(os.environ['SLURMFT_TRIAL_FOLDER'])\n"
+              + "def save(*_):\n    open('saved', 'w').close(); sys.exit(1)\nsignal.signal(15, save)\n" * handles
+              + "open('ready', 'w').close(); time.sleep(600)")  # fmt: skip
+
+    async def run() -> None:
+        engine, folder = engine_in(tmp_path, script, retries=3), folder_of_trial(tmp_path / "run", "t")
+        await engine.start()
+        task = asyncio.create_task(_answer(engine))
+        await until_async((folder / "ready").exists)
+        cancel(tmp_path / "run", "t")
+        assert (await task)[0]["error"]["code"] == "cancelled"
+        assert (folder / "saved").exists() == handles
+        (folder / "ready").unlink()
+        assert (await _answer(engine))[0]["error"]["code"] == "cancelled"
+        assert not (folder / "ready").exists()
+
+    run_alone(run())
+
+
+def test_a_save_at_a_signal_to_the_whole_job_is_no_failure_though_the_stop_comes_later(tmp_path: Path) -> None:
+    script = ("import os, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(143))\n"
+              "open(os.environ['SLURMFT_TRIAL_FOLDER'] + '/ready', 'w').close(); time.sleep(600)")  # fmt: skip
+
+    async def run() -> None:
+        engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
+        await engine.start()
+        task = asyncio.create_task(_answer(engine))
+        await until_async((folder / "ready").exists)
+        trial = psutil.Process().children()[0]
+        os.kill(os.getpid(), signal.SIGTERM)
+        trial.terminate()
+        await until_async(lambda: not trial.is_running() or trial.status() == psutil.STATUS_ZOMBIE)
+        engine.stop()
+        with pytest.raises(Stopped):
+            await task
 
     run_alone(run())
 

@@ -13,7 +13,9 @@ import pytest
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from slurmft import Executor, UsageError
+from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
+from slurmft.inference.trials import add
 from slurmft.operations import executor as module
 from slurmft.operations.executor import Job, _keys_of, _Watch
 from slurmft.operations.run_handle import RunHandle
@@ -147,7 +149,7 @@ def test_a_batch_is_submitted_by_the_first_use_of_a_job(
 def test_an_array_is_taken_back_for_an_argument_that_cannot_be_pickled(
     views: Views, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = Executor(tmp_path, cluster="local")
+    executor = Executor(tmp_path, cluster="local", tasks_per_node=2)
     cancelled: list[str] = []
     monkeypatch.setattr(Job, "cancel", lambda self, check=True: cancelled.append(self.job_id))
     submit_one = executor._submit_one
@@ -160,10 +162,15 @@ def test_an_array_is_taken_back_for_an_argument_that_cannot_be_pickled(
         executor.map_array(print, [1, threading.Lock()])
     assert cancelled == ["first"]
     assert list(tmp_path.iterdir()) == []
+    executor.update_parameters(tasks_per_node=1)  # a sweep
+    with pytest.raises(TypeError, match="pickle"):
+        executor.map_array(print, [1, threading.Lock()])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_array_that_waits_for_another_job_still_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = Executor(tmp_path, cluster="local", slurm_array_parallelism=1, slurm_dependency="afterok:7")
+    executor = Executor(tmp_path, cluster="local", slurm_array_parallelism=1, slurm_dependency="afterok:7",
+                        checkpoint={"keep_last_n": 3})  # fmt: skip
     asked: list[dict[str, Any]] = []
 
     def refuse(*_: Any, keys: dict[str, Any], **__: Any) -> None:
@@ -176,6 +183,35 @@ def test_an_array_that_waits_for_another_job_still_does(tmp_path: Path, monkeypa
         executor.map_array(print, [1, 2])
     assert asked[0]["slurm"]["dependency"] == "afterok:7,singleton"
     assert executor.cluster == "local"
+
+
+def test_an_array_is_one_sweep_of_so_many_jobs_as_may_run_at_a_time(
+    views: Views, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RunConfig] = []
+
+    def submit(settings: RunConfig, **_: Any) -> Any:
+        asked.append(settings)
+        add(settings.run_folder, settings.trials)
+        return SimpleNamespace(made=SimpleNamespace(job="7", where="slurm"))
+
+    monkeypatch.setattr(module, "submit_trials", submit)
+    executor = Executor(tmp_path, cluster="slurm", slurm_array_parallelism=4, timeout_min=60, name="many")
+    with executor.batch():
+        jobs = [executor.submit(print, number, sep="-") for number in range(1000)]
+    assert [job.job_id for job in jobs] == [f"7_{number}" for number in range(1000)]
+    [settings] = asked
+    assert settings.trials is not None and (settings.trials.max_jobs, settings.trials.per_node) == (4, 1)
+    assert settings.slurm.time == "60"
+    assert jobs[17].submission().args == (17,)
+    assert not any(job.done() for job in jobs) and jobs[0].state == "PENDING"
+    assert views.asked == [1], "one run, and one question"
+    jobs[3].cancel()
+    assert jobs[3].done()
+    assert "cancelled" in str(jobs[3].exception())
+    executor = Executor(tmp_path, cluster="slurm")
+    executor.map_array(print, range(300))
+    assert asked[1].trials is not None and asked[1].trials.max_jobs == 256
 
 
 @pytest.mark.parametrize(

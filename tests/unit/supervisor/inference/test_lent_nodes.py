@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmft.config.run import validate
-from slurmft.errors import SlurmUnavailable
+from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.serving import LOAN_WAIT_S
 from slurmft.scheduler import own_jobs
@@ -34,6 +34,7 @@ class Queue:
     is_away = False
     answers_sbatch = True
     takes_journal = True
+    most = 1000
     now_s = 1000.0
 
     def lenders(self, _run: RunFolder) -> list[JobRecord]:
@@ -47,6 +48,8 @@ class Queue:
     def submit(self, argv: list[str]) -> str:
         self._answer()
         assert self.journal[-1][0] in (EventName.BORROWING, EventName.JOINING), "it is noted before it is submitted"
+        if len(self.jobs) >= self.most:
+            raise SlurmError("AssocMaxSubmitJobLimit")
         self.submitted.append(argv)
         job = str(100 + len(self.submitted))
         self.jobs[job] = "PENDING"
@@ -90,7 +93,7 @@ def start(tmp_path: Path, queue: Queue) -> Any:
     return SimpleNamespace(run=run, journal=queue, candidate=False, generation=1)
 
 
-def lenders_of(start: Any, *, end: float | None = None) -> Lenders:
+def lenders_of(start: Any, *, end: float | None = None, **how: bool) -> Lenders:
     config = validate({"run_folder": str(start.run.path), "nodes": 1, "elastic": {"max_nodes": 4},
                        "inference": {"engine": {"command": ["e", "{port}"]}, "serving": {"replicas": {"min": 0}}}},
                       source="here")  # fmt: skip
@@ -99,7 +102,7 @@ def lenders_of(start: Any, *, end: float | None = None) -> Lenders:
         return SimpleNamespace(end=end)
 
     slurm: Any = SimpleNamespace(times=times, terms=SimpleNamespace(clock=SimpleNamespace(at=lambda at_s: at_s)))
-    return Lenders(config, start, slurm)
+    return Lenders(config, start, slurm, **how)
 
 
 def balance(lenders: Lenders, nodes: int, serving: dict[str, bool] | None = None) -> tuple[str, ...]:
@@ -127,8 +130,14 @@ def test_nodes_are_borrowed_one_job_each_and_given_back_when_nothing_is_on_them(
 def test_a_supervisor_that_follows_a_killed_one_finds_what_waits_and_cancels_it(start: Any, queue: Queue) -> None:
     balance(lenders_of(start), 3)
     following = lenders_of(start)
-    assert balance(following, 3) == () and len(queue.submitted) == 2, "it has the two that it needs"
-    assert set(balance(lenders_of(start), 1)) == {"101", "102"} and queue.jobs == {}
+    link: Any = SimpleNamespace(lender="101", leaving=False, node=1, host="n2")
+    own = following.own([link])  # it does not know yet that the node is lent
+    assert asyncio.run(following.balance({}, {"n1"}, needed=3, wanted=3, own=own + 1, hoped=1)) == ()
+    assert following.own([link]) == 0 and [*queue.jobs] == ["101", "102"], "it has the two that it needs"
+    assert balance(following, 3) == () and len(queue.submitted) == 2
+    last = lenders_of(start)
+    balance(last, 1)
+    assert set(balance(last, 1)) == {"101", "102"} and queue.jobs == {}
 
 
 def test_a_submission_without_an_answer_is_not_made_twice(start: Any, queue: Queue) -> None:
@@ -173,6 +182,48 @@ def test_a_job_that_the_queue_never_starts_is_given_up_for_a_while(start: Any, q
     queue.now_s += serving.LOAN_PAUSE_S
     balance(lenders, 2)
     assert len(queue.submitted) == 2
+
+
+def test_a_patient_one_waits_in_the_queue_and_is_given_up_when_its_node_is_no_use(start: Any, queue: Queue) -> None:
+    lenders = lenders_of(start, is_patient=True)
+    balance(lenders, 2)
+    for _ in range(5):
+        queue.now_s += LOAN_WAIT_S
+        balance(lenders, 2)
+    assert [*queue.jobs] == ["101"] and len(queue.submitted) == 1
+    queue.jobs["101"] = "RUNNING"
+    balance(lenders, 2)
+    queue.now_s += LOAN_WAIT_S + 1
+    balance(lenders, 2)
+    assert queue.jobs == {}
+    balance(lenders_of(start, is_patient=True, end=queue.now_s + 120), 2)
+    assert len(queue.submitted) == 2
+
+
+def test_where_slurm_takes_no_more_jobs_those_that_there_are_do(start: Any, queue: Queue) -> None:
+    lenders, queue.most = lenders_of(start), 2
+    balance(lenders, 5)
+    assert [*queue.jobs] == ["101", "102"] and "AssocMaxSubmitJobLimit" in lenders.state
+    refused = 0
+    for _ in range(60):
+        queue.now_s += 1
+        balance(lenders, 5)
+        refused += queue.names().count(EventName.BORROWING) - 1
+        queue.journal = queue.journal[:1]
+    assert refused <= 1, "not tried all the time"
+    queue.now_s, queue.most = queue.now_s + 60, 10
+    balance(lenders, 5)
+    assert len(queue.jobs) == 4
+
+
+def test_those_that_need_not_be_spread_avoid_only_nodes_that_are_no_use(start: Any, queue: Queue) -> None:
+    link: Any = SimpleNamespace(lender="", leaving=False, node=0, host="n7")
+    for spread, avoided in ((True, "bad,lost,n7"), (False, "bad,lost")):
+        lenders = lenders_of(start, spread=spread)
+        asyncio.run(lenders.balance_agents([link], {"lost"}, bool, needed=9, wanted=9, own=1, hoped=1))
+        excluded = next(word for word in queue.submitted[-1] if word.startswith("--exclude="))
+        assert sorted(excluded.removeprefix("--exclude=").split(",")) == avoided.split(",")
+        queue.jobs.clear()
 
 
 @pytest.mark.parametrize(("generation", "left"), [(1, []), (2, ["101"])], ids=["its own", "another owner's"])
