@@ -51,6 +51,7 @@ from slurmft.system.files import read_bytes, replace_atomically
 
 if TYPE_CHECKING:
     from slurmft.supervisor.inference import InferenceAttempt
+    from slurmft.supervisor.roles import RolesAttempt
     from slurmft.supervisor.serving import ServingAttempt
 
 # --- The attempts of one start of a job, one after the other, with one crew of agents ---
@@ -60,12 +61,16 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt]:
+def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt | RolesAttempt]:
     """Imported when it is needed: with numpy, inference would take a third of the time that a supervisor starts in."""
     if config.launcher == "ray" and config.inference is None:
         from slurmft.supervisor.attempt import RayAttempt
 
         return RayAttempt
+    if config.roles:
+        from slurmft.supervisor.roles import RolesAttempt
+
+        return RolesAttempt
     if config.inference is None:
         return AttemptRunner
     from slurmft.supervisor.inference import InferenceAttempt
