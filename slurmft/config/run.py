@@ -474,16 +474,17 @@ def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mappin
     if ends_run not in (None, True, False) or not str(nodes).isdecimal():
         raise ConfigError(f"{source}: ends_run is true or false, and nodes a number")
     if (engine := own.pop("engine", None)) is not None:
-        replicas, places = int(own.pop("replicas", 0)), max(1, int(nodes))
-        if replicas % places:
-            raise ConfigError(f"{source}.replicas: {replicas} is no multiple of its nodes ({places})")
+        wanted, places = str(own.pop("replicas", 0)), max(1, int(nodes))
+        replicas = int(wanted) if wanted.isdecimal() else -1
+        if replicas < 0 or replicas % places:
+            raise ConfigError(f"{source}.replicas: {wanted} is no multiple of its nodes ({places})")
         own["inference"] = {"engine": engine, "serving": own.pop("serving", {}),
                             **({"replicas_per_node": replicas // places} if replicas else {})}  # fmt: skip
     for key, value in given.items():
         own[key] = {**value, **own.get(key, {})} if isinstance(value, dict) else own.get(key, value)
     own["preemption"] = {
         **config.preemption.model_dump(mode="json", exclude_unset=True), **own.get("preemption", {}),
-        "continue_by": "nothing",
+        "continue_by": "job",
     }  # fmt: skip
     own |= {"run_folder": str(config.run_folder / "roles" / name), "nodes": max(1, int(nodes))}
     child = from_values(own, source=source, known_here=lambda options: options)

@@ -247,7 +247,7 @@ def _train(
         if start is None:
             return 0
         if isinstance(start, Superfluous):
-            return _end_superfluous(start, cluster, run, thread)
+            return _end_superfluous(config, start, cluster, run, thread)
         companion.see_to_it()
         if (code := attempts.run(start)) is not None:
             return code
@@ -464,14 +464,17 @@ def _reached(history: Sequence[Event], before: Mapping[str, Any]) -> int:
     return max((step for step in told if type(step) is int), default=0)
 
 
-def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread: FolderThread) -> int:
+def _end_superfluous(
+    config: RunConfig, over: Superfluous, cluster: Cluster, run: RunFolder, thread: FolderThread
+) -> int:  # fmt: skip
     """End a start that Slurm has made at an end of the run, without training; the same exit code as then."""
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     log.warning("nothing is trained: %s (attempt %s)", over.reason, over.earlier)
     journal.append(EventName.SUPERFLUOUS_START, reason=over.reason, earlier=over.earlier)
     journal.flush(FLUSH_S)
-    keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
-    journal.flush(FLUSH_S)
+    if config.preemption.continue_by != "job":
+        keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
+        journal.flush(FLUSH_S)
     return over.exit_code
 
 

@@ -108,6 +108,7 @@ def test_each_part_is_killed_alone_and_the_weights_are_those_of_the_calm_run(tmp
     assert len(run.events("attempt started")) == 1, run.story()
 
 
+@pytest.mark.soak
 def test_a_preemption_saves_all_roles_and_they_go_on(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "preempted")
     run.submit()
@@ -120,6 +121,7 @@ def test_a_preemption_saves_all_roles_and_they_go_on(tmp_path: Path, calm: str) 
     assert run.role("trainer").digest() == calm
 
 
+@pytest.mark.soak
 def test_a_stop_ends_all_roles_and_a_second_submission_goes_on(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "stopped")
     run.submit()
