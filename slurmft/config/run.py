@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -65,6 +66,9 @@ MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
 """More than any cluster has; on one machine a slip of the finger would start a million processes."""
 
 log = logging.getLogger(__name__)
+
+RoleName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+"""A folder, and part of a variable's name."""
 
 Own = TypeVar("Own", bound=BaseModel)
 """A section that has a file of its own."""
@@ -130,6 +134,10 @@ class RunConfig(_Section):
     trials: TrialsConfig | None = None
     """Run ``command`` once for each trial of a sweep instead of training; ``slurmft trials`` submits it."""
 
+    roles: dict[RoleName, dict[str, Any]] = Field(default_factory=dict)
+    """Several parts in one job, each a run of its own on its own nodes: ``{trainer: {command: ...}, rollout: {engine:
+    ...}}``. A role has the keys of a configuration, and ``needs`` and ``ends_run``. See docs/how-to/roles.md."""
+
     ignore_nonlead_status: bool = False
     """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
     restarts all."""
@@ -164,6 +172,10 @@ class RunConfig(_Section):
                 raise ValueError("trials: a run with a section inference has none; remove one of the two")
             if bool(self.command) == bool(self.trials.callable):
                 raise ValueError("trials: give one of command and trials.callable, which runs once for each trial")
+            return self
+        if self.roles:
+            if self.command or self.inference is not None:
+                raise ValueError("roles: a run with roles has no command or inference of its own")
             return self
         if self.inference is None and not self.command:
             raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
@@ -270,7 +282,7 @@ class RunConfig(_Section):
 
     def as_yaml(self) -> str:
         """The settings as a file that ``load`` reads back to an equal value."""
-        follows = {"inference"} if self.trials is not None else None  # from the section trials
+        follows = {"inference"} if self.trials is not None else {"nodes"} if self.roles else None  # from these sections
         return config_base.written(self.model_dump(mode="json", exclude_none=True, exclude=follows))
 
 
@@ -303,7 +315,8 @@ def from_values(
     for override in overrides:
         _apply(raw, override)
     source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
-    config = _with_trials(_absolute(validate(raw, source=source, known_here=known_here), source=source))
+    config = _absolute(validate(raw, source=source, known_here=known_here), source=source)
+    config = _with_roles(_with_trials(config))
     if problem := sync_problem_of(config.sync, str(config.run_folder), ()):
         raise ConfigError(f"{source}: {problem}")
     try:
@@ -394,6 +407,100 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
     if problems:
         raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="every key: slurmft examples reference.yaml")
     return config
+
+
+# --- roles ---
+
+SHARED = ("environment", "working_directory", "container", "fault_tolerance", "nccl", "oom", "notices", "exclusions",
+          "straggler_detection", "notify")  # fmt: skip
+"""Keys of a run with roles that are those of each role as well, where that says nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """One part of a job."""
+
+    name: str
+    config: RunConfig
+    nodes: int
+    """Nodes of its own; 0: it is on the first node of the job, beside another one."""
+
+    needs: tuple[str, ...]
+    """Roles that must be ready before it begins."""
+
+    ends_run: bool
+    """The run ends when it, and all others that have this, have finished."""
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether it answers requests until it is stopped."""
+        return self.config.inference is not None and self.config.inference.serving is not None
+
+
+def roles_of(config: RunConfig) -> list[Role]:
+    """The roles of a run, in the order of their names, in which they get nodes.
+
+    Raises:
+        ConfigError: one of them is no configuration, or needs what there is not.
+    """
+    given = config.model_dump(mode="json", exclude_unset=True, include=set(SHARED))
+    roles = [_role(config, name, values, given) for name, values in sorted(config.roles.items())]
+    if roles and not any(role.ends_run for role in roles):
+        raise ConfigError(f"{config.name}: roles: all of them are endpoints, so that the run would never end",
+                          hint="give one a command, or submit an endpoint without roles")  # fmt: skip
+    names, ready = {role.name for role in roles}, set[str]()
+    for role in roles:
+        if unknown := set(role.needs) - names:
+            raise ConfigError(f"{config.name}: roles.{role.name}.needs: there is no role {', '.join(sorted(unknown))}")
+    while waiting := [role for role in roles if role.name not in ready]:
+        able = {role.name for role in waiting if set(role.needs) <= ready}
+        if not able:
+            circle = ", ".join(role.name for role in waiting)
+            raise ConfigError(f"{config.name}: roles: {circle} wait for each other (needs), and none would begin")
+        ready |= able
+    return roles
+
+
+def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Role:
+    source = f"roles.{name}"
+    own = dict(values)
+    needs, ends_run, nodes = own.pop("needs", []), own.pop("ends_run", None), own.pop("nodes", 1)
+    if refused := {"run_folder", "slurm", "roles", "trials", "elastic", "spare_nodes"} & set(own):
+        raise ConfigError(
+            f"{source}.{min(refused)}: not of a role: it belongs to the whole job, or to a run of its own"
+        )
+    if not isinstance(needs, list) or not all(isinstance(each, str) for each in needs):
+        raise ConfigError(f"{source}.needs: a list of names of roles")
+    if ends_run not in (None, True, False) or not str(nodes).isdecimal():
+        raise ConfigError(f"{source}: ends_run is true or false, and nodes a number")
+    if (engine := own.pop("engine", None)) is not None:
+        wanted, places = str(own.pop("replicas", 0)), max(1, int(nodes))
+        replicas = int(wanted) if wanted.isdecimal() else -1
+        if replicas < 0 or replicas % places:
+            raise ConfigError(f"{source}.replicas: {wanted} is no multiple of its nodes ({places})")
+        own["inference"] = {"engine": engine, "serving": own.pop("serving", {}),
+                            **({"replicas_per_node": replicas // places} if replicas else {})}  # fmt: skip
+    for key, value in given.items():
+        own[key] = {**value, **own.get(key, {})} if isinstance(value, dict) else own.get(key, value)
+    own["preemption"] = {
+        **config.preemption.model_dump(mode="json", exclude_unset=True), **own.get("preemption", {}),
+        "continue_by": "job",
+    }  # fmt: skip
+    own |= {"run_folder": str(config.run_folder / "roles" / name), "nodes": max(1, int(nodes))}
+    child = from_values(own, source=source, known_here=lambda options: options)
+    is_endpoint = child.inference is not None and child.inference.serving is not None
+    return Role(name=name, config=child, nodes=int(nodes), needs=tuple(needs),
+                ends_run=not is_endpoint if ends_run is None else bool(ends_run))  # fmt: skip
+
+
+def _with_roles(config: RunConfig) -> RunConfig:
+    """A run on as many nodes as its roles have together."""
+    if not config.roles:
+        return config
+    nodes = max(1, sum(role.nodes for role in roles_of(config)))
+    if "nodes" in config.model_fields_set and config.nodes != nodes:
+        raise ConfigError(f"{config.name}: nodes ({config.nodes}) is not the sum of its roles' ({nodes}); leave it out")
+    return config.model_copy(update={"nodes": nodes})
 
 
 def _text_of(path: Path) -> str:

@@ -861,8 +861,9 @@ class PreemptionConfig(Section):
     signal_lead_s: Count = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which Slurm sends the signal; up to 30 s earlier."""
 
-    continue_by: Literal["auto", "requeue", "resubmit", "nothing"] = "auto"
-    """How the run continues: requeue this job, submit a successor, or only say how. auto: requeue, else resubmit."""
+    continue_by: Literal["auto", "requeue", "resubmit", "nothing", "job"] = "auto"
+    """How the run continues: requeue this job, submit a successor, or only say how. auto: requeue, else resubmit. job:
+    the run is a role of a job (``roles``), which sees to that for all of them."""
 
     requeue_delay_s: Count = Field(default=2, ge=1, le=600)
     """Begin time of a requeued job, seconds from now. It must lie after the end of the job's processes and epilog:

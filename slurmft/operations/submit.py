@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, roles_of
 from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.policy.job_identity import OwnJob
@@ -160,7 +160,12 @@ def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsR
 def _with_a_command_that_works(settings: RunConfig, *, unchecked: bool) -> RunConfig:
     if not unchecked:
         refuse_unusable_command(settings, os.environ)
-    return with_the_shells_python(settings, os.environ)
+    roles = dict(settings.roles)
+    for role in roles_of(settings):
+        config = _with_a_command_that_works(role.config, unchecked=unchecked)
+        if config.command:
+            roles[role.name] = {**roles[role.name], "command": list(config.command)}
+    return with_the_shells_python(settings.model_copy(update={"roles": roles}), os.environ)
 
 
 def _considered(

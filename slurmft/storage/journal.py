@@ -155,6 +155,10 @@ class EventName(StrEnum):
     EXCLUSIONS_REFUSED = "exclusions refused"
     EXCLUSIONS_DROPPED = "exclusions dropped"
 
+    # roles
+    ROLE_STARTED = "role started"
+    ROLE_ENDED = "role ended"
+
     # inference
     REQUESTS_OPENED = "requests opened"
     NODE_ANSWERS = "node answers"

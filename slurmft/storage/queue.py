@@ -49,6 +49,9 @@ PATIENCE_S = 600.0
 """So long a full or silent filesystem is waited for."""
 
 POLL_S = 0.02, 0.5
+QUEUES_VARIABLE = "SLURMFT_QUEUES"
+"""The folder of queues that all roles of a job share."""
+
 _SEGMENT = re.compile(r"[\w.-]{1,64}-[0-9a-f]{12}-\d{6}\.jsonl", re.ASCII)
 _ORDER = re.compile(r"order-(\d{6,})\.jsonl")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
@@ -91,7 +94,7 @@ def folder_of(name: str | Path) -> Path:
     if not (run := os.environ.get(RUN_FOLDER_VARIABLE)):
         raise UsageError(f"the queue {name!r} belongs to a run, and this process to none",
                          hint="give a path, which other runs may use as well")  # fmt: skip
-    return Path(run).absolute() / "queues" / name
+    return Path(os.environ.get(QUEUES_VARIABLE) or f"{run}/queues").absolute() / name
 
 
 class Queue:

@@ -712,7 +712,7 @@ class AttemptEnd:
         self._flush()
         self._end = end_of(decision.action)
         code = self._carry_out(verdict, decision)
-        if code is not None:
+        if code is not None and self.config.preemption.continue_by != "job":
             keep_ended(self._end, self.cluster, self.journal, self.start.history)
         if not self._flush():
             for event in self.journal.unwritten():
@@ -808,6 +808,9 @@ class AttemptEnd:
             self.journal.append(EventName.CLAIM_OVERRULED, outcome=in_folder(self.start, claim.outcome) or "none")
             in_folder(self.start, claim.give_back)
             in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}"))
+        if self.config.preemption.continue_by == "job":
+            self.journal.append(EventName.LEFT_TO_SLURM, reason="the job goes on as a whole, with all of its roles")
+            return decision.exit_code
         if self.config.preemption.continue_by == "nothing":
             self._end = End.NOT_CONTINUED
             self.journal.append(EventName.NOT_CONTINUED, reason=CONTINUE_BY_NOTHING)

@@ -51,6 +51,7 @@ from slurmft.system.files import read_bytes, replace_atomically
 
 if TYPE_CHECKING:
     from slurmft.supervisor.inference import InferenceAttempt
+    from slurmft.supervisor.roles import RolesAttempt
     from slurmft.supervisor.serving import ServingAttempt
 
 # --- The attempts of one start of a job, one after the other, with one crew of agents ---
@@ -60,12 +61,16 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt]:
+def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt | RolesAttempt]:
     """Imported when it is needed: with numpy, inference would take a third of the time that a supervisor starts in."""
     if config.launcher == "ray" and config.inference is None:
         from slurmft.supervisor.attempt import RayAttempt
 
         return RayAttempt
+    if config.roles:
+        from slurmft.supervisor.roles import RolesAttempt
+
+        return RolesAttempt
     if config.inference is None:
         return AttemptRunner
     from slurmft.supervisor.inference import InferenceAttempt
@@ -242,7 +247,7 @@ def _train(
         if start is None:
             return 0
         if isinstance(start, Superfluous):
-            return _end_superfluous(start, cluster, run, thread)
+            return _end_superfluous(config, start, cluster, run, thread)
         companion.see_to_it()
         if (code := attempts.run(start)) is not None:
             return code
@@ -459,14 +464,17 @@ def _reached(history: Sequence[Event], before: Mapping[str, Any]) -> int:
     return max((step for step in told if type(step) is int), default=0)
 
 
-def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread: FolderThread) -> int:
+def _end_superfluous(
+    config: RunConfig, over: Superfluous, cluster: Cluster, run: RunFolder, thread: FolderThread
+) -> int:  # fmt: skip
     """End a start that Slurm has made at an end of the run, without training; the same exit code as then."""
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     log.warning("nothing is trained: %s (attempt %s)", over.reason, over.earlier)
     journal.append(EventName.SUPERFLUOUS_START, reason=over.reason, earlier=over.earlier)
     journal.flush(FLUSH_S)
-    keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
-    journal.flush(FLUSH_S)
+    if config.preemption.continue_by != "job":
+        keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
+        journal.flush(FLUSH_S)
     return over.exit_code
 
 

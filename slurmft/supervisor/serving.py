@@ -398,7 +398,7 @@ class Lenders:
             for job in then.give_up:
                 self._problem, self._again_s = f"job {job} has lent no node for too long", now_s + LOAN_PAUSE_S
                 await self._cancel(job, self._problem)
-            if then.borrow and self._is_known and self._config.preemption.continue_by != "nothing":
+            if then.borrow and self._is_known and self._config.preemption.continue_by not in ("nothing", "job"):
                 await self._borrow(then.borrow, beside)
         except SlurmError as error:  # what was submitted without an answer is found before the next one
             self._problem = f"no other node: {error.what}"
@@ -542,7 +542,7 @@ class ServingAttempt(InferenceAttempt):
         self._background.start(self._keep_nodes(bounds))
         if bounds is not None:
             self._background.start(self._scale(bounds))
-        is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
+        is_wanted = self._section.serving.handover and self._config.preemption.continue_by not in ("nothing", "job")
         if is_wanted and isinstance(self._cluster, SlurmCluster):
             giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
             giver.suspects = self._suspects

@@ -1,0 +1,308 @@
+"""One attempt of a job that has several roles: each is a run of its own, on its own nodes, with its own supervisor.
+
+What fails in a role is that role's: its supervisor restarts it in place while the others go on. What concerns the job
+is done here, for all of them: places, the order of starts, stops, the end, and the way through the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmft.config.run import Role, RunConfig, roles_of
+from slurmft.errors import SlurmftError, StorageError, UsageError
+from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file
+from slurmft.policy.verdict import EXIT_TEMPORARY, EXIT_USAGE, Cause, Verdict
+from slurmft.scheduler.parsing import PART_VARIABLE
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
+from slurmft.storage.patience import writing
+from slurmft.storage.queue import QUEUES_VARIABLE
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.cluster import LocalCluster, Start
+from slurmft.supervisor.crew import AttemptFolder, Crew
+from slurmft.supervisor.guardian import hearing
+from slurmft.supervisor.placement import EvidenceSender
+from slurmft.supervisor.stops import SlurmNotices
+from slurmft.system.background import Background
+from slurmft.system.files import appending, replace_atomically
+
+LOOK_S = 0.25
+GRACE_S = 10.0
+"""A role has so long beyond the time of a stop, then it is killed."""
+
+_OWN_VARIABLES = re.compile(r"SLURMFT_(GUARD|LOCAL_).*")
+"""Of this supervisor and its guardian, and nothing for another one."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A role in this attempt."""
+
+    role: Role
+    run: RunFolder
+    hosts: tuple[str, ...]
+    process: asyncio.subprocess.Process | None = None
+    code: int | None = None
+    """Of its supervisor, once that has ended."""
+
+    told: set[str] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.code is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether those that need it may begin: an endpoint has routers with a replica behind them."""
+        if self.process is None:
+            return False
+        return not self.role.is_endpoint or self.code == 0 or HighAvailabilityCluster.read(self.run.path).available
+
+
+class RolesStops:
+    """When Slurm will have ended the job, as far as a stop has shown it."""
+
+    ends_at_s: float | None = None
+
+
+class RolesAttempt:
+    """Runs the supervisors of all roles until the run ends, or has to leave this allocation."""
+
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
+        self._config, self._start, self._run, self._journal = config, start, start.run, start.journal
+        self._slurm = SlurmNotices(start.cluster, start.journal)
+        self._over = asyncio.Event()
+        self._folder = AttemptFolder(start, on_superseded=self._over.set)
+        self._background = Background(self._on_error)
+        self.stops = RolesStops()
+        self._roles: dict[str, _Live] = {}
+        self._planned: Cause | None = None
+        self._reason, self._problem = "", ""
+        self._blamed: _Live | None = None
+        """The role that cannot go on here."""
+
+        self._until_s = float("inf")
+        self._touched_s = 0.0
+
+    async def run(self) -> Verdict:
+        """Run the attempt to its end, and say why it has ended."""
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            loop.call_soon_threadsafe(self._on_signal, signal.Signals(number).name)
+
+        with hearing(on_signal):
+            try:
+                self._roles = {each.role.name: each for each in self._placed()}
+                self._background.start(self._slurm.read_terms())
+                await self._watch()
+            except (SlurmftError, OSError) as error:
+                self._problem = str(error)
+            finally:
+                await self._end_all()
+                await self._background.cancel_all()
+        return self._verdict()
+
+    def _placed(self) -> Iterator[_Live]:
+        """The roles, each on the next nodes of the job; those without nodes of their own are on its first one."""
+        hosts = self._start.cluster.agent_hosts(self._config)
+        at = 0
+        for role in roles_of(self._config):
+            mine = tuple(hosts[at : at + role.nodes]) or (hosts[0],)
+            if len(mine) < role.nodes:
+                raise UsageError(f"role {role.name} has {role.nodes} nodes, and this job {len(hosts)} for all roles")
+            at += role.nodes
+            yield _Live(role, RunFolder(role.config.run_folder), mine)
+
+    # --- the loop ---
+
+    async def _watch(self) -> None:
+        while not self._over.is_set():
+            await self._look_at_requests()
+            await asyncio.to_thread(self._keep_alive)
+            for each in self._roles.values():
+                if each.process is not None and each.code is None and each.process.returncode is not None:
+                    self._ended(each, each.process.returncode)
+            if self._planned is None:
+                await self._begin_those_that_may()
+            else:
+                if all(each.is_over for each in self._roles.values() if each.process is not None):
+                    return
+                self._end_endpoints_last()
+                if time.monotonic() > self._until_s + GRACE_S:
+                    return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), LOOK_S)
+
+    async def _begin_those_that_may(self) -> None:
+        for each in self._roles.values():
+            if each.process is None and all(self._roles[name].is_ready for name in each.role.needs):
+                await self._begin(each)
+
+    async def _begin(self, live: _Live) -> None:
+        run, role = live.run, live.role
+        run.create()
+        with writing(run.config):
+            replace_atomically(run.config, role.config.as_yaml())
+        environment = {name: value for name, value in os.environ.items() if not _OWN_VARIABLES.fullmatch(name)}
+        environment |= {**self._addresses(), QUEUES_VARIABLE: str(self._run.path / "queues")}
+        if not isinstance(self._start.cluster, LocalCluster):
+            environment[PART_VARIABLE] = ",".join(live.hosts)
+        argv = [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(run.config)]
+        path = run.logs / f"{self._start.cluster.attempt.job}.log"
+        with writing(path), appending(path) as output:
+            live.process = await asyncio.create_subprocess_exec(
+                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                cwd=role.config.working_directory,
+            )  # fmt: skip
+        self._journal.append(EventName.ROLE_STARTED, role=role.name, nodes=list(live.hosts), folder=str(run.path))
+
+    def _addresses(self) -> dict[str, str]:
+        """Where the endpoints of roles are, for roles that begin now, and for their workers."""
+        found: dict[str, str] = {}
+        for each in self._roles.values():
+            if each.role.is_endpoint and each.process is not None:
+                urls = [
+                    url for router in HighAvailabilityCluster.read(each.run.path).routers for url in router.urls[:1]
+                ]
+                prefix = f"SLURMFT_ENDPOINT_{re.sub(r'[^A-Z0-9]', '_', each.role.name.upper())}"
+                found |= {prefix: urls[0] if urls else "", f"{prefix}_ALL": ",".join(urls),
+                          f"{prefix}_FILE": str(each.run.path / "endpoints.json"),
+                          f"{prefix}_HEADERS": str(headers_file(each.run.path)),
+                          f"{prefix}_CA": str(ca_file(each.run.path))}  # fmt: skip
+        return found
+
+    def _ended(self, live: _Live, code: int) -> None:
+        live.code = code if code >= 0 else 128 - code
+        is_done = live.run.done() is not None
+        self._journal.append(EventName.ROLE_ENDED, role=live.role.name, code=live.code, done=is_done)
+        if self._planned is not None:
+            return
+        if not is_done:
+            last = _last_verdict(live.run)
+            self._problem = f"role {live.role.name}: {last.get('reason') or f'its supervisor ended with {live.code}'}"
+            self._blamed = live
+            self._stop(Cause.UNKNOWN, self._problem)
+        elif live.role.ends_run and all(each.is_over for each in self._roles.values() if each.role.ends_run):
+            self._stop(Cause.FINISHED, f"role {live.role.name} has finished")
+
+    # --- stops ---
+
+    def _on_signal(self, name: str) -> None:
+        if self._start.cluster.name == "local" and name == "SIGINT":
+            self._stop(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
+        elif self._planned is None:
+            self._background.start(self._stop_for_signal(name, time.monotonic()))
+
+    async def _stop_for_signal(self, name: str, at_s: float) -> None:
+        cause, left_s = await self._slurm.cause_and_time(self._config.preemption, at_s)
+        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
+            self.stops.ends_at_s = at_s + left_s
+        self._stop(cause, f"{name} at the supervisor", left_s)
+
+    async def _look_at_requests(self) -> None:
+        found = await self._folder.requests(ready=self._planned is None)
+        for kind, cause in (("KILL", Cause.STOPPED_BY_USER), ("REQUEUE", Cause.REQUEUED_BY_USER)):
+            if kind in found:
+                self._stop(cause, f"asked for by {found[kind]}")
+        if "SAVE" in found:
+            for each in self._roles.values():
+                if not each.is_over and not each.role.is_endpoint:
+                    each.run.request("SAVE", found["SAVE"])
+
+    def _stop(self, cause: Cause, reason: str, left_s: float | None = None) -> None:
+        if self._planned is not None:
+            if cause is Cause.STOPPED_BY_USER:
+                self._planned, self._reason = cause, reason
+            return
+        left_s = self._config.preemption.stop_timeout_s if left_s is None else left_s
+        self._planned, self._reason, self._until_s = cause, reason, time.monotonic() + left_s
+        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value, reason=reason, seconds_left=round(left_s, 3))
+        for each in self._roles.values():
+            if not each.role.is_endpoint:
+                self._tell_to_end(each)
+        self._end_endpoints_last()
+
+    def _end_endpoints_last(self) -> None:
+        """Endpoints answer until nobody is left to ask, or time is short."""
+        others = [each for each in self._roles.values() if not each.role.is_endpoint and each.process is not None]
+        if all(each.is_over for each in others) or time.monotonic() > self._until_s - GRACE_S:
+            for each in self._roles.values():
+                if each.role.is_endpoint:
+                    self._tell_to_end(each)
+
+    def _tell_to_end(self, live: _Live) -> None:
+        """A role saves and ends. One that Slurm signals as well has begun with that by itself."""
+        if live.process is None or live.is_over or "end" in live.told:
+            return
+        live.told.add("end")
+        with contextlib.suppress(ProcessLookupError):
+            live.process.send_signal(signal.SIGTERM)
+
+    async def _end_all(self) -> None:
+        """Kill what has not ended; agents end by themselves without their supervisor."""
+        for each in self._roles.values():
+            if each.process is not None and each.process.returncode is None:
+                log.error("role %s did not end in time and is killed", each.role.name)
+                with contextlib.suppress(ProcessLookupError):
+                    each.process.kill()
+                await each.process.wait()
+
+    # --- what is known of it from outside, and in the end ---
+
+    def _keep_alive(self) -> None:
+        """Signs of life and the trainer's progress, for those who look at the run."""
+        if time.monotonic() - self._touched_s < 1.0:
+            return
+        self._touched_s = time.monotonic()
+        self._journal.retry()
+        with contextlib.suppress(OSError, StorageError):
+            run_folder.touch(self._run, self._folder.attempt)
+            trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]
+            facts = next((found for run in trains if (found := run.progress()) and found.get("step")), None)
+            if facts is not None:
+                self._run.write_progress(**{**facts, "attempt": str(self._folder.attempt)})
+            owner = self._run.owner()
+            if owner is not None and owner.generation > self._start.generation:
+                self._over.set()
+
+    def _on_error(self, error: BaseException) -> None:
+        self._problem = self._problem or f"{type(error).__name__}: {error}"
+        self._over.set()
+
+    def _verdict(self) -> Verdict:
+        steps = self._steps()
+        if (blamed := self._blamed) is not None and self._planned is not Cause.STOPPED_BY_USER:
+            last = _last_verdict(blamed.run)
+            cause = Cause(last["cause"]) if last.get("cause") in set(Cause) else Cause.WORKER_ERROR
+            code = 0 if blamed.code in (None, EXIT_TEMPORARY) else blamed.code
+            return Verdict(cause=cause, reason=self._problem, exit_code=code, node=str(last.get("node", "")), **steps)
+        if self._problem:
+            return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem, exit_code=EXIT_USAGE, **steps)
+        return Verdict(cause=self._planned or Cause.FINISHED, reason=self._reason or "all roles have finished", **steps)
+
+    def _steps(self) -> dict[str, Any]:
+        trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]
+        found = [last for run in trains if (last := _last_verdict(run)).get("last_step")]
+        names = ("first_step", "last_step", "saved_step")
+        return {name: found[0][name] for name in names if found and found[0].get(name) is not None}
+
+
+def _last_verdict(run: RunFolder) -> Mapping[str, Any]:
+    """The newest verdict on a role; empty where it has none."""
+    with contextlib.suppress(StorageError, OSError):
+        verdicts = [event.details for event in run.journal().read_past() if event.event == EventName.VERDICT]
+        return verdicts[-1] if verdicts else {}
+    return {}

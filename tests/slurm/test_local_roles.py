@@ -1,0 +1,146 @@
+"""A job of a trainer, engines and an orchestrator on this machine: each is killed by itself, and nothing changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from slurm.conftest import eventually
+from slurm.test_just_in_time import kill_ranks
+from slurm.test_local import PATIENCE_S, LocalRun
+from slurmft.storage.run_folder import RunFolder
+
+pytestmark = pytest.mark.timeout(600)
+HERE = Path(__file__).parent
+STEPS, RANKS = 60, 2
+
+
+class Roles(LocalRun):
+    """One run with three roles."""
+
+    def __init__(self, path: Path, steps: int = STEPS) -> None:
+        super().__init__(path)
+        trainers = HERE / "trainers"
+        self.config.write_text(yaml.safe_dump({
+            "run_folder": str(path),
+            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 10, "retry_delay_s": 0},
+            "roles": {
+                "trainer": {
+                    "command": [sys.executable, str(trainers / "from_queue.py"), str(steps)], "nodes": RANKS,
+                    "checkpoint": {"interval_steps": 10},
+                },
+                "rollout": {
+                    "engine": {"command": [sys.executable, str(HERE / "serving_engine.py"), "--socket", "{socket}"]},
+                    "replicas": 2,
+                },
+                "orchestrator": {
+                    "command": [sys.executable, str(trainers / "orchestrates.py"), str(steps), str(RANKS)],
+                    "needs": ["rollout"], "nodes": 0,
+                },
+            },
+        }))  # fmt: skip
+
+    def role(self, name: str) -> LocalRun:
+        """Its run."""
+        run = object.__new__(LocalRun)
+        run.folder = RunFolder(self.folder.path / "roles" / name)
+        return run
+
+    def events(self, event: str) -> list[dict]:
+        return [each.details for each in self.folder.journal().read() if each.event == event]
+
+    def story(self) -> str:
+        return super().story() + "".join(
+            f"\n== {name}\n{self.role(name).story()}" for name in ("trainer", "rollout", "orchestrator")
+        )
+
+    def wait_for_step_of_trainer(self, step: int) -> None:
+        self.role("trainer").wait_for_step(step)
+
+    def processes(self, words: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if words in " ".join(process.cmdline()) and str(self.folder.path) in " ".join(
+                    process.environ().values()
+                ):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = Roles(tmp_path_factory.mktemp("roles") / "calm")
+    run.submit()
+    run.wait_until_done()
+    assert [each["role"] for each in run.events("role started")] == ["rollout", "trainer", "orchestrator"], run.story()
+    assert {each["role"]: each["done"] for each in run.events("role ended")} == {
+        "orchestrator": True, "trainer": True, "rollout": False
+    }, run.story()  # fmt: skip
+    return run.role("trainer").digest()
+
+
+def test_each_part_is_killed_alone_and_the_weights_are_those_of_the_calm_run(tmp_path: Path, calm: str) -> None:
+    run = Roles(tmp_path / "killed")
+    run.submit()
+    run.wait_for_step_of_trainer(5)
+    kill_ranks(run.role("trainer"), 1)
+    run.wait_for_step_of_trainer(15)
+    for process in run.processes("serving_engine.py")[:1]:
+        process.kill()
+    run.wait_for_step_of_trainer(25)
+    for process in run.processes("orchestrates.py")[:1]:
+        process.kill()
+    run.wait_until_done()
+    assert run.role("trainer").digest() == calm
+    starts = {name: sum(each.event == "attempt started" for each in run.role(name).folder.journal().read())
+              for name in ("trainer", "rollout", "orchestrator")}  # fmt: skip
+    assert starts["trainer"] == 2 and starts["rollout"] == 1, run.story()
+    assert len(run.events("attempt started")) == 1, run.story()
+
+
+@pytest.mark.soak
+def test_a_preemption_saves_all_roles_and_they_go_on(tmp_path: Path, calm: str) -> None:
+    run = Roles(tmp_path / "preempted")
+    run.submit()
+    run.wait_for_step_of_trainer(10)
+    owner = run.folder.owner()
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGTERM)
+    run.wait_until_done()
+    assert len(run.events("attempt started")) == 2, run.story()
+    assert run.role("trainer").digest() == calm
+
+
+@pytest.mark.soak
+def test_a_stop_ends_all_roles_and_a_second_submission_goes_on(tmp_path: Path, calm: str) -> None:
+    run = Roles(tmp_path / "stopped")
+    run.submit()
+    run.wait_for_step_of_trainer(10)
+    run.slurmft("stop", str(run.folder.path), "--timeout", "60")
+    eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)
+    assert run.folder.done() is None
+    run.submit("--wait")
+    assert run.role("trainer").digest() == calm
+
+
+def test_a_role_that_fails_for_good_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    run = Roles(tmp_path / "fails")
+    config = yaml.safe_load(run.config.read_text())
+    config["roles"]["orchestrator"] = {"command": [sys.executable, "-c", "raise ValueError('no such prompt')"]}
+    config["fault_tolerance"]["num_job_retries_on_failure"] = 0
+    run.config.write_text(yaml.safe_dump(config))
+    result: subprocess.CompletedProcess[str] = run.submit("--wait", check=False)
+    assert result.returncode == 1, run.story()
+    decision = run.events("decision")[-1]
+    assert "role orchestrator" in decision["reason"] and "no such prompt" in decision["reason"], run.story()
+    eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)

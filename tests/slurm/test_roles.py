@@ -1,0 +1,68 @@
+"""A job of a trainer, engines and an orchestrator on the lab: preempted, and its nodes lose power."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slurm.conftest import PATIENCE_S, Run, eventually, preempt
+from slurmft.lab.cluster import Lab
+
+HERE = Path(__file__).parent
+STEPS = 60
+
+
+def roles(new_run: Callable[..., Run], name: str) -> Run:
+    run = new_run(name)
+    trainers = HERE / "trainers"
+    config: dict[str, Any] = yaml.safe_load(run.config.read_text())
+    for key in ("command", "nodes", "nproc_per_node", "checkpoint"):
+        del config[key]
+    config["fault_tolerance"] = {"agent_timeout_s": 3, "supervisor_lease_s": 10, "retry_delay_s": 0}
+    config["roles"] = {
+        "trainer": {
+            "command": ["python", str(trainers / "from_queue.py"), str(STEPS)], "nodes": 2,
+            "checkpoint": {"interval_steps": 10},
+        },
+        "rollout": {"engine": {"command": ["python", str(HERE / "serving_engine.py"), "--socket", "{socket}"]}},
+        "orchestrator": {
+            "command": ["python", str(trainers / "orchestrates.py"), str(STEPS), "2"], "needs": ["rollout"], "nodes": 0,
+        },
+    }  # fmt: skip
+    run.config.write_text(yaml.safe_dump(config))
+    return run
+
+
+def role(run: Run, name: str) -> Run:
+    return Run(run.lab, run.path / "roles" / name)
+
+
+def story(run: Run) -> str:
+    return run.story() + "".join(
+        f"\n== {name}\n{role(run, name).story()}" for name in ("trainer", "rollout", "orchestrator")
+    )
+
+
+def wait_for_step(run: Run, step: int) -> None:
+    trainer = role(run, "trainer").folder
+    eventually(lambda: ((trainer.progress() or {}).get("step") or 0) >= step, PATIENCE_S, lambda: story(run))
+
+
+def test_roles_are_preempted_together_and_lose_a_node_alone(lab: Lab, new_run: Callable[..., Run]) -> None:
+    calm = roles(new_run, "roles-calm")
+    calm.submit()
+    eventually(lambda: calm.folder.done() is not None, PATIENCE_S, lambda: story(calm))
+
+    run = roles(new_run, "roles-preempted")
+    run.submit()
+    wait_for_step(run, 10)
+    preempt(lab)
+    wait_for_step(run, 20)
+    eventually(lambda: run.folder.done() is not None, PATIENCE_S, lambda: story(run))
+    assert len(run.events("attempt started")) == 2, story(run)
+    assert role(run, "trainer").digest() == role(calm, "trainer").digest(), story(run)
+    print(story(run), file=sys.stderr)

@@ -1,0 +1,79 @@
+"""Roles of a run: what each is, what it shares with the others, and what makes no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurmft.config.run import from_values, load, roles_of
+from slurmft.errors import ConfigError
+
+TRAINER = {"command": ["python", "train.py"], "nodes": 2}
+ENGINE = {"engine": {"command": ["serve", "--port", "{port}"]}}
+
+
+def config_of(roles: dict[str, Any], **more: Any) -> Any:
+    return from_values({"run_folder": "/runs/rl", "roles": roles, **more}, source="rl.yaml")
+
+
+def test_a_role_is_a_run_in_the_runs_folder_on_nodes_of_its_own():
+    asks = {"command": "python ask.py", "needs": ["rollout"], "nodes": 0}
+    config = config_of({"trainer": TRAINER, "rollout": {**ENGINE, "nodes": 2, "replicas": 4}, "asks": asks})
+    assert config.nodes == 4
+    asks_role, rollout, trainer = roles_of(config)
+    assert (trainer.config.run_folder, trainer.nodes, trainer.ends_run) == (Path("/runs/rl/roles/trainer"), 2, True)
+    assert trainer.config.checkpoint_dir == Path("/runs/rl/roles/trainer/checkpoints")
+    assert (rollout.is_endpoint, rollout.ends_run, rollout.nodes) == (True, False, 2)
+    assert rollout.config.inference is not None and rollout.config.inference.replicas_per_node == 2
+    assert (asks_role.nodes, asks_role.config.nodes, asks_role.needs) == (0, 1, ("rollout",))
+    assert {role.config.preemption.continue_by for role in roles_of(config)} == {"job"}
+
+
+def test_what_the_run_says_is_each_roles_as_well_unless_it_says_otherwise():
+    config = config_of(
+        {"a": {**TRAINER, "fault_tolerance": {"num_in_job_restarts": 1}}, "b": TRAINER},
+        fault_tolerance={"agent_timeout_s": 7, "num_in_job_restarts": 9}, environment={"X": "1"},
+        preemption={"signal_lead_s": 60},
+    )  # fmt: skip
+    a, b = (role.config for role in roles_of(config))
+    assert (a.fault_tolerance.agent_timeout_s, b.fault_tolerance.agent_timeout_s) == (7, 7)
+    assert (a.fault_tolerance.num_in_job_restarts, b.fault_tolerance.num_in_job_restarts) == (1, 9)
+    assert a.environment == {"X": "1"} and a.preemption.signal_lead_s == 60
+
+
+def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
+    config = config_of({"trainer": TRAINER, "rollout": ENGINE})
+    path = tmp_path / "config.yaml"
+    path.write_text(config.as_yaml())
+    again = load(path)
+    assert (again.nodes, roles_of(again)) == (3, roles_of(config))
+    yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("roles", "more", "said"),
+    [
+        ({"a": {**TRAINER, "needs": ["b"]}, "b": {**TRAINER, "needs": ["a"]}}, {}, "a, b wait for each other"),
+        ({"a": {**TRAINER, "needs": ["a"]}}, {}, "a wait for each other"),
+        ({"a": {**TRAINER, "needs": ["x"]}}, {}, "there is no role x"),
+        ({"a": {**TRAINER, "needs": "b"}}, {}, "a list of names"),
+        ({"a": ENGINE}, {}, "never end"),
+        ({"a": {**TRAINER, "slurm": {"time": "1:00"}}}, {}, "roles.a.slurm: not of a role"),
+        ({"a": {**TRAINER, "run_folder": "/x"}}, {}, "roles.a.run_folder"),
+        ({"a": {"command": ["x"], "nods": 2}}, {}, "unknown key nods"),
+        ({"a": {}}, {}, "command: missing"),
+        ({"A b": TRAINER}, {}, "roles"),
+        ({"a": TRAINER, "b": {**ENGINE, "nodes": 2, "replicas": 3}}, {}, "no multiple"),
+        ({"a": TRAINER, "b": {**ENGINE, "replicas": "x"}}, {}, "no multiple"),
+        ({"a": TRAINER}, {"nodes": 3}, "not the sum"),
+        ({"a": TRAINER}, {"command": ["x"]}, "no command"),
+        ({"a": {**TRAINER, "nodes": "many"}}, {}, "nodes a number"),
+        ({"a": {**TRAINER, "ends_run": "maybe"}}, {}, "true or false"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
+    with pytest.raises(ConfigError, match=said):
+        config_of(roles, **more)
