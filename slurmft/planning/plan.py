@@ -287,7 +287,7 @@ def alternatives(
 
     Raises:
         ConfigError: a file or a key is wrong.
-        UsageError: there are too many alternatives, or ``varied`` is not of that form.
+        UsageError: there are too many alternatives, ``varied`` is not of that form, or the run has roles.
     """
     plan = load_section(site, PlanConfig, [each for each in overrides if _is_plans(each)])
     wanted = {AS_IT_IS: list[str]()}
@@ -301,6 +301,9 @@ def alternatives(
     for name, keys in wanted.items():
         all_keys = [*overrides, *keys]
         run = load(config, [each for each in all_keys if not _is_plans(each)])
+        if run.roles:
+            raise UsageError(f"{config} has roles, whose lives together are not simulated",
+                             hint="plan its trainer alone: a configuration with the keys of that role")  # fmt: skip
         plan = load_section(site, PlanConfig, [each for each in all_keys if _is_plans(each)])
         if measured is None:
             measured = _measured(run)

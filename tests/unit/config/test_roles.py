@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from slurmft.config.run import from_values, load, roles_of
-from slurmft.errors import ConfigError
+from slurmft.errors import ConfigError, UsageError
+from slurmft.planning.plan import alternatives
 
 TRAINER = {"command": ["python", "train.py"], "nodes": 2}
 ENGINE = {"engine": {"command": ["serve", "--port", "{port}"]}}
@@ -77,3 +78,10 @@ def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
 def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
     with pytest.raises(ConfigError, match=said):
         config_of(roles, **more)
+
+
+def test_a_plan_says_that_roles_are_not_simulated(tmp_path):
+    path = tmp_path / "rl.yaml"
+    path.write_text(yaml.safe_dump({"run_folder": str(tmp_path / "run"), "roles": {"trainer": TRAINER}}))
+    with pytest.raises(UsageError, match="has roles"):
+        alternatives(path, None, overrides=[], varied=[], seeds=None)
