@@ -264,6 +264,9 @@ class AgentPool:
         self.members: list[AgentLink] = []
         """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
 
+        self.generation: int | None = None
+        """Of the attempt that they work for; None between two, where what they report of workers is nobody's."""
+
         self.events: asyncio.Queue[tuple[AgentLink, Report]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
@@ -429,6 +432,12 @@ class AgentPool:
             self.complete.set()
         return link
 
+    def _take(self, link: AgentLink, report: Report) -> None:
+        """Hand a report on, unless it was on its way when its attempt ended."""
+        link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
+        if report.generation in (None, self.generation) and not link.has_told(report):
+            self.events.put_nowait((link, report))
+
     def _tell_refusal(self, why: str) -> None:
         self._refused += 1
         if self._refused <= TOLD_REFUSALS or self._refused % 1000 == 0:
@@ -442,9 +451,7 @@ class AgentPool:
                 if isinstance(report, Reply):
                     link.answered(report, line)
                 else:
-                    link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
-                    if not link.has_told(report):
-                        self.events.put_nowait((link, report))
+                    self._take(link, report)
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)
         finally:
