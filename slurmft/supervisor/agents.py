@@ -433,9 +433,10 @@ class AgentPool:
         return link
 
     def _take(self, link: AgentLink, report: Report) -> None:
-        """Hand a report on, unless it was on its way when its attempt ended."""
+        """Hand a report on, unless it was on its way when its attempt ended, or another connection has told more."""
         link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
-        if report.generation in (None, self.generation) and not link.has_told(report):
+        is_old = isinstance(report, ProgressReport) and self.links.get(link.node) is not link
+        if report.generation in (None, self.generation) and not is_old and not link.has_told(report):
             self.events.put_nowait((link, report))
 
     def _tell_refusal(self, why: str) -> None:

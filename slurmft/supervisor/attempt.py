@@ -469,6 +469,8 @@ class AttemptRunner:
                     self._background.start(self._on_disconnect(link))
 
     def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+        if report.rank in self._seen.ends:
+            return
         end = self._seen.note_exit(link.host, report)
         planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
         if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
