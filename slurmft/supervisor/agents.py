@@ -287,14 +287,14 @@ class AgentPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def call_all(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> list[Answer]:
+    async def call_all(self, call: Call[Answer]) -> list[Answer]:
         """Ask every member, in the order of the ranks; before there are any, all agents, in the order of the nodes.
 
         Raises:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await self.call_each(links, [call] * len(links), timeout_s=timeout_s)
+        return await self.call_each(links, [call] * len(links), timeout_s=CALL_TIMEOUT_S)
 
     async def call_each(
         self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, tries: int = TRIES
