@@ -191,10 +191,10 @@ class Stored:
         Damaged: a shard is missing, belongs to another checkpoint, or the shards do not fit together.
     """
 
-    def __init__(self, sources: Mapping[int, Source], *, own: int | None = None, threads: int = 0) -> None:
+    def __init__(self, sources: Mapping[int, Source], *, own: int | None = None) -> None:
         self._sources = sources
         self._taken = dict[int, Source]()
-        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pieces: dict[str, list[_Piece]] = {}
         self._mapped: dict[Path, MappedImage | None] = {}
         self.tensors: dict[str, StoredTensor] = {}
@@ -219,10 +219,10 @@ class Stored:
         self.tensors = {key: self.tensors[key] for key in {**self._holders, **self.tensors}}
 
     @classmethod
-    def in_folder(cls, folder: Path, indexes: Iterable[ShardIndex], *, threads: int = 0) -> Stored:
+    def in_folder(cls, folder: Path, indexes: Iterable[ShardIndex]) -> Stored:
         """All shards in one checkpoint folder."""
         sources = (Source(image=folder / image_file(index.shard), index=index) for index in indexes)
-        return cls({source.index.shard: source for source in sources}, threads=threads)
+        return cls({source.index.shard: source for source in sources})
 
     @property
     def seen(self) -> Collection[int]:

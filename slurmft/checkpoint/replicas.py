@@ -156,7 +156,7 @@ class Incoming:
             chunk = chunk[count:]
             self._ranges[:1] = [(offset + count, length - count)] if count < length else []
 
-    def finish(self, *, durable: bool = False) -> Holding:
+    def finish(self) -> Holding:
         """The image is whole: from now on it is offered.
 
         Raises:
@@ -165,11 +165,9 @@ class Incoming:
         """
         self._verifier.finish()
         os.ftruncate(self._file, self._index.size_bytes)
-        if durable:
-            os.fsync(self._file)
         if not os.path.samestat(os.fstat(self._file), image_of(self._path).stat()):
             raise FileNotFoundError(f"{image_of(self._path)} was replaced by another process")
-        write_index(self._path, self._index, durable=durable)
+        write_index(self._path, self._index, durable=False)
         self._finished = True
         return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
 

@@ -128,11 +128,8 @@ def do_politely(work: Callable[[], object]) -> None:
 class Throttle:
     """Sleeps whenever more bytes have passed than ``max_bytes_per_s`` allows; 0 allows any number."""
 
-    def __init__(self, max_bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max = max_bytes_per_s
-        self._clock = clock
-        self._since = clock()
-        self._sleep: Callable[[float], None] = time.sleep
+    def __init__(self, max_bytes_per_s: float) -> None:
+        self._max, self._since = max_bytes_per_s, time.monotonic()
 
     def lift(self) -> None:
         """No cap from now on."""
@@ -140,8 +137,8 @@ class Throttle:
 
     def pass_on(self, done_bytes: int, tick: Callable[[], None]) -> None:
         """Return when ``done_bytes`` since the beginning are within the cap; calls ``tick`` ten times a second."""
-        while self._max > 0 and (ahead_s := self._since + done_bytes / self._max - self._clock()) > 0:
-            self._sleep(min(ahead_s, _NAP_S))
+        while self._max > 0 and (ahead_s := self._since + done_bytes / self._max - time.monotonic()) > 0:
+            time.sleep(min(ahead_s, _NAP_S))
             tick()
 
 

@@ -655,10 +655,6 @@ class NoticeReport(Sent, frozen=True, kw_only=True, tag="notice"):
     fault: bool = False
 
 
-Lasting = WorkerExited | HangReport | SignalReport | NoticeReport
-"""What stays true: sent again on each connection, as the one before may have lost it."""
-
-
 class LimitReport(Sent, frozen=True, kw_only=True, tag="limit"):
     """Something does not work in the agent's container as it does outside."""
 
@@ -671,6 +667,10 @@ class RehearsalReport(Sent, frozen=True, kw_only=True, tag="rehearsed"):
     took_s: Seconds
     problem: Words = written("")
     """Empty where it went well."""
+
+
+Lasting = WorkerExited | HangReport | SignalReport | NoticeReport | LimitReport | RehearsalReport
+"""What stays true: sent again on each connection, as the one before may have lost it."""
 
 
 # Inference

@@ -272,7 +272,6 @@ def choose_snapshot(
     generation: int,
     quarantined: Collection[Name] = (),
     refused: Mapping[Name, str] | None = None,
-    max_tries: int = MAX_TRIES,
 ) -> Decision:
     """The newest snapshot that can be supplied whole; the order of ``offers`` does not matter.
 
@@ -296,7 +295,7 @@ def choose_snapshot(
             break  # a snapshot older than the committed one is never used, and not worth a message
         on_disk = committed if committed is not None and committed.name == name else None
         problem = (refused or {}).get(name) or _why_not(name, seen, generation, quarantined)
-        problem = problem or _unfit(found[name], on_disk, max_tries)
+        problem = problem or _unfit(found[name], on_disk)
         if not problem and on_disk is None:
             problem = _lacking(found[name])
         if problem:
@@ -335,12 +334,12 @@ def _why_not(name: Name, seen: Collection[Name], generation: int, quarantined: C
     return ""
 
 
-def _unfit(offers: Sequence[Offer], on_disk: Committed | None, max_tries: int) -> str:
+def _unfit(offers: Sequence[Offer], on_disk: Committed | None) -> str:
     sizes = {offer.shards for offer in offers} | ({on_disk.shards} if on_disk else set())
     if len(sizes) > 1:
         return f"nodes disagree on its number of shards: {sorted(sizes)}"
     tries = max(offer.tries for offer in offers)
-    if on_disk is None and tries >= max_tries:
+    if on_disk is None and tries >= MAX_TRIES:
         return f"{tries} attempts have died after they began with it"
     return ""
 

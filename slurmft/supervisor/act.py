@@ -615,7 +615,6 @@ class AttemptEnd:
     """Decides and acts on the end of one attempt.
 
     Args:
-        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
         has_nodes: whether enough of them are left for another attempt.
         outlived: the agents have outlived the supervisor in whose place this process acts.
@@ -624,11 +623,12 @@ class AttemptEnd:
     def __init__(
         self, config: RunConfig, start: Start, sender: EvidenceSender, log_file: BackgroundLog,
         *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
-        ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
         self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
-        self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
-        self._sender = sender
+        self.config, self.start, self.log_file, self._sender = config, start, log_file, sender
+        self.ends_at_s: float | None = None
+        """Monotonic time at which Slurm will have ended the job; None when no end is known."""
+
         self.cluster: Cluster = start.cluster
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None

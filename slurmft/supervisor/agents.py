@@ -264,6 +264,9 @@ class AgentPool:
         self.members: list[AgentLink] = []
         """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
 
+        self.generation: int | None = None
+        """Of the attempt that they work for; None between two, where what they report of workers is nobody's."""
+
         self.events: asyncio.Queue[tuple[AgentLink, Report]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
@@ -284,14 +287,14 @@ class AgentPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def call_all(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> list[Answer]:
+    async def call_all(self, call: Call[Answer]) -> list[Answer]:
         """Ask every member, in the order of the ranks; before there are any, all agents, in the order of the nodes.
 
         Raises:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await self.call_each(links, [call] * len(links), timeout_s=timeout_s)
+        return await self.call_each(links, [call] * len(links), timeout_s=CALL_TIMEOUT_S)
 
     async def call_each(
         self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, tries: int = TRIES
@@ -429,6 +432,13 @@ class AgentPool:
             self.complete.set()
         return link
 
+    def _take(self, link: AgentLink, report: Report) -> None:
+        """Hand a report on, unless it was on its way when its attempt ended, or another connection has told more."""
+        link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
+        is_old = isinstance(report, ProgressReport) and self.links.get(link.node) is not link
+        if report.generation in (None, self.generation) and not is_old and not link.has_told(report):
+            self.events.put_nowait((link, report))
+
     def _tell_refusal(self, why: str) -> None:
         self._refused += 1
         if self._refused <= TOLD_REFUSALS or self._refused % 1000 == 0:
@@ -442,9 +452,7 @@ class AgentPool:
                 if isinstance(report, Reply):
                     link.answered(report, line)
                 else:
-                    link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
-                    if not link.has_told(report):
-                        self.events.put_nowait((link, report))
+                    self._take(link, report)
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)
         finally:

@@ -42,7 +42,6 @@ from slurmft.ipc.messages import (
 )
 from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
-from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
 from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
 from slurmft.scheduler.nodes import expand, in_order
@@ -61,13 +60,12 @@ from slurmft.supervisor.agents import (
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
 from slurmft.supervisor.grace import workload_of
-from slurmft.supervisor.guardian import hearing
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.live import Live
 from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, testimony_of
 from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
 from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmNotices, Stops
-from slurmft.system.background import Background, overslept_s
+from slurmft.system.background import Background
 
 # --- faults ---
 # The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, informs the agents.
@@ -273,7 +271,6 @@ LAUNCH_LOOK_S = 0.5
 START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
-LOOKS_PER_TIMEOUT = 12
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 log = logging.getLogger(__name__)
@@ -326,12 +323,7 @@ class AttemptRunner:
         Raises:
             SlurmftError: nothing could be started.
         """
-        loop = asyncio.get_running_loop()
-
-        def on_signal(number: int) -> None:
-            loop.call_soon_threadsafe(self.stops.on_own_signal, signal.Signals(number).name)
-
-        with hearing(on_signal):
+        with self._crew.working_for(self, self._start):
             try:
                 await self._launch()
                 await self._over.wait()
@@ -339,19 +331,21 @@ class AttemptRunner:
                 if self.lost:
                     self._node_states = await asyncio.to_thread(self._cluster.node_states)
             except AgentLost as error:
-                await self._lose_the_gone(str(error))
+                self._lose_the_gone(str(error))
             except (LaunchError, StorageError, OSError) as error:
                 self._launch_error = str(error)
                 self.lost += self._lost_early
             finally:
                 await self._wind_down()
-        return self._escaped or self._verdict()
+        if self._escaped is not None:
+            return self._escaped
+        return await asyncio.to_thread(self._verdict)  # the run folder may keep it waiting
 
     async def _launch(self) -> None:
         takes_over = self._crew.has_outlived
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
-        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        own = (self._watch_processes, self._watch_requests, self._handle_events)
         for watch in (*own, self._sender.watch, self._resizing.watch, self._live.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
@@ -446,11 +440,9 @@ class AttemptRunner:
 
     # What is reported to us
 
-    async def _handle_events(self) -> None:  # noqa: C901, PLR0912 - one case for each kind
+    async def _handle_events(self) -> None:
         while True:
             link, report = await self._pool.events.get()
-            if report.generation not in (None, self._start.generation):
-                continue  # it was on its way when its attempt ended
             match report:
                 case WorkerExited():
                     self._on_exit(link, report)
@@ -477,6 +469,8 @@ class AttemptRunner:
                     self._background.start(self._on_disconnect(link))
 
     def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+        if report.rank in self._seen.ends:
+            return
         end = self._seen.note_exit(link.host, report)
         planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
         if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
@@ -531,7 +525,7 @@ class AttemptRunner:
         if self.stops.began and len(own) > 1 and not any(each.channel for each in own):
             self._end_of_step(own)
         else:
-            await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+            self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 
     def _end_of_step(self, links: Sequence[AgentLink]) -> None:
         """All agents have gone together: their step was ended, which says nothing about any node."""
@@ -541,7 +535,7 @@ class AttemptRunner:
             self._crew.reviver.lost(link, hung_up=True)
         self._over.set()
 
-    async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
         if link.dropped:
             return
@@ -568,11 +562,11 @@ class AttemptRunner:
         await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
 
-    async def _lose_the_gone(self, reason: str) -> None:
+    def _lose_the_gone(self, reason: str) -> None:
         """An agent did not take part in the start: its node was lost, unless it is still connected."""
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
-            await self._lose(link, reason, hung_up=True)
+            self._lose(link, reason, hung_up=True)
         self.lost, self._launch_error = [link.host for link in gone], "" if gone else reason
 
     async def _watch_processes(self) -> None:
@@ -591,28 +585,17 @@ class AttemptRunner:
                 self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
             self._over.set()
 
-    async def _watch_agents(self) -> None:
-        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
-        section, pinged_s = self._config.fault_tolerance, 0.0
-        while True:  # also when it is over: its end may wait for the run folder for longer than the agents' lease
-            agents = len(self._pool.links)  # none of them is there yet at the first look
-            timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-            ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
-            if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
-                self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
-                for link in self._pool.links.values():
-                    link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
-            now_s = time.monotonic()
-            if now_s - pinged_s > ping_s:
-                pinged_s = now_s
-                self._pool.ping(Ping(limits=self._hangs.limits()))
-            # state is kept even when it is over, and that waits for all that are not silent
-            if self._over.is_set() and (self._keeping is None or self._keeping.done()):
-                continue
-            for link in self._pool.silent_for(timeout_s, now_s):
-                silent_s = now_s - link.last_heard
-                if silent_s > self._crew.roster.patience_s(link, timeout_s):
-                    await self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
+    def ping(self) -> Ping:
+        """What agents are told regularly."""
+        return Ping(limits=self._hangs.limits())
+
+    def on_silence(self, link: AgentLink, silent_s: float, timeout_s: float) -> None:
+        """Lose an agent that is silent for longer than it may be."""
+        # state is kept even when it is over, and that waits for all that are not silent
+        if self._over.is_set() and (self._keeping is None or self._keeping.done()):
+            return
+        if silent_s > self._crew.roster.patience_s(link, timeout_s):
+            self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _watch_requests(self) -> None:
         while not self._over.is_set():
@@ -740,12 +723,12 @@ class RayAttempt(AttemptRunner):
             self._pool.members = [each for each in self._pool.members if each is not link]
             self._journal.append(EventName.RAY_NODE_ENDED, node=link.host, code=report.code)
 
-    async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Leave it to Ray to go on without this node, where that can be."""
         left = [each for each in self._pool.members if each is not link]
         is_needed = len(left) < self._config.size.minimum or link is self._pool.members[0]
         if link.dropped or not self.is_open or link not in self._pool.members or is_needed:
-            await super()._lose(link, reason, hung_up=hung_up)
+            super()._lose(link, reason, hung_up=hung_up)
             return
         self._pool.members = left
         self._pool.drop(link)
@@ -766,7 +749,7 @@ class RayAttempt(AttemptRunner):
         try:
             await link.call(replace(self._order, first_rank=rank), timeout_s=START_S)
         except AgentLost as error:
-            await self._lose(link, str(error), hung_up=False)
+            self._lose(link, str(error), hung_up=False)
             return
         self._journal.append(EventName.RAY_NODE_JOINED, node=link.host, nodes=len(self._pool.members))
 

@@ -114,7 +114,6 @@ def to_avoid(
     suspects: Sequence[str] = (),
     max_excluded_fraction: float,
     rules: Rules | None = None,
-    now: float | None = None,
     excluded_anyway: Collection[str] = (),
     asked_for: Collection[str] = (),
     known: Sequence[NodeRecord] | None = None,
@@ -131,7 +130,7 @@ def to_avoid(
             list. Nodes of the job's own allocation, such as its suspects, are known without asking.
         SlurmError: Slurm refused.
     """
-    candidates = _candidates(exclusions, suspects, rules or Rules(), time.time() if now is None else now)
+    candidates = _candidates(exclusions, suspects, rules or Rules(), time.time())
     if not candidates:
         return Avoidance()
     records = slurm_nodes.nodes() if known is None else known

@@ -10,8 +10,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmError, SlurmftError, StorageError, StorageUnavailable
@@ -28,9 +28,8 @@ from slurmft.policy.membership import (
     lost_after_s,
     next_members,
 )
-from slurmft.policy.stop import longest_silence_s
+from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
-from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import write_state
 from slurmft.storage.run_folder import Attempt
@@ -39,6 +38,7 @@ from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations
 from slurmft.supervisor.stops import SlowNodes
+from slurmft.system.background import Background, overslept_s
 from slurmft.system.files import read_json, read_part
 from slurmft.system.processes import allow_descriptors
 
@@ -71,7 +71,7 @@ class AttemptFolder:
     def __init__(
         self, start: Start, *, of: Attempt | None = None, on_superseded: Callable[[], None] = lambda: None
     ) -> None:
-        self._run, self._journal, self._thread = start.run, start.journal, start.thread
+        self._run, self._thread = start.run, start.thread
         self.attempt, self._generation = of or start.cluster.attempt, start.generation
         self._is_superseded, self._on_superseded = False, on_superseded
         self.path = start.run.attempts / str(self.attempt)
@@ -111,13 +111,11 @@ class AttemptFolder:
         return {}
 
     async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
-        """Write progress, and events that the journal could not take before, when they are due."""
+        """Write progress when it is due."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return
         self._told_at = time.monotonic()
-        self._journal.retry()
         with contextlib.suppress(OSError, StorageError):
-            await self._do(lambda: run_folder.touch(self._run, self.attempt))
             await self._do(seen.write_progress)
             await self._do(slow.exchange)
             await self._do(hangs.exchange)
@@ -498,8 +496,19 @@ class Reviver:
 # --- crew ---
 
 CREW_LOOK_S = 0.05
+LOOKS_PER_TIMEOUT = 12
 
 SPARE_DESCRIPTORS = 200
+
+
+class Watching(Protocol):
+    """What an attempt adds to the watch over the agents that work for it."""
+
+    def ping(self) -> Ping:
+        """What they are told regularly."""
+
+    def on_silence(self, link: AgentLink, silent_s: float, timeout_s: float) -> None:
+        """One of them has not been heard for so long, which is more than ``timeout_s``; called again and again."""
 
 
 class Crew:
@@ -523,6 +532,39 @@ class Crew:
         self.kept = KeptFolders(config, start, self.pool)
         self._journal = start.journal
         self._mustered, self._settled_s = False, 0.0
+        self._attempt: Watching | None = None
+        self._background = Background()
+
+    @contextlib.contextmanager
+    def working_for(self, attempt: Watching, start: Start) -> Iterator[None]:
+        """Within the block the agents work for this attempt; before and after it they are only kept."""
+        self._attempt, self._journal, self.pool.generation = attempt, start.journal, start.generation
+        try:
+            yield
+        finally:
+            self._attempt = self.pool.generation = None
+
+    async def _watch(self) -> None:
+        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports.
+
+        From the first attempt to the last, and between them: a decision, Slurm or the run folder may keep a run
+        waiting for longer than the lease.
+        """
+        section, pool, pinged_s = self._config.fault_tolerance, self.pool, 0.0
+        while True:
+            agents = len(pool.links)  # none of them is there yet at the first look
+            timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+            if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
+                self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
+                for link in pool.links.values():
+                    link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
+            now_s = time.monotonic()
+            if now_s - pinged_s > ping_interval_s(agents, lease_s=section.supervisor_lease_s):
+                pinged_s = now_s
+                pool.ping(Ping() if self._attempt is None else self._attempt.ping())
+            for link in pool.silent_for(timeout_s, now_s):
+                if self._attempt is not None:  # else the next one loses it
+                    self._attempt.on_silence(link, now_s - link.last_heard, timeout_s)
 
     @property
     def reconnect_s(self) -> float:
@@ -549,6 +591,7 @@ class Crew:
             self._muster_again()
             return
         self._mustered = True
+        self._background.start(self._watch())
         allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
         if self._outlived is not None:
             await self.pool.listen(None, self._outlived.listener)
@@ -568,8 +611,6 @@ class Crew:
 
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
-        for link in self.pool.links.values():
-            link.last_heard = time.monotonic()  # the pool has not listened since the last attempt
         if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
             return
         for link in self.pool.links.values():
@@ -597,7 +638,6 @@ class Crew:
         Raises:
             LaunchError: too few of them are there, or a kept folder cannot be restored.
         """
-        self._journal = start.journal
         allowed = start.cluster.nodes
         since_s = time.monotonic()
         # agents that died together with the one that ended the last attempt are detected before they are counted on
@@ -643,5 +683,6 @@ class Crew:
         self._mustered = False
         await self.reviver.close()
         await end_agents(self.pool, [*self.processes, *self.reviver.processes], node_lost=node_lost)
+        await self._background.cancel_all()
         await self.pool.close()
         self.folder.remove_secret()

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -62,6 +62,13 @@ def any_kept() -> bool:
     return bool(_kept)
 
 
+def keep(numbers: Iterable[int]) -> None:
+    """Have these signals wait for the next ``hearing``: nobody has acted on them."""
+    for number in numbers:
+        if number not in _kept:
+            _kept.append(number)
+
+
 @contextmanager
 def hearing(listener: Callable[[int], None]) -> Iterator[None]:
     """Within the block ``listener`` is called with each signal, first with those that were kept.
@@ -87,8 +94,8 @@ def keep_across_exec() -> None:
 def _note(number: int, _frame: FrameType | None) -> None:
     if _listeners:
         _listeners[-1](number)
-    elif number not in _kept:
-        _kept.append(number)
+    else:
+        keep([number])
 
 
 def _ignore_signals() -> None:

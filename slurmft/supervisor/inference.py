@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,18 +44,17 @@ from slurmft.ipc.messages import (
     SignalReport,
 )
 from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths, gangs_of
-from slurmft.policy.stop import REQUEUE_COST_S, longest_silence_s, ping_interval_s
+from slurmft.policy.stop import REQUEUE_COST_S
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
-from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
-from slurmft.supervisor.guardian import hearing, log_signal
+from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.stops import SlurmNotices
-from slurmft.system.background import Background, overslept_s
+from slurmft.system.background import Background
 
 # --- Stops of an inference attempt: nothing new is leased, what is in flight is finished in time or given back ---
 
@@ -293,7 +291,6 @@ POLL_S = 0.25
 PROGRESS_S = 1.0
 PARTS_S = 2.0
 BEGIN_S = 40.0
-LOOKS_PER_TIMEOUT = 12
 LENT_S = 20.0
 """What a lent node has for what is in flight: Slurm's default KillWait is 30 s."""
 
@@ -352,12 +349,7 @@ class InferenceAttempt:
         Raises:
             SlurmftError: nothing could be started.
         """
-        loop = asyncio.get_running_loop()
-
-        def on_signal(number: int) -> None:
-            loop.call_soon_threadsafe(self.stops.on_own_signal, signal.Signals(number).name)
-
-        with hearing(on_signal):
+        with self._crew.working_for(self, self._start):
             try:
                 await self._open()
                 await self._work()
@@ -402,7 +394,7 @@ class InferenceAttempt:
                 is_mustered = True
                 await self._crew.muster(self._cluster)
                 work = (
-                    self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
+                    self._slurm.read_terms, self._watch_requests, self._handle_events, self._take_in_agents,
                     self._watch_processes, self._coordinator.commit_regularly, self._coordinator.watch_tail,
                     self._sender.watch, self._write_parts,
                 )  # fmt: skip
@@ -467,32 +459,28 @@ class InferenceAttempt:
 
     # Agents
 
-    async def _watch_agents(self) -> None:
-        """Take agents in as they report, and note those that are gone or silent."""
-        section, agents = self._config.fault_tolerance, max(1, self._cluster.size(self._config))
-        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-        pause_s, ping_s = min(POLL_S, timeout_s / LOOKS_PER_TIMEOUT), ping_interval_s(
-            agents, lease_s=section.supervisor_lease_s)  # fmt: skip
-        pinged_s = 0.0
+    async def _take_in_agents(self) -> None:
+        """Take agents in as they report."""
         while not self._over.is_set():
             for node, link in list(self._pool.links.items()):
                 if link.channel is not None and not link.dropped and self._joined.get(node) is not link:
                     self._joined[node] = link  # also on a new connection: the one before may have lost reports
                     # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
                     self._background.start(self._take_in(link))
-            if asleep_s := await overslept_s(pause_s):
-                for link in self._pool.links.values():
-                    link.last_heard += asleep_s
-            now_s = time.monotonic()
-            if now_s - pinged_s > ping_s:
-                pinged_s = now_s
-                self._pool.ping(Ping())
-            if self._gangs is not None and (why := self._gangs.too_few(now_s)) and self.stops.planned is None:
+            await asyncio.sleep(POLL_S)
+            why = "" if self._gangs is None else self._gangs.too_few(time.monotonic())
+            if why and self.stops.planned is None:
                 self._problem, self._is_short = why, True
                 self._over.set()
-            for link in self._pool.silent_for(max(timeout_s, self._crew.reconnect_s), now_s):
-                self._lose(link, f"nothing was heard from {link.host} for {now_s - link.last_heard:.1f} s",
-                           hung_up=False)  # fmt: skip
+
+    def ping(self) -> Ping:
+        """What agents are told regularly."""
+        return Ping()
+
+    def on_silence(self, link: AgentLink, silent_s: float, _timeout_s: float) -> None:
+        """Lose an agent that is silent for longer than it may be."""
+        if not self._over.is_set() and silent_s > self._crew.reconnect_s:
+            self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _take_in(self, link: AgentLink) -> None:
         assert self._coordinator is not None
@@ -669,9 +657,7 @@ class InferenceAttempt:
         self.stops.stop_for(Cause.REQUEUED_BY_USER, reason)
 
     async def _tell_progress(self) -> None:
-        self._journal.retry()
         try:
-            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
             await self._in_folder(self._write_progress)
             owner = await self._in_folder(self._run.owner)
         except (OSError, StorageError):

@@ -7,20 +7,17 @@ import contextlib
 import logging
 import os
 import signal
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
-from slurmft.ipc.messages import Ping
 from slurmft.policy.job_identity import JobIdentity
 from slurmft.policy.judge import DECIDING, Circumstances, judge
-from slurmft.policy.stop import ping_interval_s
-from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, End, Verdict
+from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, End, Verdict
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage import run_folder
@@ -38,15 +35,15 @@ from slurmft.supervisor.cluster import (
     Start,
     detect,
 )
-from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.guardian import log_signal, lost_pids
+from slurmft.supervisor.crew import Crew, Roster
+from slurmft.supervisor.guardian import hearing, keep, log_signal, lost_pids
 from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_over
 from slurmft.supervisor.live import Companion
 from slurmft.supervisor.observations import collect
 from slurmft.supervisor.owner import job_of, owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import EvidenceSender, next_cycle, settle
 from slurmft.system import processes
-from slurmft.system.background import BackgroundLog
+from slurmft.system.background import Background, BackgroundLog, LoopThread
 from slurmft.system.files import read_bytes, replace_atomically
 
 if TYPE_CHECKING:
@@ -56,7 +53,7 @@ if TYPE_CHECKING:
 
 # --- The attempts of one start of a job, one after the other, with one crew of agents ---
 
-Result = TypeVar("Result")
+SIGN_OF_LIFE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +82,21 @@ def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt | Rol
 class Attempts:
     """Runs attempts until one of them ends the job; a context manager that leaves no agent behind.
 
+    Attempts run in a loop of its own thread, which goes on between them: while this thread decides, asks Slurm or waits
+    for the run folder, agents can connect and are kept, and the run folder is told of this supervisor.
+
     Args:
         outlived: agents of the supervisor before this one, in the same start of the job.
     """
 
     def __init__(self, config: RunConfig, log_file: BackgroundLog, outlived: Outlived | None = None) -> None:
         self._config, self._log_file, self._outlived = config, log_file, outlived
-        self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
+        self._loop = LoopThread("agents")
+        self._background = Background()
+        self._loop.call_soon(lambda: self._background.start(self._tell_folder()))
+        self._present: tuple[Start, Attempt] | None = None
         self._crew: Crew | None = None
         self._lost = False
-        self._between = contextlib.ExitStack()
         self.generation: int | None = None
         """As which this process owned the run in the last attempt; None while it has never."""
 
@@ -120,13 +122,13 @@ class Attempts:
                 return self._leave(ending, escape[0].reason, called_off=False)
             return ending.follow(*escape, may_stay=False)
         attempt = start.cluster.attempt
-        where = start.run.attempts / str(attempt)
+        self._present, where = (start, attempt), start.run.attempts / str(attempt)
         log.info("run %s, attempt %s; workers write to %s", self._config.name, attempt, where)
         log_signal("Signal handler installed for %d", self._config.preemption.signal)
         if self._crew is None:
             self._crew, self._outlived = Crew(self._config, start, self._outlived), None
         supervisor = _runner_of(self._config)(self._config, start, sender, self._crew)
-        verdict = self._run_in_loop(supervisor.run())
+        verdict = self._verdict_of(supervisor)
         self._lost = bool(start.cluster.lost)
         serves = self._config.inference is not None and self._config.inference.serving is not None
         if serves:
@@ -145,23 +147,30 @@ class Attempts:
             call_off_for_good(start.run, start.cluster, start.journal, verdict.reason)
         return code
 
-    def _run_in_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run ``work``; until the next one, agents hear of this supervisor by a thread: decisions and waits may take
-        longer than its lease."""
-        self._between.close()
-        try:
-            return self._runner.run(work)
-        finally:
-            over = threading.Event()
-            pings = threading.Thread(target=self._ping, args=[over], daemon=True, name="pings")
-            pings.start()
-            self._between.callback(pings.join)
-            self._between.callback(over.set)
+    def _verdict_of(self, supervisor: AttemptRunner | InferenceAttempt) -> Verdict:
+        heard: list[int] = []
 
-    def _ping(self, over: threading.Event) -> None:
-        crew, lease_s = self._crew, self._config.fault_tolerance.supervisor_lease_s
-        while crew is not None and not over.wait(ping_interval_s(len(crew.pool.links), lease_s=lease_s)):
-            crew.pool.ping(Ping())
+        def on_signal(number: int) -> None:
+            heard.append(number)
+            self._loop.call_soon(supervisor.stops.on_own_signal, signal.Signals(number).name)
+
+        with hearing(on_signal):
+            verdict = self._loop.run(supervisor.run())
+        if supervisor.stops.planned is None and verdict.cause not in PLANNED:
+            keep(heard)  # they came when this attempt was over already: the next one stops for them
+        return verdict
+
+    async def _tell_folder(self) -> None:
+        """Give signs of life, and write what the journal could not take: a rescue of the run looks at both."""
+        while True:
+            await asyncio.sleep(SIGN_OF_LIFE_S)
+            if self._present is None:
+                continue
+            start, attempt = self._present
+            start.journal.retry()
+            with contextlib.suppress(OSError, StorageError):
+                work = lambda run=start.run, attempt=attempt: run_folder.touch(run, attempt)  # noqa: E731
+                await asyncio.wrap_future(start.thread.submit(work))
 
     def _leave(self, ending: AttemptEnd, reason: str, *, called_off: bool) -> int:
         """End a candidate, which decides nothing for the run."""
@@ -170,13 +179,16 @@ class Attempts:
         return ending.leave(End.HANDED_ON if called_off else End.OPEN, 0 if called_off else EXIT_TEMPORARY)
 
     def _has_nodes(self) -> bool:
-        return self._crew is not None and self._crew.roster.can_go_on()
+        async def look(roster: Roster) -> bool:
+            return roster.can_go_on()
+
+        return self._crew is not None and self._loop.run(look(self._crew.roster))
 
     def dismiss(self) -> None:
         """End the agents. The next attempt, if there is one, starts new ones."""
         if self._crew is not None:
             crew, self._crew = self._crew, None
-            self._run_in_loop(crew.dismiss(node_lost=self._lost))
+            self._loop.run(crew.dismiss(node_lost=self._lost))
         if self._outlived is not None:  # nothing came to the point of taking them over
             self._outlived.end()
             self._outlived = None
@@ -188,8 +200,7 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.dismiss()
-        self._between.close()
-        self._runner.close()
+        self._loop.close()
 
 
 # --- ``slurmft run``: take the run over, run one attempt, act on its verdict ---

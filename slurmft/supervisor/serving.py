@@ -38,7 +38,6 @@ from slurmft.policy.verdict import Cause
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import JobRecord
-from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes
@@ -610,9 +609,7 @@ class ServingAttempt(InferenceAttempt):
         if self._candidacy is None:
             await super()._tell_progress()
             return
-        self._journal.retry()
         with contextlib.suppress(OSError, StorageError):
-            await self._in_folder(lambda: run_folder.touch(self._run, self._cluster.attempt))
             await self._stand(self._candidacy)
 
     async def _superseded(self, owner: Owner) -> None:

@@ -425,6 +425,8 @@ class Digests:
         for each in report.ranks:
             self._nodes[each.rank] = host
             for step, value in each.digests:
+                if step in self._agreed:
+                    continue  # it comes again
                 self._steps.setdefault(step, {})[each.rank] = Digest(group=each.group, value=value)
         for step in sorted(step for step, digests in self._steps.items() if len(digests) >= self._seen.world_size):
             self._judge(step, self._steps.pop(step))

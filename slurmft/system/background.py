@@ -1,5 +1,5 @@
-"""Tasks that run beside the main line of a process, of which none fails silently; a child of the agent, sleep that
-was too long, and log messages through a thread.
+"""Tasks that run beside the main line of a process, of which none fails silently; an event loop in a thread, a child of
+the agent, sleep that was too long, and log messages through a thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmft.errors import SlurmftError
 from slurmft.system.foreign_text import log_to_stderr
 from slurmft.system.processes import die_with_parent
 
 # --- Tasks that run beside the main line of a process; one that fails is never silent ---
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,35 @@ class Background:
             log.error("internal error: %r", error, exc_info=error)
             if self._on_error is not None:
                 self._on_error(error)
+
+
+class LoopThread:
+    """An event loop in a thread of its own: what was begun in it goes on while its owner waits for something else."""
+
+    def __init__(self, name: str) -> None:
+        ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+        async def until_closed() -> None:
+            closing = asyncio.Event()
+            ready.set_result((asyncio.get_running_loop(), closing))
+            await closing.wait()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(until_closed()), daemon=True, name=name)
+        self._thread.start()
+        self._loop, self._closing = ready.result()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of ``work``; signals are handled meanwhile."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """Have it called in the loop; for signal handlers, too."""
+        self._loop.call_soon_threadsafe(callback, *args)
+
+    def close(self) -> None:
+        """Cancel what still runs in it, and end the thread."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
 
 
 async def end_child(process: asyncio.subprocess.Process, within_s: float | None = None) -> None:

@@ -109,7 +109,7 @@ class Agent:
     """One node's agent, from its start to its end; a process of its own."""
 
     def __init__(self, world: World, node: int, host: str, *, port: int, secret: bytes) -> None:
-        self.world, self.node, self.host, self._port, self._secret = world, node, host, port, secret
+        self.world, self.node, self.host, self.port, self._secret = world, node, host, port, secret
         self.supervisor = world.host
         """Where its supervisor is."""
 
@@ -138,9 +138,9 @@ class Agent:
         return self.process.alive and self.code is None
 
     @property
-    def is_connected(self) -> bool:
-        """Whether its supervisor has taken its connection; between two attempts, none does."""
-        return self._channel is not None
+    def is_waiting(self) -> bool:
+        """Whether it has looked for its supervisor for longer than that takes."""
+        return self._channel is None and self.world.timeline.now_s - self._heard_s > HEARD_S + PAUSE_S
 
     # its life
 
@@ -191,7 +191,7 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         self.world.dialing = self.host
-        channel = await connect(self.supervisor, self._port, self._secret)
+        channel = await connect(self.supervisor, self.port, self._secret)
         channel.send(Hello(node=self.node, host=self.host, pid=self.pid, birth=str(self.pid)))
         self._channel = channel
         for report in self._lasting:

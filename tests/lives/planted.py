@@ -24,6 +24,7 @@ from slurmft.storage.patience import PatientJournal
 from slurmft.storage.run_folder import EndingClaim, RunFolder
 from slurmft.supervisor import act as act_module
 from slurmft.supervisor import attempt as attempt_module
+from slurmft.supervisor import crew as crew_module
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.act import AttemptEnd, Continuation
 from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
@@ -145,6 +146,8 @@ SUSPENDED = _life((5.0, _suspended(20.0)), nodes=2, nproc_per_node=1,
                   fault_tolerance={**PATIENT, "agent_timeout_s": 5.0})  # fmt: skip
 BETWEEN = _life((5.0, faults.kill_rank), (5.02, run_folder_is("silent", 70.0)), nodes=1,
                 fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})  # fmt: skip
+STARTED_BETWEEN = _life((5.0, faults.kill_agent), (6.02, run_folder_is("silent", 70.0)), nodes=2, nproc_per_node=1,
+                        elastic={"min_nodes": 1})  # fmt: skip
 FULL = _life((4.9, run_folder_is("full", 8.0)), (5.0, faults.kill_rank), nodes=1, bounds=Bounds(decided=True))
 LONG_FULL = _life((4.9, run_folder_is("full", 20.0)), (5.0, faults.kill_rank), nodes=1)
 DOOMED = _life(nodes=1, bounds=Bounds(most_starts=6), fault_tolerance={
@@ -160,9 +163,6 @@ LATE_SBATCH = _in_slurm((4.9, _controller("late", 1, at="sbatch")), (5.0, REQUEU
                         preemption={"continue_by": "resubmit"})  # fmt: skip
 KILLED_AFTER_SBATCH = _in_slurm((4.9, _kill_after("sbatch")), (5.0, REQUEUE), nodes=1,
                                 preemption={"continue_by": "resubmit"})  # fmt: skip
-KILLED_IN_REQUEUE = _in_slurm(
-    (4.9, _kill_after("scontrol requeue")), (5.0, REQUEUE), nodes=1, bounds=Bounds(within_s=110.0)
-)
 STOPPED_IN_GRACE = _in_slurm((5.0, faults.ask_for_stop), (5.0, _preempted(60)), nodes=1,
                              slurm={"requeues_early": True})  # fmt: skip
 EXCLUDED = _in_slurm((5.0, faults.exclude_node), nodes=2, nproc_per_node=1)
@@ -222,15 +222,18 @@ def _lost_when_full(self: PatientJournal) -> None:
         self._pending.popleft()
 
 
-def _without_pings(self: Attempts, work: Any) -> Any:
-    self._between.close()
-    return self._runner.run(work)
+def _ping_in_attempts(real: Any, self: AgentPool, ping: Any) -> None:
+    if self.generation is not None:
+        real(self, ping)
 
 
-def _without_claim(self: AttemptEnd, verdict: Any, decision: Any) -> int | None:
-    assert isinstance(self.cluster, act_module.SlurmCluster)
-    self._continuation(self.cluster, verdict).begin(verdict)
-    return decision.exit_code  # type: ignore[no-any-return]
+async def _admit_in_attempts(self: AgentPool, *connection: Any) -> Any:
+    while self.generation is None:
+        await asyncio.sleep(0.01)
+    return await REAL_ADMIT(self, *connection)
+
+
+REAL_ADMIT = AgentPool._admit
 
 
 def _finish(real: Any, self: AttemptEnd, verdict: Any, decision: Any, **rest: Any) -> Any:
@@ -276,10 +279,12 @@ PLANTED: dict[str, Planted] = {
     "a connection that broke is a lost node at once": Planted(
         _put(Crew, "reconnected", _nothing), "no evidence", RESET),
     "no pings are sent between two attempts": Planted(
-        _put(Attempts, "_run_in_loop", _without_pings), "agents stay", BETWEEN),
+        _wrap(AgentPool, "ping", _ping_in_attempts), "agents stay", BETWEEN),
+    "no agent is taken in between two attempts": Planted(
+        _put(AgentPool, "_admit", _admit_in_attempts), "agents are taken in", STARTED_BETWEEN),
     "silence is not noticed": Planted(_put(AgentPool, "silent_for", lambda *_: []), "in time", POWER),
     "a supervisor that was stopped blames its nodes": Planted(
-        _put(attempt_module, "overslept_s", _slept), "no evidence", SUSPENDED),
+        _put(crew_module, "overslept_s", _slept), "no evidence", SUSPENDED),
     # decisions, and the journal before them
     "no decision is carried out": Planted(_put(AttemptEnd, "_carry_out", lambda *_: 0), "the run ends", RANK),
     "an attempt is taken for finished when it was stopped": Planted(

@@ -98,7 +98,7 @@ def test_agents_hear_of_an_attempt_that_is_over_and_waits_for_the_run_folder() -
 
 SHOWN = (
     "nodes are asked for their state once", "every report counts as told before",
-    "no pings are sent between two attempts",
+    "no pings are sent between two attempts", "no agent is taken in between two attempts",
     "a requeue comes before its decision", "events that meet a full disk are lost", "a budget is not spent",
     "Slurm may undo a stop", "a submission without an answer is made again", "an exclusion is forgotten",
 )  # fmt: skip

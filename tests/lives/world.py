@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,8 +31,7 @@ from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job,
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError, StorageUnavailable
-from slurmft.ipc.messages import Ping, StartWorkers
-from slurmft.policy.stop import ping_interval_s
+from slurmft.ipc.messages import StartWorkers
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.nodes import expand
 from slurmft.storage import journal as journal_module
@@ -56,6 +56,8 @@ PARTLY = 0.3
 
 SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED, EventName.EXCLUSIONS_REFUSED})
 """Events that say why a run is on a node that is to be kept off."""
+
+STOPPED_LOOK_S = 0.5
 
 PINGED_S = 20.0
 """An agent that can be reached hears of its supervisor within this time; no lease is as short."""
@@ -93,6 +95,7 @@ class Started:
     def terminate(self) -> None:
         """End it; one whose node is cut off does not hear of it."""
         if self._agent.code is None and not self._agent.world.network.is_cut(self._agent.host):
+            self._agent.world.check_taken_in(self._agent)
             self._agent.die()
 
     kill = terminate
@@ -158,7 +161,6 @@ class World:
         self._trainings: dict[int, Training] = {}
         self._processes: list[Process] = []
         self._pids = 1000
-        self.pinger = self.process("pings")
         self._attempt_environment: dict[str, str] = {LOCAL_JOB_VARIABLE: "local-1", LOCAL_RESTART_VARIABLE: "0"}
         self.peers_fail_s: tuple[float, ...] = (0.05, 0.5, 3.0, 1e9)
         """How long ranks may wait for one that is gone before they fail of it."""
@@ -199,6 +201,9 @@ class World:
         self._me = processes.Process("login", 1, "1")
         self._ignores_signals = False
         self._ended_by_slurm = False
+
+        self.unwritten: deque[tuple[Event, str]] = deque()
+        """Of the journal: what the present supervisor still has to write."""
 
         self.written: dict[str, float] = {}
         """When files of the run folder were written."""
@@ -324,7 +329,7 @@ class World:
 
     def is_stopping(self) -> bool:
         """Whether a stop is under way in the newest attempt."""
-        last = self.events()[-60:]
+        last = [*self.events()[-60:], *(event for event, _ in self.unwritten)]
         started = max((n for n, e in enumerate(last) if e.event == EventName.ATTEMPT_STARTED), default=0)
         return any(event.event == EventName.STOP_REQUESTED for event in last[started:])
 
@@ -346,10 +351,21 @@ class World:
 
     def check_lease(self, agent: Agent) -> None:
         """An agent ends, as it has heard of no supervisor for its lease."""
-        is_served = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
-        is_served = is_served and agent.is_connected and not self.is_suspended and not self.network.is_cut(agent.host)
-        if is_served and self.timeline.now_s - self.disturbed_s > PINGED_S:
+        if self._can_reach_supervisor(agent):
             self.violate("agents stay", f"{agent.process.name} ends, although its supervisor lives and can be reached")
+
+    def check_taken_in(self, agent: Agent) -> None:
+        """An agent is ended by what has started it: its supervisor has not heard of it, or cannot tell it to end."""
+        if agent.is_waiting and self._can_reach_supervisor(agent):
+            self.violate("agents are taken in", f"{agent.process.name} is ended, and nobody has taken its connection")
+
+    def _can_reach_supervisor(self, agent: Agent) -> bool:
+        """For long enough to have heard of it."""
+        is_there = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
+        is_there = is_there and self.network.listeners[agent.port][0] is self.supervisor  # not of one before it
+        is_there = is_there and not self.is_suspended and not agent.process.stopped
+        is_reached = not self.network.is_cut(agent.host) and agent.host not in self.network.slow
+        return is_there and is_reached and self.timeline.now_s - self.disturbed_s > PINGED_S
 
     def check_requeue(self) -> None:
         """Nothing of a job runs any more when its supervisor puts it back into the queue."""
@@ -517,6 +533,7 @@ class World:
         else:
             self.supervisor.kill()
         self._ignores_signals = False
+        self.unwritten = deque()
         guardian._kept.clear()
         guardian._listeners.clear()
 
@@ -570,16 +587,16 @@ class World:
         if self.timeline.is_running() or supervisor is None or PROCESS.get() is not supervisor:
             self.timeline.now_s += seconds
             return
-        supervisor.stopped = True
-        with inside(None), contextlib.suppress(RuntimeError):  # it is killed meanwhile
-            self.timeline.run_until_complete(asyncio.sleep(seconds))
-        supervisor.go_on()
-        if self.is_gone():
-            raise Killed
+        until_s = self.timeline.now_s + seconds
+        while (now_s := self.timeline.now_s) < until_s or supervisor.stopped:
+            with inside(None), contextlib.suppress(RuntimeError):  # it is killed meanwhile
+                self.timeline.run_until_complete(asyncio.sleep(max(until_s - now_s, STOPPED_LOOK_S)))
+            if self.is_gone():
+                raise Killed
 
 
-class Runner:
-    """In the place of ``asyncio.Runner``: all supervisors of a life share its timeline."""
+class Loop:
+    """In the place of ``LoopThread``: all supervisors of a life share its timeline."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -599,6 +616,10 @@ class Runner:
                     raise Killed from None
                 raise
         return task.result()
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """As of any loop."""
+        self._world.timeline.call_soon(callback, *args)
 
     def close(self) -> None:
         """Nothing."""
@@ -634,11 +655,12 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     """Put the life's time, network and machine in the place of real ones."""
     timeline = world.timeline
     asyncio.set_event_loop(timeline)
+    timeline.may_sleep = lambda: world.silent_until_s > timeline.now_s
     patch.setattr(subprocess, "Popen", _no_process)
     patch.setattr(time, "monotonic", lambda: timeline.now_s)
     patch.setattr(time, "time", world.wall_s)
     patch.setattr(time, "sleep", world.pass_time)
-    patch.setattr(asyncio, "Runner", lambda: Runner(world))
+    patch.setattr(run_module, "LoopThread", lambda _: Loop(world))
 
     async def open_connection(host: str, port: int, **_: Any) -> Any:
         return await world.network.dial(host, port, world.dialing)
@@ -653,7 +675,7 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     for function, name in ((ExclusionList.__init__, "clock"),):
         patch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, name: world.wall_s})
     patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
-    patch.setattr(FolderThread, "__init__", _begin_thread)
+    patch.setattr(FolderThread, "__init__", lambda self: setattr(self, "unwritten", world.unwritten))
     patch.setattr(FolderThread, "submit", lambda self, work: _submit(world, work))
     patch.setattr(FolderThread, "call", lambda self, work, timeout_s: _call(world, work, timeout_s))
 
@@ -667,8 +689,6 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     patch.setattr(AgentPool, "listen", listen)
     patch.setattr(agents_module, "find_outlived", lambda *_: None)
     patch.setattr(run_module, "find_outlived", lambda *_: None)
-    patch.setattr(run_module, "threading", SimpleNamespace(
-        Event=_Flag, Thread=lambda target, args, **_: _Pings(world, target, *args)))  # fmt: skip
     complaints = _Complaints(world)
     root = logging.getLogger("slurmft")
     root.addHandler(complaints)
@@ -698,7 +718,7 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world._me.pid, world._me.birth))
     patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world._me.host))
     patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
-    world.timeline.may_sleep = lambda: controller.mood_lasts > 0
+    world.timeline.may_sleep = lambda: controller.mood_lasts > 0 or world.silent_until_s > world.timeline.now_s
     signs: dict[str, float] = {}
 
     def touch(_: RunFolder, attempt: Any) -> None:
@@ -769,46 +789,6 @@ def _simulate_disk(world: World, patch: pytest.MonkeyPatch) -> None:  # noqa: C9
 
 def _no_process(argv: Any, *_: Any, **__: Any) -> None:
     raise FileNotFoundError(f"no process in a life: {argv}")
-
-
-class _Flag:
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def set(self) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-
-class _Pings:
-    """The thread that tells agents of their supervisor between two attempts."""
-
-    def __init__(self, world: World, target: Callable[..., None], over: _Flag) -> None:
-        self._world, self._attempts, self._over = world, target.__self__, over  # type: ignore[attr-defined]
-        self._process = PROCESS.get()
-
-    def start(self) -> None:
-        with inside(self._world.pinger):
-            self._world.timeline.create_task(self._ping())
-
-    def join(self) -> None:
-        """It ends at its next look."""
-
-    async def _ping(self) -> None:
-        crew, lease_s = self._attempts._crew, self._attempts._config.fault_tolerance.supervisor_lease_s
-        while crew is not None and self._process is not None and self._process.alive:
-            await asyncio.sleep(ping_interval_s(len(crew.pool.links), lease_s=lease_s))
-            if self._over.is_set():
-                return
-            crew.pool.ping(Ping())
-
-
-def _begin_thread(self: FolderThread) -> None:
-    from collections import deque
-
-    self.unwritten = deque()
 
 
 def _submit(world: World, work: Callable[[], Any]) -> Future[Any]:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,9 +95,6 @@ def _commit(folder: Path) -> str:
 def _run(text: str, folder: Path, variables: dict[str, str]) -> None:
     done = subprocess.run(["bash", "-c", text], cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-
-
-Shell = Callable[..., str]
 
 
 def test_root_sets_up_the_site(site: Site, lab: Lab) -> None:

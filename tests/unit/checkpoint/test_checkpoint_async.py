@@ -479,13 +479,6 @@ def first_item(content: bytearray) -> bytearray:
     return content
 
 
-def without_digests(content: bytearray) -> bytes:
-    value = json.loads(content)
-    for item in value["items"]:
-        item["digest"] = ""
-    return json.dumps(value).encode()
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -18,7 +18,7 @@ from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.cluster import SlurmCluster
-from slurmft.supervisor.crew import AttemptFolder
+from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import log_signal
 
 AGENTS = 2048
@@ -45,15 +45,14 @@ class Pool:
 
 def test_the_silence_that_is_allowed_follows_the_agents_that_have_connected() -> None:
     async def watched() -> list[float]:
-        runner, pool = AttemptRunner.__new__(AttemptRunner), Pool()
+        crew, pool = Crew.__new__(Crew), Pool()
         parts: dict[str, Any] = {
             "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig(agent_timeout_s=1.0)),
-            "_pool": pool, "_over": asyncio.Event(), "_hangs": SimpleNamespace(limits=dict),
-            "_keeping": None,
+            "pool": pool, "_attempt": None,
         }  # fmt: skip
         for name, part in parts.items():
-            setattr(runner, name, part)
-        watching = asyncio.create_task(runner._watch_agents())
+            setattr(crew, name, part)
+        watching = asyncio.create_task(crew._watch())
         await asyncio.wait_for(pool.second.wait(), 10)
         watching.cancel()
         return pool.asked

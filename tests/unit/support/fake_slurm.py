@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 ALIVE, WAITING = ("RUNNING", "COMPLETING"), ("PENDING",)
-OTHER_CLUSTER = "elsewhere"
 UNREACHABLE_CLUSTER = "nowhere"
 REQUEUE_DELAY_S = 121
 

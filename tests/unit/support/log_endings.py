@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +40,3 @@ def log_endings() -> list[LogEnding]:
         label, _, name = head.partition(": ")
         found.append(LogEnding(label, name, body))
     return found
-
-
-def confusion(endings: list[LogEnding]) -> Counter[tuple[str, str]]:
-    """How often an ending of the first label was found to be of the second."""
-    return Counter((each.label, each.found()) for each in endings)

@@ -65,7 +65,7 @@ class Supervised:
     async def begin(self) -> int:
         port = await self.pool.listen("127.0.0.1")
         self.tasks += [
-            asyncio.ensure_future(self.attempt._watch_agents()),
+            asyncio.ensure_future(self.attempt._take_in_agents()),
             asyncio.ensure_future(self.attempt._handle_events()),
         ]
         return port
