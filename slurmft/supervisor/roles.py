@@ -30,7 +30,6 @@ from slurmft.storage.queue import QUEUES_VARIABLE
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import LocalCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
-from slurmft.supervisor.guardian import hearing
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.background import Background
@@ -71,12 +70,6 @@ class _Live:
         return not self.role.is_endpoint or self.code == 0 or HighAvailabilityCluster.read(self.run.path).available
 
 
-class RolesStops:
-    """When Slurm will have ended the job, as far as a stop has shown it."""
-
-    ends_at_s: float | None = None
-
-
 class RolesAttempt:
     """Runs the supervisors of all roles until the run ends, or has to leave this allocation."""
 
@@ -86,9 +79,11 @@ class RolesAttempt:
         self._over = asyncio.Event()
         self._folder = AttemptFolder(start, on_superseded=self._over.set)
         self._background = Background(self._on_error)
-        self.stops = RolesStops()
+        self.ends_at_s: float | None = None
+        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
+
         self._roles: dict[str, _Live] = {}
-        self._planned: Cause | None = None
+        self.planned: Cause | None = None
         self._reason, self._problem = "", ""
         self._blamed: _Live | None = None
         """The role that cannot go on here."""
@@ -96,23 +91,22 @@ class RolesAttempt:
         self._until_s = float("inf")
         self._touched_s = 0.0
 
+    @property
+    def stops(self) -> RolesAttempt:
+        """What hears signals, and knows of the stop that is under way."""
+        return self
+
     async def run(self) -> Verdict:
         """Run the attempt to its end, and say why it has ended."""
-        loop = asyncio.get_running_loop()
-
-        def on_signal(number: int) -> None:
-            loop.call_soon_threadsafe(self._on_signal, signal.Signals(number).name)
-
-        with hearing(on_signal):
-            try:
-                self._roles = {each.role.name: each for each in self._placed()}
-                self._background.start(self._slurm.read_terms())
-                await self._watch()
-            except (SlurmftError, OSError) as error:
-                self._problem = str(error)
-            finally:
-                await self._end_all()
-                await self._background.cancel_all()
+        try:
+            self._roles = {each.role.name: each for each in self._placed()}
+            self._background.start(self._slurm.read_terms())
+            await self._watch()
+        except (SlurmftError, OSError) as error:
+            self._problem = str(error)
+        finally:
+            await self._end_all()
+            await self._background.cancel_all()
         return self._verdict()
 
     def _placed(self) -> Iterator[_Live]:
@@ -135,7 +129,7 @@ class RolesAttempt:
             for each in self._roles.values():
                 if each.process is not None and each.code is None and each.process.returncode is not None:
                     self._ended(each, each.process.returncode)
-            if self._planned is None:
+            if self.planned is None:
                 await self._begin_those_that_may()
             else:
                 if all(each.is_over for each in self._roles.values() if each.process is not None):
@@ -188,7 +182,7 @@ class RolesAttempt:
         live.code = code if code >= 0 else 128 - code
         is_done = live.run.done() is not None
         self._journal.append(EventName.ROLE_ENDED, role=live.role.name, code=live.code, done=is_done)
-        if self._planned is not None:
+        if self.planned is not None:
             return
         if not is_done:
             last = _last_verdict(live.run)
@@ -200,20 +194,21 @@ class RolesAttempt:
 
     # --- stops ---
 
-    def _on_signal(self, name: str) -> None:
+    def on_own_signal(self, name: str) -> None:
+        """The supervisor itself got a signal."""
         if self._start.cluster.name == "local" and name == "SIGINT":
             self._stop(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
-        elif self._planned is None:
+        elif self.planned is None:
             self._background.start(self._stop_for_signal(name, time.monotonic()))
 
     async def _stop_for_signal(self, name: str, at_s: float) -> None:
         cause, left_s = await self._slurm.cause_and_time(self._config.preemption, at_s)
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
-            self.stops.ends_at_s = at_s + left_s
+            self.ends_at_s = at_s + left_s
         self._stop(cause, f"{name} at the supervisor", left_s)
 
     async def _look_at_requests(self) -> None:
-        found = await self._folder.requests(ready=self._planned is None)
+        found = await self._folder.requests(ready=self.planned is None)
         for kind, cause in (("KILL", Cause.STOPPED_BY_USER), ("REQUEUE", Cause.REQUEUED_BY_USER)):
             if kind in found:
                 self._stop(cause, f"asked for by {found[kind]}")
@@ -223,12 +218,12 @@ class RolesAttempt:
                     each.run.request("SAVE", found["SAVE"])
 
     def _stop(self, cause: Cause, reason: str, left_s: float | None = None) -> None:
-        if self._planned is not None:
+        if self.planned is not None:
             if cause is Cause.STOPPED_BY_USER:
-                self._planned, self._reason = cause, reason
+                self.planned, self._reason = cause, reason
             return
         left_s = self._config.preemption.stop_timeout_s if left_s is None else left_s
-        self._planned, self._reason, self._until_s = cause, reason, time.monotonic() + left_s
+        self.planned, self._reason, self._until_s = cause, reason, time.monotonic() + left_s
         self._journal.append(EventName.STOP_REQUESTED, cause=cause.value, reason=reason, seconds_left=round(left_s, 3))
         for each in self._roles.values():
             if not each.role.is_endpoint:
@@ -284,14 +279,14 @@ class RolesAttempt:
 
     def _verdict(self) -> Verdict:
         steps = self._steps()
-        if (blamed := self._blamed) is not None and self._planned is not Cause.STOPPED_BY_USER:
+        if (blamed := self._blamed) is not None and self.planned is not Cause.STOPPED_BY_USER:
             last = _last_verdict(blamed.run)
             cause = Cause(last["cause"]) if last.get("cause") in set(Cause) else Cause.WORKER_ERROR
             code = 0 if blamed.code in (None, EXIT_TEMPORARY) else blamed.code
             return Verdict(cause=cause, reason=self._problem, exit_code=code, node=str(last.get("node", "")), **steps)
         if self._problem:
             return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem, exit_code=EXIT_USAGE, **steps)
-        return Verdict(cause=self._planned or Cause.FINISHED, reason=self._reason or "all roles have finished", **steps)
+        return Verdict(cause=self.planned or Cause.FINISHED, reason=self._reason or "all roles have finished", **steps)
 
     def _steps(self) -> dict[str, Any]:
         trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]

@@ -147,7 +147,7 @@ class Attempts:
             call_off_for_good(start.run, start.cluster, start.journal, verdict.reason)
         return code
 
-    def _verdict_of(self, supervisor: AttemptRunner | InferenceAttempt) -> Verdict:
+    def _verdict_of(self, supervisor: AttemptRunner | InferenceAttempt | RolesAttempt) -> Verdict:
         heard: list[int] = []
 
         def on_signal(number: int) -> None:
