@@ -63,6 +63,11 @@ class _Live:
         return self.code is not None
 
     @property
+    def has_steps(self) -> bool:
+        """Whether it is a trainer, as far as it has shown."""
+        return bool((self.run.progress() or {}).get("step"))
+
+    @property
     def is_ready(self) -> bool:
         """Whether those that need it may begin: an endpoint has routers with a replica behind them."""
         if self.process is None:
@@ -134,7 +139,7 @@ class RolesAttempt:
             else:
                 if all(each.is_over for each in self._roles.values() if each.process is not None):
                     return
-                self._end_endpoints_last()
+                self._end_in_order()
                 if time.monotonic() > self._until_s + GRACE_S:
                     return
             with contextlib.suppress(TimeoutError):
@@ -225,18 +230,21 @@ class RolesAttempt:
         left_s = self._config.preemption.stop_timeout_s if left_s is None else left_s
         self.planned, self._reason, self._until_s = cause, reason, time.monotonic() + left_s
         self._journal.append(EventName.STOP_REQUESTED, cause=cause.value, reason=reason, seconds_left=round(left_s, 3))
-        for each in self._roles.values():
-            if not each.role.is_endpoint:
-                self._tell_to_end(each)
-        self._end_endpoints_last()
+        self._end_in_order()
 
-    def _end_endpoints_last(self) -> None:
-        """Endpoints answer until nobody is left to ask, or time is short."""
-        others = [each for each in self._roles.values() if not each.role.is_endpoint and each.process is not None]
-        if all(each.is_over for each in others) or time.monotonic() > self._until_s - GRACE_S:
-            for each in self._roles.values():
-                if each.role.is_endpoint:
-                    self._tell_to_end(each)
+    def _end_in_order(self) -> None:
+        """Trainers save first, while those that feed them go on; then the others, and endpoints when nobody is left to
+        ask. All at once when time is short."""
+        stages: tuple[list[_Live], list[_Live], list[_Live]] = ([], [], [])
+        for each in self._roles.values():
+            stages[2 if each.role.is_endpoint else 1 - each.has_steps].append(each)
+        for stage in stages:
+            for each in stage:
+                self._tell_to_end(each)
+            if any(each.process is not None and not each.is_over for each in stage) and (
+                time.monotonic() < self._until_s - GRACE_S
+            ):
+                return
 
     def _tell_to_end(self, live: _Live) -> None:
         """A role saves and ends. One that Slurm signals as well has begun with that by itself."""
