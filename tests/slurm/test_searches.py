@@ -1,4 +1,4 @@
-"""Optuna's studies on a real cluster, while jobs and nodes go.
+"""Hydra's multiruns and Optuna's studies on a real cluster, while apps, jobs and nodes go.
 
 ``SLURMFT_SEARCH_TRIALS=200`` makes them longer than the tests are.
 """
@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
+import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ import yaml
 from extras import needs
 
 from slurm.conftest import PATIENCE_S, eventually
+from slurm.test_local_searches import APP, CONFIG
 from slurm.test_trials import SweepRun
 from slurmft.lab.cluster import Lab
 
@@ -84,6 +88,64 @@ def folder(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> Iterato
 def given_to_the_user(lab: Lab, folder: Path) -> None:
     for path in (folder.parent, folder, *folder.rglob("*")):
         os.chown(path, lab.uid, lab.gid)
+
+
+@needs("hydra")
+def test_a_multirun_runs_each_job_once_while_its_app_is_killed_five_times(lab: Lab, folder: Path) -> None:
+    (folder / "app.py").write_text(APP)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "go": str(folder / "go")}))
+    given_to_the_user(lab, folder)
+    run, began_s = Search(lab, folder / "sweep-app"), time.monotonic()
+    words = ["python", "app.py", "-m", "hydra/launcher=slurmft", f"hydra.sweep.dir={folder}",
+             "hydra.launcher.partition=low", "hydra.launcher.cpus_per_task=4", "hydra.launcher.per_node=2",
+             f"hydra.launcher.max_jobs={JOBS}", f"hydra.launcher.config={{fault_tolerance: {_in_hydra(FAULTS)}}}",
+             f"phase=range({PHASES})", f"x=range({PHASE})"]  # fmt: skip
+
+    def start() -> subprocess.Popen[str]:
+        argv, environment = lab.command(words, cwd=folder)
+        return subprocess.Popen(argv, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                start_new_session=True)  # fmt: skip
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    app, kills = start(), 0
+    eventually(lambda: app.poll() is not None or (run.path.is_dir() and run.events("submitting")), PATIENCE_S, "it")
+    assert app.poll() is None, app.communicate()[0]
+    kill(app)  # Slurm may have the job, and the run folder may not know it yet
+    kills += 1
+    for phase in range(PHASES - 1):
+        app = start()
+        run.go(phase)
+        run.wait_for_step(PHASE * (phase + 1), 2 * PATIENCE_S)
+        assert app.poll() is None, app.communicate()[0]
+        kill(app)
+        kills += 1
+    app = start()
+    run.go(PHASES - 1)
+    said, _ = app.communicate(timeout=PATIENCE_S + 2 * COUNT)
+    assert app.returncode == 0, said + run.story()
+    assert f"0 jobs are added to the sweep, {COUNT} were there" in said and kills == PHASES, said
+    run.wait_until_done()
+
+    found = run.rows()
+    assert Counter(row["state"] for row in found) == {"done": COUNT}, run.story()
+    wanted = sorted((x**2, phase) for x in range(PHASE) for phase in range(PHASES))
+    assert sorted((row["result"]["return_value"], _setting(row, "phase")) for row in found) == wanted
+    assert sorted(row["parameters"]["number"] for row in found) == list(range(COUNT))
+    starts = {int(path.parent.name): len(path.read_text().splitlines()) for path in folder.glob("*/starts")}
+    assert starts == dict.fromkeys(range(COUNT), 1), starts
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    print(f"{COUNT} jobs, {kills} kills of the app, {time.monotonic() - began_s:.0f} s")
+
+
+def _in_hydra(keys: dict[str, Any]) -> str:
+    return json.dumps(keys).replace('"', "")
+
+
+def _setting(row: dict[str, Any], name: str) -> int:
+    return next(int(each.partition("=")[2]) for each in row["parameters"]["overrides"] if each.startswith(f"{name}="))
 
 
 @needs("optuna")
