@@ -88,6 +88,7 @@ class Sweep:
         self.folder = Path(str(config.hydra.sweep.dir)).absolute()
         self.run = RunFolder(Path(str(self._parameters["run_folder"])).absolute())
         self._named: Counter[str] = Counter()
+        self._told: set[str] = set()
         if "${now:" in str(OmegaConf.to_container(config.hydra.sweep, resolve=False)):
             log.warning("a restart of this app begins another sweep, since hydra.sweep.dir has the time in it; "
                         "with hydra.sweep.dir=%s it goes on with this one", self.folder)  # fmt: skip
@@ -111,7 +112,7 @@ class Sweep:
             yield from self._numbered(jobs, first)
 
         sweep = submit_trials(settings, cluster=self._parameters["cluster"], who=who(), command=" ".join(sys.argv),
-                              tell=log.warning, choose=choose)  # fmt: skip
+                              tell=self._tell, choose=choose)  # fmt: skip
         log.info("%d jobs are added to the sweep, %d were there: slurmft status %s", sweep.added.new,
                  sweep.added.known, self.run.path)  # fmt: skip
         for job in jobs:
@@ -120,6 +121,11 @@ class Sweep:
         atexit.register(self._close)
         found = self._wait_for([job.name for job in jobs])
         return [self._as_return(job, found[job.name]) for job in jobs]
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:  # once, and not for each batch
+            self._told.add(line)
+            log.warning(line)
 
     def _close(self) -> None:
         """There are no further jobs, so that the sweep need not wait for them."""

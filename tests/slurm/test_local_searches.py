@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,6 +134,12 @@ def test_an_app_that_is_killed_finds_its_sweep_and_no_job_runs_twice(app: App) -
     until(lambda: len(app.starts()) == 2, 120)
     process.kill()
     process.communicate()
+    process = app.start("x=range(6)", "phase=1")
+    assert process.stdout is not None
+    assert any("0 jobs are added to the sweep, 6 were there" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and f"slurmft stop {app.run.path}" in said and "Traceback" not in said, said
     (app.folder / "go-1").touch()
     said = app.call("x=range(6)", "phase=1")
     assert "0 jobs are added to the sweep, 6 were there" in said and "6 of 6 jobs have ended" in said, said
