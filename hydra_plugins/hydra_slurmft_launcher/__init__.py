@@ -45,6 +45,9 @@ class SlurmftLauncherConf:
     retries: int = 0
     """Further tries of a job that fails by itself. What a lost node or a preemption cuts off is no try."""
 
+    retry_failed: bool = False
+    """Run again, once for this start of the app and as it is now, all jobs of the sweep that have failed."""
+
     linger_s: int = 60
     """Seconds for which the sweep waits for the next jobs of an app that was killed, or is searching."""
 

@@ -111,8 +111,12 @@ class Sweep:
             self._take_folder(call)
             yield from self._numbered(jobs, first)
 
-        sweep = submit_trials(settings, cluster=self._parameters["cluster"], who=who(), command=" ".join(sys.argv),
-                              tell=self._tell, choose=choose)  # fmt: skip
+        given: dict[str, Any] = {"cluster": self._parameters["cluster"], "who": who(), "tell": self._tell,
+                                 "command": " ".join(sys.argv)}  # fmt: skip
+        sweep = submit_trials(settings, choose=choose, **given)
+        if self._parameters["retry_failed"]:  # behind the others: jobs begin with what choose() leaves
+            self._parameters["retry_failed"] = False
+            submit_trials(settings, retry=True, **given)
         log.info("%d jobs are added to the sweep, %d were there: slurmft status %s", sweep.added.new,
                  sweep.added.known, self.run.path)  # fmt: skip
         for job in jobs:
@@ -255,7 +259,7 @@ class Sweep:
         returned.status = JobStatus.FAILED
         returned.return_value = CompactHydraException(
             f"job {job.number} has failed: {row['error']}\n  its output: {folder_of_trial(self.run.path, job.name)}"
-            f"/log.txt\n  hint: slurmft trials retry {self.run.path} --failed, and start the app again"
+            f"/log.txt\n  hint: hydra.launcher.retry_failed=true at the next start of the app runs it again"
         )
         return returned
 

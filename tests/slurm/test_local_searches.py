@@ -180,7 +180,12 @@ def test_what_is_no_json_comes_back_and_what_failed_is_told(app: App) -> None:
     for row, words in zip(found[2:], ("ZeroDivisionError", "exit code 3", "cannot be taken to the app"), strict=True):
         assert words in row["error"], row
     assert "Traceback" not in said and "job 2 has failed" in said and "ZeroDivisionError: division by zero" in said
-    assert f"slurmft trials retry {app.run.path} --failed" in said and f"{found[2]['folder']}/log.txt" in said
+    assert "hydra.launcher.retry_failed=true" in said and f"{found[2]['folder']}/log.txt" in said
+    mended = APP.replace("1 / 0", "7").replace("raise SystemExit(3)", "return 8").replace('(x for x in "abc")', "9")
+    (app.folder / "app.py").write_text(mended)
+    app.call("x=2", f"kind={','.join(kinds)}", "hydra.launcher.retry_failed=true")
+    assert [row["result"]["return_value"] for row in app.rows()] == ["nan", "(2, 'a')", 7, 8, 9]
+    assert [len(lines) for _, lines in sorted(app.starts().items())] == [1, 1, 2, 2, 2]
 
 
 def test_names_that_no_folder_can_have(app: App) -> None:
