@@ -41,7 +41,7 @@ TOLD = | { grep --line-buffered -E '^ *Downloading|ERROR' || true; }
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing slurmft with all that its tests need into .venv (a few minutes, once)"
-	@$(PIP_INSTALL) --editable '.[train,inference,plan,lightning,huggingface,sync,report,ray,test,lint,docs]' $(TOLD)
+	@$(PIP_INSTALL) --editable '.[train,inference,plan,lightning,huggingface,sync,report,ray,hydra,optuna,test,lint,docs]' $(TOLD)
 	@$(BIN)/python -m compileall -q slurmft
 	@touch $@ $(TRAINS) $(INFERS)
 

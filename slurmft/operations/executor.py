@@ -434,7 +434,7 @@ class Executor(core.Executor):
             UsageError: one of them is unknown, or its value cannot be used.
         """
         parameters = {**self.parameters, **{name: value for name, value in given.items() if value is not None}}
-        keys = _keys_of(parameters)
+        keys = keys_of(parameters)
         settings_of_callable({**keys, "run_folder": str(self.folder / "run")})
         self.parameters, self._keys = parameters, keys
 
@@ -528,7 +528,7 @@ class Executor(core.Executor):
             return folder
 
 
-def _keys_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def keys_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that submitit's parameters ask for."""
     keys: dict[str, Any] = {}
     named = dict(_named_for_slurm(parameters))

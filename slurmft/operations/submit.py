@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -336,21 +336,26 @@ class Sweep:
 
 def submit_trials(
     settings: RunConfig, sbatch_options: tuple[str, ...] = (), *, cluster: str, who: str, command: str, tell: Tell,
-    retry: bool = False,
+    retry: bool = False, choose: Callable[[], Iterable[Mapping[str, Any]]] | None = None,
 ) -> Sweep:  # fmt: skip
     """Add the trials that are new, or those again that have failed (``retry``), and have them run.
+
+    Args:
+        choose: names the trials in place of the configuration, while no other submission adds any.
 
     Raises:
         SlurmftError: it was refused. Trials that were added stay, for the next submission.
     """
     from slurmft.inference.requests import folder_of
-    from slurmft.inference.trials import add, retry_failed
+    from slurmft.inference.trials import add, add_values, retry_failed
 
     run, trials = RunFolder(settings.run_folder), settings.trials
     if trials is None:
         raise UsageError("this configuration has no section trials", hint="slurmft submit trains")
 
     def put() -> Added:
+        if choose is not None:
+            return add_values(run.path, ((each, f"trial {number}") for number, each in enumerate(choose(), 1)))
         return retry_failed(run.path) if retry else add(run.path, trials)
 
     if run.has_records() and not folder_of(run.path).is_dir():

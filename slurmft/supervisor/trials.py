@@ -40,7 +40,10 @@ LOOK_S = 1.0
 COUNT_S = 5.0
 ASK_S = 0.25
 MAX_VAIN = 1000
-"""Answers of ``trials.next`` in a row that name nothing new."""
+"""Answers of ``trials.next`` in a row that name trials, and none that is new."""
+
+KEEP_S = 30.0
+"""So long nodes are kept that have no trial while ``trials.next`` may name more: a search goes from batch to batch."""
 
 MAX_LINE_BYTES = 64 << 20
 END_S = 5.0
@@ -167,6 +170,9 @@ class SweepAttempt(InferenceAttempt):
             if answer["trials"] is None:
                 self._is_complete = True
                 return
+            if answer["trials"] == []:
+                await asyncio.sleep(ASK_S)
+                continue
             added = await self._put(answer["trials"], known)
             await self._grow()
             vain = 0 if added.new else vain + 1
@@ -191,7 +197,7 @@ class SweepAttempt(InferenceAttempt):
     async def _keep_pilots(self, pilots: Lenders) -> None:
         """Have other jobs lend nodes, as many as there are trials for, and end those that have none."""
         assert isinstance(self._cluster, SlurmCluster) and isinstance(self._coordinator, Coordinator)
-        requests = self._coordinator.requests
+        requests, kept = self._coordinator.requests, (self._config.nodes, 0.0)
         while True:
             await asyncio.sleep(LOOK_S)
             if self.stops.planned is not None or self._over.is_set():
@@ -199,12 +205,15 @@ class SweepAttempt(InferenceAttempt):
             links = list(self._joined.values())
             own = pilots.own(links)
             nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
-            wanted = max(self._config.nodes, min(self._config.size.maximum, nodes))
+            needed = max(self._config.nodes, min(self._config.size.maximum, nodes))
+            now_s = time.monotonic()
+            if needed >= kept[0] or now_s - kept[1] > KEEP_S or self._is_complete:
+                kept = needed, now_s
             taken = () if self._shares else expand(self._cluster.job.nodes)
             for link in await pilots.balance_agents(
                 links, {*taken, *self._cluster.lost},
                 lambda node: bool(requests.held(node)),
-                needed=wanted, wanted=wanted, own=own, hoped=max(own, self._config.nodes),
+                needed=needed, wanted=kept[0], own=own, hoped=max(own, self._config.nodes),
             ):  # fmt: skip
                 self._let_go(link)
 

@@ -87,6 +87,7 @@ HOMES = {
     "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "integrations/", "compat/megatron.py"),
     "transformers": ("integrations/huggingface.py",),
     "accelerate": ("examples/",),
+    "optuna": ("integrations/optuna.py",),
     "numpy": (
         "inference/",
         "policy/stragglers.py",

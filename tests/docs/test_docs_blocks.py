@@ -36,7 +36,7 @@ def as_configuration(text: str, folder: Path) -> configuration.RunConfig:
     """A block as a whole configuration: a part of one is put beside what every configuration needs."""
     given = yaml.safe_load(text)
     path = folder / "block.yaml"
-    is_whole = {"command", "inference", "roles"} & set(given)
+    is_whole = {"command", "inference", "roles"} & set(given) or "callable" in given.get("trials", {})
     beside = {key: value for key, value in LEAST.items() if key not in given}
     path.write_text(text if is_whole else text + yaml.safe_dump(beside))
     return configuration.load(path)

@@ -17,7 +17,7 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
 from slurmft.inference.trials import add
 from slurmft.operations import executor as module
-from slurmft.operations.executor import Job, _keys_of, _Watch
+from slurmft.operations.executor import Job, _Watch, keys_of
 from slurmft.operations.run_handle import RunHandle
 from slurmft.storage.run_folder import RunFolder
 
@@ -56,7 +56,7 @@ from slurmft.storage.run_folder import RunFolder
     ],
 )
 def test_parameters(given: dict[str, Any], keys: dict[str, Any]) -> None:
-    assert _keys_of(given) == keys
+    assert keys_of(given) == keys
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_parameters(given: dict[str, Any], keys: dict[str, Any]) -> None:
 )
 def test_values_that_cannot_be_used_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(given)).removeprefix("slurm_")):
-        _keys_of(given)
+        keys_of(given)
 
 
 class Views:
