@@ -23,7 +23,6 @@ from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file
 from slurmft.policy.verdict import EXIT_TEMPORARY, EXIT_USAGE, Cause, Verdict
 from slurmft.scheduler.parsing import PART_VARIABLE
-from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import writing
 from slurmft.storage.queue import QUEUES_VARIABLE
@@ -94,7 +93,7 @@ class RolesAttempt:
         """The role that cannot go on here."""
 
         self._until_s = float("inf")
-        self._touched_s = 0.0
+        self._told_s = 0.0
 
     @property
     def stops(self) -> RolesAttempt:
@@ -130,7 +129,7 @@ class RolesAttempt:
     async def _watch(self) -> None:
         while not self._over.is_set():
             await self._look_at_requests()
-            await asyncio.to_thread(self._keep_alive)
+            await asyncio.to_thread(self._tell_progress)
             for each in self._roles.values():
                 if each.process is not None and each.code is None and each.process.returncode is not None:
                     self._ended(each, each.process.returncode)
@@ -265,14 +264,12 @@ class RolesAttempt:
 
     # --- what is known of it from outside, and in the end ---
 
-    def _keep_alive(self) -> None:
-        """Signs of life and the trainer's progress, for those who look at the run."""
-        if time.monotonic() - self._touched_s < 1.0:
+    def _tell_progress(self) -> None:
+        """The trainer's progress, for those who look at the run."""
+        if time.monotonic() - self._told_s < 1.0:
             return
-        self._touched_s = time.monotonic()
-        self._journal.retry()
+        self._told_s = time.monotonic()
         with contextlib.suppress(OSError, StorageError):
-            run_folder.touch(self._run, self._folder.attempt)
             trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]
             facts = next((found for run in trains if (found := run.progress()) and found.get("step")), None)
             if facts is not None:
