@@ -12,6 +12,7 @@ for nobody), ``taken.json`` (how many items of each segment have been taken, for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -26,7 +27,7 @@ from typing import Any, Self
 
 from slurmft.errors import DirectoryInUse, Fenced, NewerFormat, StorageError, UsageError
 from slurmft.storage.patience import patiently, translated, write_state, writing
-from slurmft.storage.segments import MAX_RECORD_BYTES, SegmentWriter, line_of, parse, read
+from slurmft.storage.segments import MAX_RECORD_BYTES, Record, SegmentWriter, line_of, parse, read
 from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.system.files import (
     check_private,
@@ -158,11 +159,11 @@ class Queue:
         if size > MAX_VALUE_BYTES:
             raise UsageError(f"the item {id!r} has {size} bytes; at most {MAX_VALUE_BYTES} fit",
                              hint="put the path of a file")  # fmt: skip
-        if (self.folder / "ended.json").exists():
+        if patiently(lambda: _exists(self.folder / "ended.json"), patience_s=self._patience_s):
             raise UsageError(f"the queue {self.folder} has ended; {id!r} would never be taken")
         deadline = _deadline(timeout_s)
         for _ in _polls(deadline):
-            if self._writer.has_room():
+            if patiently(self._writer.has_room, patience_s=self._patience_s):
                 patiently(lambda: self._writer.append(record), patience_s=self._patience_s)
                 return
         raise TimeoutError(f"no room in the queue {self.folder} within {timeout_s} s: nobody takes what is there")
@@ -299,7 +300,7 @@ class _Writer:
         facts = (read_json(self._taken, owners=trusted_owners(self._taken.parent)) or {}).get("segments")
         for name in list(self._waiting):
             taken = facts.get(name, 0) if isinstance(facts, dict) else 0
-            if not (self._folder / name).exists():  # deleted, since all of it is taken
+            if not _exists(self._folder / name):  # deleted, since all of it is taken
                 del self._waiting[name]
             elif type(taken) is int and taken > self._known.get(name, 0):
                 self._waiting[name] -= taken - self._known.get(name, 0)
@@ -321,9 +322,8 @@ class _Writer:
                     path = self._folder / f"{self._prefix}-{self._number:06d}.jsonl"
                     self._segment = SegmentWriter(path, {})
                     fsync_folder(self._folder)
-                self._segment.append([record])
-                self._segment.sync()
-            if self._segment.path.exists():
+                _append_durably(self._segment, record)
+            if _exists(self._segment.path):
                 name = self._segment.path.name
                 self._waiting[name] = self._waiting.get(name, 0) + 1
                 return
@@ -390,7 +390,7 @@ class _Followed:
                 return
 
     def _read(self, path: Path, start: int, end: int | None) -> int:
-        for record in read(path, start, end):
+        for record in _records(path, start, end):
             start = record.end
             self._add(record.value)
         if end is not None and start != end:
@@ -443,15 +443,17 @@ class _Order(_Followed):
     def _begun(self) -> SegmentWriter:
         numbers = _numbers(self._folder)
         self._number = (numbers[-1] if numbers else 0) + 1
-        if numbers and (run := _header(self._folder, numbers[-1]).get("run")) != self._run:
+        # a reader that was killed, or met a full disk, before its first line was written has decided nothing
+        newest = next((each for each in reversed(numbers) if _is_begun(self._folder, each)), None)
+        if newest is not None and (run := _header(self._folder, newest).get("run")) != self._run:
             raise DirectoryInUse(
                 f"the queue {self._folder} is read by {run or 'a program outside of any run'}",
                 hint="choose another name; if that one is over, delete the queue's folder",
             )
         lengths = _continues(self._folder, self._number)
-        if numbers:
-            newest = _path(self._folder, numbers[-1])
-            lengths[newest.name] = max((record.end for record in read(newest)), default=0)
+        if newest is not None:
+            path = _path(self._folder, newest)
+            lengths[path.name] = max(record.end for record in _records(path))
         for name, length in lengths.items():
             self._read(self._folder / name, 0, length)
         header = {"order": FORMAT, "run": self._run, "generation": self._generation, "continues": lengths}
@@ -476,7 +478,9 @@ class _Order(_Followed):
             Fenced: another reader has begun after this one.
             StorageError: nothing is decided.
         """
-        ends = (self._folder / "ended.json").exists()
+        if self.has_ended:
+            return  # other ranks have read that nothing more comes, and wait for nothing
+        ends = _exists(self._folder / "ended.json")
         self._look()
         if oldest_version is not None:
             old = [name for name, (_, version) in self._found.items() if version < oldest_version]
@@ -495,8 +499,7 @@ class _Order(_Followed):
         if _numbers(self._folder)[-1] != self._number:
             raise Fenced(f"another reader of the queue {self._folder} has taken over")
         with writing(self._file.path):
-            self._file.append([entry])
-            self._file.sync()
+            _append_durably(self._file, entry)
         self._add(entry)
         for name in (*entry.get("dropped", ()), *(each[3] for each in entry.get("items", ()))):
             self._known[self._found.pop(name)[0].segment].taken += 1
@@ -507,7 +510,7 @@ class _Order(_Followed):
         doubled = 0
         for name in _names(self._segments, _SEGMENT):
             known = self._known.setdefault(name, _Segment())
-            for record in read(self._segments / name, known.end):
+            for record in _records(self._segments / name, known.end):
                 known.end = record.end
                 known.is_closed |= "closed" in record.value
                 if isinstance(item := record.value.get("id"), str):
@@ -549,15 +552,52 @@ class _Order(_Followed):
         self._file.close()
 
 
+def _append_durably(file: SegmentWriter, record: Mapping[str, Any]) -> None:
+    """Return when it is on the disk. Where that fails it counts as not appended: another try must not double it."""
+    end = file.end
+    file.append([record])
+    try:
+        file.sync()
+    except OSError:
+        file.take_back(end)
+        raise
+
+
 def _path(folder: Path, number: int) -> Path:
     return folder / f"order-{number:06d}.jsonl"
 
 
 def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    try:
+    with _looking(folder):
         return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
+
+
+@contextlib.contextmanager
+def _looking(path: Path) -> Iterator[None]:
+    """Around a look at ``path``: what may pass by itself is told from what will not."""
+    try:
+        yield
     except OSError as error:
-        raise StorageError(f"cannot look into {folder}: {error.strerror or error}") from error
+        raise translated(f"cannot look at {path}", error) from error
+
+
+def _records(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]:
+    """``segments.read``, which a filesystem that is away for a while does not end."""
+    try:
+        yield from read(path, start, end)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            raise translated(f"cannot read {path}", error.__cause__) from error
+        raise
+
+
+def _exists(path: Path) -> bool:
+    with _looking(path):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+    return True
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -567,10 +607,25 @@ def _numbers(folder: Path) -> list[int]:
 def _header(folder: Path, number: int) -> Mapping[str, Any]:
     """The first line of an order; empty where it is not written yet."""
     path = _path(folder, number)
-    header = next((record.value for record in read(path)), {})
+    header = next((record.value for record in _records(path)), {})
     if header.get("order", FORMAT) != FORMAT:
         raise NewerFormat(f"{path} was written by a newer slurmft")
     return header
+
+
+def _is_begun(folder: Path, number: int) -> bool:
+    """Whether the first line of an order is there.
+
+    Raises:
+        StorageError: it is there, and damaged.
+    """
+    if _header(folder, number):
+        return True
+    path = _path(folder, number)
+    with _looking(path), opened(path, owners=trusted_owners(folder)) as descriptor:
+        if b"\n" in os.pread(descriptor, MAX_RECORD_BYTES, 0):
+            raise StorageError(f"{path} is damaged at byte 0")
+    return False
 
 
 def _continues(folder: Path, number: int) -> dict[str, int]:
