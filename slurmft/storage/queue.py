@@ -40,6 +40,9 @@ from slurmft.system.files import (
 
 FORMAT = 1
 MAX_VALUE_BYTES = MAX_RECORD_BYTES // 2
+MAX_DEPTH = 100
+"""Python's JSON ends at its limit of recursion, which a reader that is called more deeply meets sooner."""
+
 SEGMENT_BYTES = 64 << 20
 """A writer begins another segment then; whole segments are what is deleted."""
 
@@ -156,6 +159,8 @@ class Queue:
             size = len(line_of(record))
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the item {id!r} cannot be written as JSON: {error}") from error
+        if _is_deeper(value, MAX_DEPTH):
+            raise UsageError(f"the item {id!r} has lists in lists, {MAX_DEPTH} deep; a reader may not get through them")
         if size > MAX_VALUE_BYTES:
             raise UsageError(f"the item {id!r} has {size} bytes; at most {MAX_VALUE_BYTES} fit",
                              hint="put the path of a file")  # fmt: skip
@@ -198,7 +203,8 @@ class Queue:
 
         Args:
             oldest_version: items of an older one are dropped, and never taken. Not with ids.
-            timeout_s: how long to wait; None: for ever.
+            timeout_s: how long to wait; None: for ever. One rank may get the items in time and another not: on
+                several ranks let TimeoutError end the program, which then gets the same items again.
 
         Returns:
             As many as asked; fewer only after ``end``.
@@ -635,6 +641,14 @@ def _continues(folder: Path, number: int) -> dict[str, int]:
         for name, length in _header(folder, each).get("continues", {}).items():
             lengths.setdefault(name, int(length))
     return dict(sorted(lengths.items()))
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return False
+    return depth == 0 or any(isinstance(each, dict | list | tuple) and _is_deeper(each, depth - 1) for each in value)
 
 
 def _digest(name: str) -> bytes:

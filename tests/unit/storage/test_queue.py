@@ -476,3 +476,14 @@ def test_after_the_end_all_ranks_get_nothing_also_where_something_is_put_late(tm
     monkeypatch.setenv("SLURMFT_GENERATION", "")
     other = resumed(tmp_path, 1)
     assert names(other, 1) == names(lead, 1) == []
+
+
+def test_a_value_that_a_reader_might_not_get_through_is_refused(tmp_path):
+    value: Any = 1
+    for _ in range(module.MAX_DEPTH):
+        value = [value]
+    queue = Queue(tmp_path)
+    queue.put("deep", value)
+    with pytest.raises(UsageError, match="100 deep"):
+        queue.put("deeper", {"a": value})
+    assert names(queue, 1) == ["deep"]
