@@ -448,6 +448,11 @@ def roles_of(config: RunConfig) -> list[Role]:
     if roles and not any(role.ends_run for role in roles):
         raise ConfigError(f"{config.name}: roles: all of them are endpoints, so that the run would never end",
                           hint="give one a command, or submit an endpoint without roles")  # fmt: skip
+    by_variable: dict[str, str] = {}
+    for role in roles:
+        other = by_variable.setdefault(role.name.replace("-", "_"), role.name)
+        if other != role.name:
+            raise ConfigError(f"{config.name}: roles: {other} and {role.name} would share the names of variables")
     names, ready = {role.name for role in roles}, set[str]()
     for role in roles:
         if unknown := set(role.needs) - names:
@@ -463,7 +468,7 @@ def roles_of(config: RunConfig) -> list[Role]:
 
 def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Role:
     source = f"roles.{name}"
-    own = dict(values)
+    own = {key: value for key, value in values.items() if value is not None}  # a key without a value: not given
     needs, ends_run, nodes = own.pop("needs", []), own.pop("ends_run", None), own.pop("nodes", 1)
     if refused := {"run_folder", "slurm", "roles", "trials", "elastic", "spare_nodes"} & set(own):
         raise ConfigError(
@@ -481,11 +486,12 @@ def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mappin
         own["inference"] = {"engine": engine, "serving": own.pop("serving", {}),
                             **({"replicas_per_node": replicas // places} if replicas else {})}  # fmt: skip
     for key, value in given.items():
-        own[key] = {**value, **own.get(key, {})} if isinstance(value, dict) else own.get(key, value)
-    own["preemption"] = {
-        **config.preemption.model_dump(mode="json", exclude_unset=True), **own.get("preemption", {}),
-        "continue_by": "job",
-    }  # fmt: skip
+        mine = own.get(key, {} if isinstance(value, dict) else value)
+        own[key] = {**value, **mine} if isinstance(value, dict) and isinstance(mine, dict) else mine
+    if isinstance(mine := own.get("preemption", {}), dict):
+        own["preemption"] = {
+            **config.preemption.model_dump(mode="json", exclude_unset=True), **mine, "continue_by": "job"
+        }  # fmt: skip
     own |= {"run_folder": str(config.run_folder / "roles" / name), "nodes": max(1, int(nodes))}
     child = from_values(own, source=source, known_here=lambda options: options)
     is_endpoint = child.inference is not None and child.inference.serving is not None

@@ -12,6 +12,7 @@ for nobody), ``taken.json`` (how many items of each segment have been taken, for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -25,20 +26,25 @@ from pathlib import Path
 from typing import Any, Self
 
 from slurmft.errors import DirectoryInUse, Fenced, NewerFormat, StorageError, UsageError
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.patience import patiently, translated, write_state, writing
-from slurmft.storage.segments import MAX_RECORD_BYTES, SegmentWriter, line_of, parse, read
+from slurmft.storage.segments import MAX_RECORD_BYTES, Record, SegmentWriter, line_of, parse, read
 from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.system.files import (
     check_private,
     fsync_folder,
     opened,
     read_json,
+    replace_atomically,
     trusted_owners,
     write_json,
 )
 
 FORMAT = 1
 MAX_VALUE_BYTES = MAX_RECORD_BYTES // 2
+MAX_DEPTH = 100
+"""Python's JSON ends at its limit of recursion, which a reader that is called more deeply meets sooner."""
+
 SEGMENT_BYTES = 64 << 20
 """A writer begins another segment then; whole segments are what is deleted."""
 
@@ -49,6 +55,7 @@ PATIENCE_S = 600.0
 """So long a full or silent filesystem is waited for."""
 
 POLL_S = 0.02, 0.5
+STOPPING = "stopping"
 QUEUES_VARIABLE = "SLURMFT_QUEUES"
 """The folder of queues that all roles of a job share."""
 
@@ -79,6 +86,25 @@ class _Place:
     start: int
     end: int
     id: str
+
+
+class NothingComes(SystemExit):
+    """Ends a trainer that waits for items while its job stops and nobody is left to put them; exit code 75.
+
+    Not an ``Exception``, so that trainers do not swallow it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_TEMPORARY)
+
+
+def stop_taking(queues: Path, *, over: bool = False) -> None:
+    """Have readers of these queues wait for nothing more; ``over``: as ever again."""
+    with contextlib.suppress(OSError):
+        if over:
+            (queues / STOPPING).unlink(missing_ok=True)
+        elif queues.is_dir():
+            replace_atomically(queues / STOPPING, b"", durable=False)
 
 
 def folder_of(name: str | Path) -> Path:
@@ -128,6 +154,9 @@ class Queue:
                 check_private(path)
         self._writer = _Writer(self._segments, self.folder / "taken.json", max_waiting)
         self._order: _Followed | None = None
+        self._ended_with: set[bytes] | None = None
+        """Digests of all items, once one was put after the end."""
+
         self._keep_items = keep_items
         self.position = 0
         """Items that this reader has got, from the beginning of the queue on."""
@@ -144,7 +173,7 @@ class Queue:
             timeout_s: how long to wait for room; None: for ever.
 
         Raises:
-            UsageError: it cannot be written as JSON, or is too large; or the queue has ended.
+            UsageError: it cannot be written as JSON, or is too large; or the queue has ended without it.
             TimeoutError: no room in that time.
             StorageUnavailable: the filesystem was full or away for longer than ``patience_s``.
         """
@@ -155,17 +184,31 @@ class Queue:
             size = len(line_of(record))
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the item {id!r} cannot be written as JSON: {error}") from error
+        if _is_deeper(value, MAX_DEPTH):
+            raise UsageError(f"the item {id!r} has lists in lists, {MAX_DEPTH} deep; a reader may not get through them")
         if size > MAX_VALUE_BYTES:
             raise UsageError(f"the item {id!r} has {size} bytes; at most {MAX_VALUE_BYTES} fit",
                              hint="put the path of a file")  # fmt: skip
-        if (self.folder / "ended.json").exists():
+        if patiently(lambda: _exists(self.folder / "ended.json"), patience_s=self._patience_s):
+            if patiently(lambda: self._was_put(id), patience_s=self._patience_s):
+                return
             raise UsageError(f"the queue {self.folder} has ended; {id!r} would never be taken")
         deadline = _deadline(timeout_s)
         for _ in _polls(deadline):
-            if self._writer.has_room():
+            if patiently(self._writer.has_room, patience_s=self._patience_s):
                 patiently(lambda: self._writer.append(record), patience_s=self._patience_s)
                 return
         raise TimeoutError(f"no room in the queue {self.folder} within {timeout_s} s: nobody takes what is there")
+
+    def _was_put(self, id: str) -> bool:
+        if self._ended_with is None:
+            items = (record.value.get("id") for name in _names(self._segments, _SEGMENT)
+                     for record in read(self._segments / name))  # fmt: skip
+            entries = [record.value for number in _numbers(self.folder) for record in read(_path(self.folder, number))]
+            taken = (each for entry in entries for each in (*(item[3] for item in entry.get("items", ())),
+                                                            *entry.get("dropped", ())))  # fmt: skip
+            self._ended_with = {_digest(each) for each in (*items, *taken) if isinstance(each, str)}
+        return _digest(id) in self._ended_with
 
     def end(self) -> None:
         """Say that nothing more will be put by anybody: ``take`` returns what is left, then empty lists."""
@@ -197,7 +240,8 @@ class Queue:
 
         Args:
             oldest_version: items of an older one are dropped, and never taken. Not with ids.
-            timeout_s: how long to wait; None: for ever.
+            timeout_s: how long to wait; None: for ever. One rank may get the items in time and another not: on
+                several ranks let TimeoutError end the program, which then gets the same items again.
 
         Returns:
             As many as asked; fewer only after ``end``.
@@ -208,6 +252,7 @@ class Queue:
             DirectoryInUse: the queue is read by another run.
             Fenced: another reader of this run has taken over.
             StorageError: the queue is damaged, or the position lies before what is kept.
+            NothingComes: the job stops, and the roles that put items have ended.
         """
         if (count is None) == (not ids) or (ids and oldest_version is not None):
             raise UsageError("take() of a queue wants a count, or ids, and oldest_version= with a count only")
@@ -225,6 +270,9 @@ class Queue:
                 )
             if order.length >= self.position + wanted or order.has_ended:
                 return self._given(order, wanted, ids)
+            if (self.folder.parent / STOPPING).exists():
+                log.info("the job stops, and nobody is left to put what the queue %s does not have", self.folder)
+                raise NothingComes
         raise TimeoutError(f"fewer than {wanted} items in the queue {self.folder} within {timeout_s} s")
 
     def _given(self, order: _Followed, wanted: int, ids: Sequence[str]) -> list[Item]:
@@ -299,7 +347,7 @@ class _Writer:
         facts = (read_json(self._taken, owners=trusted_owners(self._taken.parent)) or {}).get("segments")
         for name in list(self._waiting):
             taken = facts.get(name, 0) if isinstance(facts, dict) else 0
-            if not (self._folder / name).exists():  # deleted, since all of it is taken
+            if not _exists(self._folder / name):  # deleted, since all of it is taken
                 del self._waiting[name]
             elif type(taken) is int and taken > self._known.get(name, 0):
                 self._waiting[name] -= taken - self._known.get(name, 0)
@@ -321,9 +369,8 @@ class _Writer:
                     path = self._folder / f"{self._prefix}-{self._number:06d}.jsonl"
                     self._segment = SegmentWriter(path, {})
                     fsync_folder(self._folder)
-                self._segment.append([record])
-                self._segment.sync()
-            if self._segment.path.exists():
+                _append_durably(self._segment, record)
+            if _exists(self._segment.path):
                 name = self._segment.path.name
                 self._waiting[name] = self._waiting.get(name, 0) + 1
                 return
@@ -390,7 +437,7 @@ class _Followed:
                 return
 
     def _read(self, path: Path, start: int, end: int | None) -> int:
-        for record in read(path, start, end):
+        for record in _records(path, start, end):
             start = record.end
             self._add(record.value)
         if end is not None and start != end:
@@ -443,15 +490,17 @@ class _Order(_Followed):
     def _begun(self) -> SegmentWriter:
         numbers = _numbers(self._folder)
         self._number = (numbers[-1] if numbers else 0) + 1
-        if numbers and (run := _header(self._folder, numbers[-1]).get("run")) != self._run:
+        # a reader that was killed, or met a full disk, before its first line was written has decided nothing
+        newest = next((each for each in reversed(numbers) if _is_begun(self._folder, each)), None)
+        if newest is not None and (run := _header(self._folder, newest).get("run")) != self._run:
             raise DirectoryInUse(
                 f"the queue {self._folder} is read by {run or 'a program outside of any run'}",
                 hint="choose another name; if that one is over, delete the queue's folder",
             )
         lengths = _continues(self._folder, self._number)
-        if numbers:
-            newest = _path(self._folder, numbers[-1])
-            lengths[newest.name] = max((record.end for record in read(newest)), default=0)
+        if newest is not None:
+            path = _path(self._folder, newest)
+            lengths[path.name] = max(record.end for record in _records(path))
         for name, length in lengths.items():
             self._read(self._folder / name, 0, length)
         header = {"order": FORMAT, "run": self._run, "generation": self._generation, "continues": lengths}
@@ -476,7 +525,9 @@ class _Order(_Followed):
             Fenced: another reader has begun after this one.
             StorageError: nothing is decided.
         """
-        ends = (self._folder / "ended.json").exists()
+        if self.has_ended:
+            return  # other ranks have read that nothing more comes, and wait for nothing
+        ends = _exists(self._folder / "ended.json")
         self._look()
         if oldest_version is not None:
             old = [name for name, (_, version) in self._found.items() if version < oldest_version]
@@ -495,8 +546,7 @@ class _Order(_Followed):
         if _numbers(self._folder)[-1] != self._number:
             raise Fenced(f"another reader of the queue {self._folder} has taken over")
         with writing(self._file.path):
-            self._file.append([entry])
-            self._file.sync()
+            _append_durably(self._file, entry)
         self._add(entry)
         for name in (*entry.get("dropped", ()), *(each[3] for each in entry.get("items", ()))):
             self._known[self._found.pop(name)[0].segment].taken += 1
@@ -507,7 +557,7 @@ class _Order(_Followed):
         doubled = 0
         for name in _names(self._segments, _SEGMENT):
             known = self._known.setdefault(name, _Segment())
-            for record in read(self._segments / name, known.end):
+            for record in _records(self._segments / name, known.end):
                 known.end = record.end
                 known.is_closed |= "closed" in record.value
                 if isinstance(item := record.value.get("id"), str):
@@ -549,15 +599,52 @@ class _Order(_Followed):
         self._file.close()
 
 
+def _append_durably(file: SegmentWriter, record: Mapping[str, Any]) -> None:
+    """Return when it is on the disk. Where that fails it counts as not appended: another try must not double it."""
+    end = file.end
+    file.append([record])
+    try:
+        file.sync()
+    except OSError:
+        file.take_back(end)
+        raise
+
+
 def _path(folder: Path, number: int) -> Path:
     return folder / f"order-{number:06d}.jsonl"
 
 
 def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    try:
+    with _looking(folder):
         return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
+
+
+@contextlib.contextmanager
+def _looking(path: Path) -> Iterator[None]:
+    """Around a look at ``path``: what may pass by itself is told from what will not."""
+    try:
+        yield
     except OSError as error:
-        raise StorageError(f"cannot look into {folder}: {error.strerror or error}") from error
+        raise translated(f"cannot look at {path}", error) from error
+
+
+def _records(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]:
+    """``segments.read``, which a filesystem that is away for a while does not end."""
+    try:
+        yield from read(path, start, end)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            raise translated(f"cannot read {path}", error.__cause__) from error
+        raise
+
+
+def _exists(path: Path) -> bool:
+    with _looking(path):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+    return True
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -567,10 +654,25 @@ def _numbers(folder: Path) -> list[int]:
 def _header(folder: Path, number: int) -> Mapping[str, Any]:
     """The first line of an order; empty where it is not written yet."""
     path = _path(folder, number)
-    header = next((record.value for record in read(path)), {})
+    header = next((record.value for record in _records(path)), {})
     if header.get("order", FORMAT) != FORMAT:
         raise NewerFormat(f"{path} was written by a newer slurmft")
     return header
+
+
+def _is_begun(folder: Path, number: int) -> bool:
+    """Whether the first line of an order is there.
+
+    Raises:
+        StorageError: it is there, and damaged.
+    """
+    if _header(folder, number):
+        return True
+    path = _path(folder, number)
+    with _looking(path), opened(path, owners=trusted_owners(folder)) as descriptor:
+        if b"\n" in os.pread(descriptor, MAX_RECORD_BYTES, 0):
+            raise StorageError(f"{path} is damaged at byte 0")
+    return False
 
 
 def _continues(folder: Path, number: int) -> dict[str, int]:
@@ -580,6 +682,14 @@ def _continues(folder: Path, number: int) -> dict[str, int]:
         for name, length in _header(folder, each).get("continues", {}).items():
             lengths.setdefault(name, int(length))
     return dict(sorted(lengths.items()))
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return False
+    return depth == 0 or any(isinstance(each, dict | list | tuple) and _is_deeper(each, depth - 1) for each in value)
 
 
 def _digest(name: str) -> bytes:

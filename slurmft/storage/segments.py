@@ -6,6 +6,7 @@ line ends the reading: what follows it counts for nobody.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -37,7 +38,7 @@ class SegmentWriter:
     """Appends records to a new file; ``sync`` makes them survive a power cut.
 
     Raises:
-        OSError: the file is there already, or cannot be written.
+        OSError: the file is there already, or cannot be written; then it is not left behind without its header.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -45,7 +46,13 @@ class SegmentWriter:
         self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
         self.end = 0
         self._is_torn = False
-        self.append([{"segment": FORMAT, **header}])
+        try:
+            self.append([{"segment": FORMAT, **header}])
+        except OSError:
+            self.close()
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> int:
         """Write the records in one go; returns the file's end.
@@ -64,6 +71,10 @@ class SegmentWriter:
         self._is_torn = False
         self.end += len(data)
         return self.end
+
+    def take_back(self, end: int) -> None:
+        """What was appended behind this byte is not there, and is overwritten by the next record."""
+        self.end, self._is_torn = end, True
 
     def sync(self) -> None:
         """Return when everything appended is on the disk.

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from slurmft.config.run import Role, RunConfig, roles_of
@@ -25,14 +26,16 @@ from slurmft.policy.verdict import EXIT_TEMPORARY, EXIT_USAGE, Cause, Verdict
 from slurmft.scheduler.parsing import PART_VARIABLE
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import writing
-from slurmft.storage.queue import QUEUES_VARIABLE
+from slurmft.storage.queue import QUEUES_VARIABLE, stop_taking
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import LocalCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
+from slurmft.supervisor.guardian import CLEAN_UP_S
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.background import Background
 from slurmft.system.files import appending, replace_atomically
+from slurmft.system.processes import adopt_orphans, children_of, was_given
 
 LOOK_S = 0.25
 GRACE_S = 10.0
@@ -40,6 +43,9 @@ GRACE_S = 10.0
 
 _OWN_VARIABLES = re.compile(r"SLURMFT_(GUARD|LOCAL_).*")
 """Of this supervisor and its guardian, and nothing for another one."""
+
+_ROLE_VARIABLE = "SLURMFT_ROLE"
+"""Tells a role's processes on this host from those of others."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +58,7 @@ class _Live:
     run: RunFolder
     hosts: tuple[str, ...]
     process: asyncio.subprocess.Process | None = None
+    began: datetime | None = None
     code: int | None = None
     """Of its supervisor, once that has ended."""
 
@@ -60,6 +67,10 @@ class _Live:
     @property
     def is_over(self) -> bool:
         return self.code is not None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and not self.is_over
 
     @property
     def has_steps(self) -> bool:
@@ -102,6 +113,8 @@ class RolesAttempt:
 
     async def run(self) -> Verdict:
         """Run the attempt to its end, and say why it has ended."""
+        stop_taking(self._run.path / "queues", over=True)
+        adopt_orphans()  # the supervisor of a role whose guardian is killed
         try:
             self._roles = {each.role.name: each for each in self._placed()}
             self._background.start(self._slurm.read_terms())
@@ -132,6 +145,7 @@ class RolesAttempt:
             await asyncio.to_thread(self._tell_progress)
             for each in self._roles.values():
                 if each.process is not None and each.code is None and each.process.returncode is not None:
+                    await asyncio.to_thread(_end_left_behind, each.role.name)
                     self._ended(each, each.process.returncode)
             if self.planned is None:
                 await self._begin_those_that_may()
@@ -146,16 +160,25 @@ class RolesAttempt:
 
     async def _begin_those_that_may(self) -> None:
         for each in self._roles.values():
-            if each.process is None and all(self._roles[name].is_ready for name in each.role.needs):
+            if each.process is not None:
+                continue
+            if not (missing := [name for name in each.role.needs if not self._roles[name].is_ready]):
                 await self._begin(each)
+            elif "waits" not in each.told:
+                each.told.add("waits")
+                log.info("role %s begins when %s is ready", each.role.name, ", ".join(missing))
 
     async def _begin(self, live: _Live) -> None:
         run, role = live.run, live.role
         run.create()
         with writing(run.config):
             replace_atomically(run.config, role.config.as_yaml())
+        if role.is_endpoint:  # the routers of a start before are gone: nobody that needs it may begin with those
+            HighAvailabilityCluster().write(run.path)
         environment = {name: value for name, value in os.environ.items() if not _OWN_VARIABLES.fullmatch(name)}
-        environment |= {**self._addresses(), QUEUES_VARIABLE: str(self._run.path / "queues")}
+        environment |= {
+            **self._addresses(), QUEUES_VARIABLE: str(self._run.path / "queues"), _ROLE_VARIABLE: role.name
+        }  # fmt: skip
         if not isinstance(self._start.cluster, LocalCluster):
             environment[PART_VARIABLE] = ",".join(live.hosts)
         argv = [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(run.config)]
@@ -165,7 +188,10 @@ class RolesAttempt:
                 *argv, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
                 cwd=role.config.working_directory,
             )  # fmt: skip
-        self._journal.append(EventName.ROLE_STARTED, role=role.name, nodes=list(live.hosts), folder=str(run.path))
+        event = self._journal.append(
+            EventName.ROLE_STARTED, role=role.name, nodes=list(live.hosts), folder=str(run.path)
+        )
+        live.began = event.at
 
     def _addresses(self) -> dict[str, str]:
         """Where the endpoints of roles are, for roles that begin now, and for their workers."""
@@ -189,7 +215,7 @@ class RolesAttempt:
         if self.planned is not None:
             return
         if not is_done:
-            last = _last_verdict(live.run)
+            last = _last_verdict(live)
             self._problem = f"role {live.role.name}: {last.get('reason') or f'its supervisor ended with {live.code}'}"
             self._blamed = live
             self._stop(Cause.UNKNOWN, self._problem)
@@ -237,12 +263,13 @@ class RolesAttempt:
         stages: tuple[list[_Live], list[_Live], list[_Live]] = ([], [], [])
         for each in self._roles.values():
             stages[2 if each.role.is_endpoint else 1 - each.has_steps].append(each)
+        is_late = time.monotonic() > self._until_s - GRACE_S
+        if is_late or not any(each.is_alive for each in stages[1]):
+            stop_taking(self._run.path / "queues")
         for stage in stages:
             for each in stage:
                 self._tell_to_end(each)
-            if any(each.process is not None and not each.is_over for each in stage) and (
-                time.monotonic() < self._until_s - GRACE_S
-            ):
+            if any(each.is_alive for each in stage) and not is_late:
                 return
 
     def _tell_to_end(self, live: _Live) -> None:
@@ -254,13 +281,14 @@ class RolesAttempt:
             live.process.send_signal(signal.SIGTERM)
 
     async def _end_all(self) -> None:
-        """Kill what has not ended; agents end by themselves without their supervisor."""
+        """Kill what has not ended, with all that it has started."""
         for each in self._roles.values():
             if each.process is not None and each.process.returncode is None:
                 log.error("role %s did not end in time and is killed", each.role.name)
                 with contextlib.suppress(ProcessLookupError):
                     each.process.kill()
                 await each.process.wait()
+                await asyncio.to_thread(_end_left_behind, each.role.name)
 
     # --- what is known of it from outside, and in the end ---
 
@@ -285,7 +313,7 @@ class RolesAttempt:
     def _verdict(self) -> Verdict:
         steps = self._steps()
         if (blamed := self._blamed) is not None and self.planned is not Cause.STOPPED_BY_USER:
-            last = _last_verdict(blamed.run)
+            last = _last_verdict(blamed)
             cause = Cause(last["cause"]) if last.get("cause") in set(Cause) else Cause.WORKER_ERROR
             code = 0 if blamed.code in (None, EXIT_TEMPORARY) else blamed.code
             return Verdict(cause=cause, reason=self._problem, exit_code=code, node=str(last.get("node", "")), **steps)
@@ -294,15 +322,33 @@ class RolesAttempt:
         return Verdict(cause=self.planned or Cause.FINISHED, reason=self._reason or "all roles have finished", **steps)
 
     def _steps(self) -> dict[str, Any]:
-        trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]
-        found = [last for run in trains if (last := _last_verdict(run)).get("last_step")]
+        trains = [each for each in self._roles.values() if not each.role.is_endpoint]
+        found = [last for each in trains if (last := _last_verdict(each)).get("last_step")]
         names = ("first_step", "last_step", "saved_step")
         return {name: found[0][name] for name in names if found and found[0].get(name) is not None}
 
 
-def _last_verdict(run: RunFolder) -> Mapping[str, Any]:
-    """The newest verdict on a role; empty where it has none."""
+def _end_left_behind(role: str) -> None:
+    """Kill what a role whose guardian has ended has left on this host, so that its next start is alone. Blocking."""
+    deadline = time.monotonic() + CLEAN_UP_S
+    while time.monotonic() < deadline:
+        left = [pid for pid, _ in children_of(os.getpid()) if was_given(pid, _ROLE_VARIABLE, role)]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:  # its own children become ours then
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _last_verdict(live: _Live) -> Mapping[str, Any]:
+    """The newest verdict on a role in this attempt; empty where it has none: an earlier one says nothing of its end."""
+    if (since := live.began) is None:
+        return {}
     with contextlib.suppress(StorageError, OSError):
-        verdicts = [event.details for event in run.journal().read_past() if event.event == EventName.VERDICT]
+        past = live.run.journal().read_past()
+        verdicts = [event.details for event in past if event.event == EventName.VERDICT and event.at >= since]
         return verdicts[-1] if verdicts else {}
     return {}

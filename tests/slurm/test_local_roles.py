@@ -133,6 +133,19 @@ def test_a_stop_ends_all_roles_and_a_second_submission_goes_on(tmp_path: Path, c
     assert run.role("trainer").digest() == calm
 
 
+def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, calm: str) -> None:
+    run = Roles(tmp_path / "unguarded")
+    run.submit()
+    run.wait_for_step_of_trainer(5)
+    owner = run.role("trainer").folder.owner()
+    assert owner is not None
+    os.kill(psutil.Process(owner.pid).ppid(), signal.SIGKILL)
+    eventually(lambda: not psutil.pid_exists(owner.pid), PATIENCE_S, run.story)
+    run.wait_until_done()
+    assert run.role("trainer").digest() == calm
+    assert [each["role"] for each in run.events("role started")].count("trainer") == 2, run.story()
+
+
 def test_a_role_that_fails_for_good_ends_the_run_with_its_words(tmp_path: Path) -> None:
     run = Roles(tmp_path / "fails")
     config = yaml.safe_load(run.config.read_text())

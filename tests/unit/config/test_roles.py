@@ -73,6 +73,9 @@ def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
         ({"a": TRAINER}, {"command": ["x"]}, "no command"),
         ({"a": {**TRAINER, "nodes": "many"}}, {}, "nodes a number"),
         ({"a": {**TRAINER, "ends_run": "maybe"}}, {}, "true or false"),
+        ({"a": {**TRAINER, "preemption": 3}}, {}, "preemption"),
+        ({"a": {**TRAINER, "environment": 3}}, {"environment": {"A": "1"}}, "environment"),
+        ({"a-b": ENGINE, "a_b": ENGINE, "c": TRAINER}, {}, "share the names"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
@@ -85,3 +88,8 @@ def test_a_plan_says_that_roles_are_not_simulated(tmp_path):
     path.write_text(yaml.safe_dump({"run_folder": str(tmp_path / "run"), "roles": {"trainer": TRAINER}}))
     with pytest.raises(UsageError, match="has roles"):
         alternatives(path, None, overrides=[], varied=[], seeds=None)
+
+
+def test_a_key_of_a_role_without_a_value_is_not_given():
+    config = config_of({"a": {**TRAINER, "environment": None, "preemption": None}}, environment={"A": "1"})
+    assert roles_of(config)[0].config.environment == {"A": "1"}

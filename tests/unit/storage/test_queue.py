@@ -19,7 +19,7 @@ from waiting import slowness
 
 from slurmft.errors import DirectoryInUse, Fenced, StorageError, StorageUnavailable, UsageError
 from slurmft.storage import queue as module
-from slurmft.storage.queue import Queue
+from slurmft.storage.queue import Queue, stop_taking
 from slurmft.storage.segments import SegmentWriter, line_of
 
 
@@ -148,6 +148,29 @@ def test_after_its_end_there_is_what_is_left_and_then_nothing(tmp_path):
     assert names(resumed(tmp_path, 2), 5) == ["q2"]
     with pytest.raises(UsageError, match="has ended"):
         queue.put("late", 1)
+
+
+def test_a_writer_that_begins_again_after_the_end_puts_nothing_new(tmp_path):
+    queue = filled(tmp_path, 3)
+    names(queue, 1)
+    queue.end()
+    assert filled(tmp_path, 3).take(ids=["q0"], timeout_s=0)[0].id == "q0"
+    with pytest.raises(UsageError, match="has ended"):
+        filled(tmp_path, 4)
+    assert names(resumed(tmp_path, 1), 5) == ["q1", "q2"]
+
+
+def test_while_a_job_stops_nobody_waits_for_items(tmp_path):
+    queue = filled(tmp_path / "queues/q", 2)
+    stop_taking(tmp_path / "queues")
+    assert names(queue, 2) == ["q0", "q1"], "what is there"
+    with pytest.raises(SystemExit) as ended:
+        queue.take(1)
+    assert ended.value.code == 75
+    stop_taking(tmp_path / "queues", over=True)
+    with pytest.raises(TimeoutError):
+        queue.take(1, timeout_s=0)
+    stop_taking(tmp_path / "there is none")
 
 
 def test_a_superseded_reader_decides_nothing_more(tmp_path):
@@ -338,14 +361,14 @@ def test_lives(tmp_path_factory, actions, at_a_time):
 
 WRITER = """
 import sys
-from slurmft.storage.queue import Queue
+from slurmft.storage.queue import Queue, stop_taking
 queue = Queue(sys.argv[1] + "/", max_waiting=16)
 for number in range(int(sys.argv[3])):
     queue.put(f"{sys.argv[2]}-{number}", [number] * 100)
 """
 TRAINER = """
 import hashlib, json, os, sys
-from slurmft.storage.queue import Queue
+from slurmft.storage.queue import Queue, stop_taking
 folder, state, writers, count, named = sys.argv[1] + "/", sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 queue, used, weights = Queue(folder), [], "0"
 if os.path.exists(state):
@@ -406,3 +429,84 @@ def test_killed_writers_and_trainers_leave_the_weights_of_an_undisturbed_run(tmp
 def test_killed_writers_and_trainers_lose_and_double_nothing(tmp_path):
     found = trained(tmp_path / "killed", "any", kills=8, seed=2)
     assert sorted(found["used"]) == sorted(f"{writer}-{number}" for writer in range(3) for number in range(40))
+
+
+def test_a_reader_that_was_killed_before_its_first_line_was_written_leaves_the_order_as_it_was(tmp_path):
+    filled(tmp_path, 6)
+    names(Queue(tmp_path), 2)
+    for number, left in ((2, b""), (3, b'0123abcd {"order":1,"ru')):
+        (tmp_path / f"order-{number:06d}.jsonl").write_bytes(left)
+    assert names(resumed(tmp_path, 1), 2) == ["q1", "q2"]
+    assert names(resumed(tmp_path, 0), 4) == ["q0", "q1", "q2", "q3"]
+
+
+def test_a_damaged_first_line_of_an_order_is_said(tmp_path):
+    filled(tmp_path, 2)
+    names(Queue(tmp_path), 1)
+    path = tmp_path / "order-000001.jsonl"
+    path.write_bytes(b"f" + path.read_bytes()[1:])
+    with pytest.raises(StorageError, match="damaged at byte 0"):
+        resumed(tmp_path, 0).take(1, timeout_s=0)
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int = errno.ENOSPC) -> None:
+    """The next call fails, and those after it do not."""
+    real, left = getattr(owner, name), [1]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if left:
+            left.pop()
+            raise OSError(number, os.strerror(number))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr("slurmft.storage.patience.PAUSE_S", 0.01)
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_a_disk_that_is_full_when_a_reader_begins_is_waited_for(tmp_path, monkeypatch):
+    filled(tmp_path, 2)
+    failing_once(monkeypatch, os, "write")
+    assert names(Queue(tmp_path, patience_s=30), 2) == ["q0", "q1"]
+    assert [path.name for path in tmp_path.glob("order-*")] == ["order-000001.jsonl"]
+
+
+def test_an_entry_that_does_not_reach_the_disk_at_first_is_decided_once(tmp_path, monkeypatch):
+    queue = filled(tmp_path, 4, patience_s=30)
+    names(queue, 1)
+    failing_once(monkeypatch, SegmentWriter, "sync", errno.EIO)
+    assert names(queue, 1) + names(queue, 1) == ["q1", "q2"]
+    assert names(resumed(tmp_path, 0), 4) == ["q0", "q1", "q2", "q3"]
+
+
+def test_a_filesystem_that_is_away_for_a_moment_is_waited_for(tmp_path, monkeypatch):
+    queue = filled(tmp_path, 2, patience_s=30)
+    names(queue, 1)
+    with monkeypatch.context() as patch:
+        failing_once(patch, os, "pread", errno.ESTALE)
+        assert names(queue, 1) == ["q1"]
+    with monkeypatch.context() as patch:
+        failing_once(patch, Path, "stat", errno.ESTALE)
+        queue.put("more", 1)
+
+
+def test_after_the_end_all_ranks_get_nothing_also_where_something_is_put_late(tmp_path, monkeypatch):
+    late, lead = filled(tmp_path, 1), Queue(tmp_path)
+    assert names(lead, 1) == ["q0"]
+    lead.end()
+    assert names(lead, 1) == []
+    late._writer.append({"id": "late", "value": 1, "version": 0})  # it had looked before the end
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("SLURMFT_GENERATION", "")
+    other = resumed(tmp_path, 1)
+    assert names(other, 1) == names(lead, 1) == []
+
+
+def test_a_value_that_a_reader_might_not_get_through_is_refused(tmp_path):
+    value: Any = 1
+    for _ in range(module.MAX_DEPTH):
+        value = [value]
+    queue = Queue(tmp_path)
+    queue.put("deep", value)
+    with pytest.raises(UsageError, match="100 deep"):
+        queue.put("deeper", {"a": value})
+    assert names(queue, 1) == ["deep"]
