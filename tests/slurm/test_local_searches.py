@@ -96,8 +96,9 @@ class App:
         return RunFolder(self.sweep / "sweep-app")
 
     def words(self, *overrides: str, app: str = "app.py", sweep: Path | None = None) -> list[str]:
-        """The command line of a multirun."""
-        return [sys.executable, app, "-m", "hydra/launcher=slurmft", f"hydra.sweep.dir='{sweep or self.sweep}'",
+        """The command line of a multirun; Ctrl-C reaches it also where the tests run in the background of a shell."""
+        return ["env", "--default-signal=INT", sys.executable, app, "-m", "hydra/launcher=slurmft",
+                f"hydra.sweep.dir='{sweep or self.sweep}'",
                 "hydra.launcher.cluster=local", "hydra.launcher.linger_s=20", *overrides]  # fmt: skip
 
     def start(self, *overrides: str, **options: Any) -> subprocess.Popen[str]:
