@@ -196,7 +196,7 @@ def test_a_rank_that_its_control_group_ends_for_memory_is_told_as_such(lab: Lab,
 def test_a_successor_beyond_the_limit_of_jobs_is_refused_and_nothing_is_lost(lab: Lab, new_run: NewRun) -> None:
     accounts(lab, "modify", "user", lab.user, "set", "MaxSubmitJobs=1")
     try:
-        run = new_run(steps=40, preemption={"continue_by": "resubmit"})
+        run = new_run(steps=200, preemption={"continue_by": "resubmit"})
         job = run.submit()
         run.wait_for_step(10)
         second = attempt(new_run("second"))
