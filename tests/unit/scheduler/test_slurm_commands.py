@@ -425,6 +425,7 @@ def test_the_begin_time_is_closest_where_the_steps_have_ended_and_no_epilog_foll
 ):
     asked = []
     monkeypatch.setattr(own_jobs, "whole_seconds", lambda delay_s, now_s, early_s: asked.append(early_s) or delay_s)
+    monkeypatch.setattr(own_jobs, "SLOWNESS", 0)  # the stubs are slow where the machine is busy
     stubs.write("scontrol", "")
     stubs.write("squeue", "")
     own_jobs.requeue(OwnJob("7"), restart=0, delay_s=delay_s, patience_s=1, orderly=orderly, has_epilog=has_epilog)
