@@ -169,7 +169,7 @@ def serve(
     from slurmft.operations.run_configuration import load_given
 
     settings = load_given(config, overrides)
-    if settings.inference is None or settings.inference.serving is None:
+    if settings.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
     if update:
         from slurmft.operations.run_handle import engine_keys, update_engine
@@ -185,7 +185,7 @@ def serve(
         from slurmft.operations.run_handle import prepare_endpoint
 
         folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
-        own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.inference.serving.tls_own else ""
+        own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.serving.tls_own else ""
         say(f'test it with: curl {own}-H @{headers} "$(slurmft endpoint {folder} --timeout 600)/v1/models"')
     return submit_run(settings, sbatch_options, dry_run=dry_run, strict=False, wait=wait, cluster=cluster)
 

@@ -28,7 +28,7 @@ from pydantic import (
 from slurmft.config import base as config_base
 from slurmft.config.base import Count, Folder, Text, Words, section_of
 from slurmft.config.base import Section as _Section
-from slurmft.config.inference import InferenceConfig
+from slurmft.config.inference import InferenceConfig, ServingConfig
 from slurmft.config.sections import (
     CheckpointConfig,
     ContainerConfig,
@@ -236,6 +236,11 @@ class RunConfig(_Section):
         return f"{self.size.minimum}-{most}" if self.elastic.start_with_fewer else ""
 
     @property
+    def serving(self) -> ServingConfig | None:
+        """What makes it an endpoint, which answers requests until it is stopped; None where it is none."""
+        return None if self.inference is None else self.inference.serving
+
+    @property
     def survives_nodes(self) -> bool:
         """Whether the allocation outlives one of its nodes (``--no-kill``): the run can go on without it."""
         return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic or self.inference is not None
@@ -434,7 +439,7 @@ class Role:
     @property
     def is_endpoint(self) -> bool:
         """Whether it answers requests until it is stopped."""
-        return self.config.inference is not None and self.config.inference.serving is not None
+        return self.config.serving is not None
 
 
 def roles_of(config: RunConfig) -> list[Role]:
@@ -494,9 +499,10 @@ def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mappin
         }  # fmt: skip
     own |= {"run_folder": str(config.run_folder / "roles" / name), "nodes": max(1, int(nodes))}
     child = from_values(own, source=source, known_here=lambda options: options)
-    is_endpoint = child.inference is not None and child.inference.serving is not None
-    return Role(name=name, config=child, nodes=int(nodes), needs=tuple(needs),
-                ends_run=not is_endpoint if ends_run is None else bool(ends_run))  # fmt: skip
+    return Role(
+        name=name, config=child, nodes=int(nodes), needs=tuple(needs),
+        ends_run=child.serving is None if ends_run is None else bool(ends_run),
+    )  # fmt: skip
 
 
 def _with_roles(config: RunConfig) -> RunConfig:

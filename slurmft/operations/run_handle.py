@@ -238,7 +238,7 @@ def submitted(
                                known_here=known_options)  # fmt: skip
     else:
         settings = load_given(Path(what), list(_as_overrides(keys)))
-    if settings.inference is not None and settings.inference.serving is not None:
+    if settings.serving is not None:
         prepare_endpoint(settings)
     elif settings.trials is not None:
         raise UsageError("a sweep is submitted by slurmft trials CONFIG")
@@ -313,12 +313,12 @@ def prepare_endpoint(settings: RunConfig) -> Path:
         UsageError: the user's token cannot be used, or no certificate be made.
         StorageError: the run folder cannot be written.
     """
-    if settings.inference is None or settings.inference.serving is None:
+    if settings.serving is None:
         raise TypeError("this configuration has no section inference.serving")
     run = RunFolder(settings.run_folder)
     run.create()
-    prepare(run.path, settings.inference.serving.token_file)
-    if settings.inference.serving.tls_own:
+    prepare(run.path, settings.serving.token_file)
+    if settings.serving.tls_own:
         prepare_authority(run.path)
     return headers_file(run.path)
 

@@ -334,9 +334,15 @@ _MAYBE_PREEMPTED = frozenset({Cause.PREEMPTED.value, Cause.REQUEUED.value, Cause
 _TOLD = frozenset({EventName.REQUEUE_STAYS_ON, EventName.REQUEUED_MEANWHILE})
 
 
-def keep_ended(end: End, cluster: Cluster, journal: PatientJournal, history: Iterable[Event]) -> None:
-    """Tell Slurm not to requeue the job, where it would undo this end. Call right before the batch script ends."""
-    if not isinstance(cluster, SlurmCluster) or end in (End.FINISHED, End.OPEN):
+def keep_ended(
+    config: RunConfig, end: End, cluster: Cluster, journal: PatientJournal, history: Iterable[Event]
+) -> None:  # fmt: skip
+    """Tell Slurm not to requeue the job, where it would undo this end. Call right before the batch script ends.
+
+    A role leaves that to its job, which has other roles.
+    """
+    is_role = config.preemption.continue_by == "job"
+    if is_role or not isinstance(cluster, SlurmCluster) or end in (End.FINISHED, End.OPEN):
         return
     with ignoring_signals():  # the grace may end now, and its TERM must not reach scontrol
         try:
@@ -686,7 +692,7 @@ class AttemptEnd:
     def leave(self, end: End, exit_code: int) -> int:
         """End this start, which decides nothing for the run; returns ``exit_code``."""
         self._dismiss()
-        keep_ended(end, self.cluster, self.journal, self.start.history)
+        keep_ended(self.config, end, self.cluster, self.journal, self.start.history)
         self._flush()
         return exit_code
 
@@ -712,8 +718,8 @@ class AttemptEnd:
         self._flush()
         self._end = end_of(decision.action)
         code = self._carry_out(verdict, decision)
-        if code is not None and self.config.preemption.continue_by != "job":
-            keep_ended(self._end, self.cluster, self.journal, self.start.history)
+        if code is not None:
+            keep_ended(self.config, self._end, self.cluster, self.journal, self.start.history)
         if not self._flush():
             for event in self.journal.unwritten():
                 log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)

@@ -49,7 +49,7 @@ def candidate_of(config: RunConfig, run: RunFolder, cluster: SlurmCluster) -> Ow
     Raises:
         Fenced: this start of the job is not the newest one.
     """
-    if config.inference is None or config.inference.serving is None:
+    if config.serving is None:
         return None
     with run.lock():
         owner, handover = run.owner(), read_handover(run.path)
@@ -233,8 +233,8 @@ class Giver:
         self, config: RunConfig, start: Start, cluster: SlurmCluster, slurm: SlurmNotices,
         startup_s: Callable[[], float | None],
     ) -> None:  # fmt: skip
-        assert config.inference is not None and config.inference.serving is not None
-        self._config, self._serving, self._start, self._slurm = config, config.inference.serving, start, slurm
+        assert config.serving is not None
+        self._config, self._serving, self._start, self._slurm = config, config.serving, start, slurm
         self._cluster, self._run, self._journal, self._startup_s = cluster, start.run, start.journal, startup_s
         self._job, self._since_s = cluster.attempt.job, self._now()
         self._reason = ""

@@ -130,7 +130,7 @@ class Attempts:
         supervisor = _runner_of(self._config)(self._config, start, sender, self._crew)
         verdict = self._verdict_of(supervisor)
         self._lost = bool(start.cluster.lost)
-        serves = self._config.inference is not None and self._config.inference.serving is not None
+        serves = self._config.serving is not None
         if serves:
             endpoint = cast("ServingAttempt", supervisor)
             if endpoint.start.candidate:
@@ -340,7 +340,7 @@ def _end_endpoint(config: RunConfig, start: Start) -> None:
     """The routers of a lost supervisor's endpoint have ended with its agents: no client is to be sent there, and no job
     to lend it a node.
     """
-    if config.inference is None or config.inference.serving is None:
+    if config.serving is None:
         return
     from slurmft.inference.endpoint import HighAvailabilityCluster  # an endpoint's alone
     from slurmft.supervisor.serving import end_lenders
@@ -483,9 +483,8 @@ def _end_superfluous(
     log.warning("nothing is trained: %s (attempt %s)", over.reason, over.earlier)
     journal.append(EventName.SUPERFLUOUS_START, reason=over.reason, earlier=over.earlier)
     journal.flush(FLUSH_S)
-    if config.preemption.continue_by != "job":
-        keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
-        journal.flush(FLUSH_S)
+    keep_ended(config, over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
+    journal.flush(FLUSH_S)
     return over.exit_code
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slurmft.config.run import RunConfig
 from slurmft.policy.verdict import End
 from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import Event
@@ -100,6 +101,12 @@ def test_a_person_who_requeues_a_stopped_job_later_is_obeyed() -> None:
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"
 
 
+def config_of(folder: Path, continue_by: str = "auto") -> RunConfig:
+    return RunConfig.model_validate(
+        {"command": ["train"], "run_folder": str(folder), "preemption": {"continue_by": continue_by}}
+    )
+
+
 @pytest.fixture
 def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Event], list[str]]]:
     """Calls it for a job that Slurm shows like that; returns the journal, and the updates that Slurm was asked for."""
@@ -110,7 +117,9 @@ def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     monkeypatch.setattr(act, "ASK_S", 0.2)
     monkeypatch.setattr(act, "TELL_S", 0.2)
 
-    def call(recording: str, *, end: End = End.STOPPED, update: str = "exit 0") -> tuple[list[Event], list[str]]:
+    def call(
+        recording: str, *, end: End = End.STOPPED, update: str = "exit 0", continue_by: str = "auto"
+    ) -> tuple[list[Event], list[str]]:
         shown = RECORDED / f"{recording}.txt"
         script.write_text(
             f'#!/bin/bash\n[[ $1 == update ]] || exec cat {shown}\n'
@@ -119,7 +128,7 @@ def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         script.chmod(0o755)
         cluster = SlurmCluster(SlurmJob(job_id="8", restart=0, nodes="n1", node_count=1, partition="low"))
         journal = PatientJournal(tmp_path, FolderThread(), attempt=str(cluster.attempt))
-        act.keep_ended(end, cluster, journal, [])
+        act.keep_ended(config_of(tmp_path, continue_by), end, cluster, journal, [])
         journal.flush(5.0)
         return (journal.read() if (tmp_path / "journal.jsonl").exists() else []), calls.read_text().splitlines()
 
@@ -142,6 +151,10 @@ def test_elsewhere_nothing_is_changed(keep_ended: Callable, recording: str, end:
     assert keep_ended(f"26.05/{recording}", end=end) == ([], [])
 
 
+def test_a_role_leaves_the_job_as_it_is(keep_ended: Callable) -> None:
+    assert keep_ended("26.05/job-grace", continue_by="job") == ([], [])
+
+
 @pytest.mark.parametrize(
     ("update", "words"),
     [
@@ -162,6 +175,6 @@ def test_a_slurm_that_does_not_take_it_delays_the_end_for_a_limited_time_and_is_
 
 def test_a_machine_without_slurm_is_left_alone(tmp_path: Path) -> None:
     journal = PatientJournal(tmp_path, FolderThread())
-    act.keep_ended(End.STOPPED, LocalCluster({}), journal, [])
+    act.keep_ended(config_of(tmp_path), End.STOPPED, LocalCluster({}), journal, [])
     assert journal.unwritten() == []
     assert not (tmp_path / "journal.jsonl").exists()
