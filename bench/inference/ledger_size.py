@@ -41,7 +41,7 @@ def write(folder: Path, total: int, *, in_order: bool) -> int:
     Reopening reads no byte of a segment that is committed, so those are holes of the right length.
     """
     segments_of(folder).mkdir()
-    ledger = Ledger(batch_of(folder, total), 1, np.zeros(total, dtype=np.bool_), {})
+    ledger = Ledger(batch_of(folder, total), 1, np.zeros(total, dtype=np.bool_), {}, {})
     ledger.begin({})
     numbers = list(range(total))
     if not in_order:

@@ -32,18 +32,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmft.config.inference import EngineConfig
-from slurmft.errors import NewerFormat, StorageError, UsageError
+from slurmft.errors import StorageError, UsageError
 from slurmft.inference.requests import Batch, Requests, answers_in, load, runs_of, segment_name
 from slurmft.policy.serving import Prefix
 from slurmft.storage.patience import writing
-from slurmft.storage.segments import Record, SegmentWriter, line_of, parse, read
-from slurmft.system.files import fsync_folder, naming, open_regular, opened, read_json, trusted_owners, write_json
+from slurmft.storage.segments import Record, SegmentWriter, Series, names_in, parse, read
+from slurmft.system.files import fsync_folder, open_regular, opened, read_json, trusted_owners, write_json
 
 FORMAT = 1
 SEGMENT_NAME = re.compile(r"g\d{6,}-n\d+-r\d+-\d+-(?P<epoch>\d+)\.jsonl")
 """Generation at the start of its replica, node, replica, life of the replica, and the epoch under which it counts."""
-
-_LEDGER_NAME = re.compile(r"ledger-(\d{6,})\.jsonl")
 
 Flags = NDArray[np.bool_]
 
@@ -63,9 +61,15 @@ def segments_of(folder: Path) -> Path:
 
 
 class Ledger:
-    """The answers of a batch that count, as of now. Build it with ``open_ledger``."""
+    """The answers of a batch that count, as of now. Build it with ``open_ledger``.
 
-    def __init__(self, batch: Batch, generation: int, done: Flags, ends: dict[str, int]) -> None:
+    Raises:
+        OSError: its first line cannot be written.
+    """
+
+    def __init__(
+        self, batch: Batch, generation: int, done: Flags, ends: dict[str, int], continues: Mapping[str, int]
+    ) -> None:
         self.batch, self.generation, self.done = batch, generation, done
         self._ends = ends
         self.count = int(done.sum())
@@ -74,9 +78,10 @@ class Ledger:
         self.fresh: deque[Entry] | None = None
         """Gets what is committed from now on, before it counts; for the one that follows it."""
 
-        self._path = _path(batch.folder, generation)
-        self._descriptor = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
-        self._length = 0
+        header = {"ledger": FORMAT, "generation": generation, "digest": batch.digest, "total": batch.total}
+        self._file = SegmentWriter(_ledgers(batch.folder).path(generation), {**header, "continues": dict(continues)})
+        self._file.sync()
+        fsync_folder(batch.folder)
 
     def end_of(self, segment: str) -> int:
         """The byte of a segment up to which it counts."""
@@ -97,8 +102,8 @@ class Ledger:
                 entries.append((Entry(segment, start, end), _flat(runs)))
         if not entries:
             return 0
-        with writing(self._path):
-            self._append(
+        with writing(self._file.path):
+            self._file.commit(
                 {"segment": entry.segment, "start": entry.start, "end": entry.end, "runs": flat.tolist()}
                 for entry, flat in entries
             )
@@ -123,7 +128,7 @@ class Ledger:
             StorageError: the folder or the ledger fails.
         """
         folder, parts = segments_of(self.batch.folder), []
-        for name in _names(folder, SEGMENT_NAME):
+        for name in names_in(folder, SEGMENT_NAME):
             if is_wanted(name):
                 indexes, end = answers_in(folder / name, self.end_of(name), self.batch.total)
                 if indexes:
@@ -149,7 +154,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
     def done_since(self, told: Flags | None) -> tuple[list[int], Flags]:
         """Requests that are answered and are not in ``told``, which an earlier call has returned; and all of them."""
@@ -164,26 +169,6 @@ class Ledger:
         self.batch = batch
         self.done = np.concatenate((self.done, np.zeros(batch.total - len(self.done), dtype=np.bool_)))
 
-    def begin(self, continues: Mapping[str, int]) -> None:
-        """Write the first entry.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        header = {"ledger": FORMAT, "generation": self.generation, "digest": self.batch.digest}
-        self._append([{**header, "total": self.batch.total, "continues": dict(continues)}])
-        fsync_folder(self.batch.folder)
-
-    def _append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        data = b"".join(map(line_of, records))
-        view = memoryview(data)
-        with naming(self._path):
-            os.ftruncate(self._descriptor, self._length)  # what a failed try has left
-            while view:
-                view = view[os.write(self._descriptor, view) :]
-            os.fsync(self._descriptor)
-        self._length += len(data)
-
 
 def open_ledger(batch: Batch, generation: int) -> Ledger:
     """Read what counts so far, begin this generation's ledger, and commit what earlier replicas left behind.
@@ -195,8 +180,9 @@ def open_ledger(batch: Batch, generation: int) -> Ledger:
     """
     done: Flags = np.zeros(batch.total, dtype=np.bool_)
     ends: dict[str, int] = {}
-    names = [_path(batch.folder, each).name for each in _generations(batch.folder) if each < generation]
-    lengths = _lengths(batch.folder, generation)
+    ledgers = _ledgers(batch.folder)
+    names = [ledgers.path(each).name for each in ledgers.numbers() if each < generation]
+    lengths = ledgers.lengths(generation)
     for value in _all_entries(batch.folder, generation, lengths):
         indexes = _spread(np.asarray(value["runs"], dtype=np.int64))
         if len(indexes) and (indexes.min() < 0 or indexes.max() >= batch.total):
@@ -206,11 +192,10 @@ def open_ledger(batch: Batch, generation: int) -> Ledger:
     for first, last in batch.bad:
         done[first:last] = True
     lengths = {name: length for name, length in lengths.items() if name in names}
-    with writing(_path(batch.folder, generation)):
+    with writing(ledgers.path(generation)):
         segments_of(batch.folder).mkdir(mode=0o700, exist_ok=True)
-        _path(batch.folder, generation).unlink(missing_ok=True)  # begun by this very generation, in an earlier try
-        ledger = Ledger(batch, generation, done, ends)
-        ledger.begin(lengths)
+        ledgers.path(generation).unlink(missing_ok=True)  # begun by this very generation, in an earlier try
+        ledger = Ledger(batch, generation, done, ends, lengths)
     ledger.salvage()
     return ledger
 
@@ -222,7 +207,7 @@ def answered(folder: Path, total: int) -> int:
         StorageError: a ledger cannot be read.
     """
     done: Flags = np.zeros(total, dtype=np.bool_)
-    for value in _all_entries(folder, None):
+    for value in _all_entries(folder):
         indexes = _spread(np.asarray(value["runs"], dtype=np.int64))
         done[indexes[indexes < total]] = True
     return int(done.sum())
@@ -233,7 +218,7 @@ class AnswersSoFar:
     last one ended. Memory: 20 bytes for each request. Used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._ledgers = folder, _ledgers(folder)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -256,26 +241,26 @@ class AnswersSoFar:
         Raises:
             StorageError: a ledger cannot be read.
         """
-        if (generations := _generations(self._folder)) and (batch := self._read_on(generations)) is not None:
+        if (generations := self._ledgers.numbers()) and (batch := self._read_on(generations)) is not None:
             return batch
         return load(self._folder)
 
     def _read_on(self, generations: Sequence[int]) -> Batch | None:
-        newest = _path(self._folder, generations[-1])
+        newest = self._ledgers.path(generations[-1])
         try:
             size = newest.stat().st_size
         except OSError as error:
             raise StorageError(f"cannot read {newest}: {error.strerror or error}") from error
-        lengths = {} if generations == self._generations else _lengths(self._folder, None)
+        lengths = {} if generations == self._generations else self._ledgers.lengths()
         # a supervisor that was superseded has written on until there was another one, or a commit has failed, and is
         # written over by the next one
         is_changed = any(lengths.get(name, end) < end for name, end in self._read.items())
         if is_changed or self._torn_bytes not in (0, size) or not self._is_whole:
             self._begin_anew()
-            lengths = _lengths(self._folder, None)
+            lengths = self._ledgers.lengths()
         entries, self._again, self._is_whole = self._again, [], False
         lengths[newest.name] = sys.maxsize
-        for path in [path for each in generations if (path := _path(self._folder, each)).name in lengths]:
+        for path in [path for each in generations if (path := self._ledgers.path(each)).name in lengths]:
             for record in read(path, self._read.get(path.name, 0), lengths[path.name]):
                 self._read[path.name] = record.end
                 if record.start:
@@ -304,51 +289,17 @@ class AnswersSoFar:
                 yield segments.get(segment, start, length) if length else None
 
 
-def _path(folder: Path, generation: int) -> Path:
-    return folder / f"ledger-{generation:06d}.jsonl"
-
-
-def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    try:
-        return sorted(entry.name for entry in os.scandir(folder) if pattern.fullmatch(entry.name))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot look into {folder}: {error.strerror or error}") from error
-
-
-def _generations(folder: Path) -> list[int]:
-    return sorted(int(name[len("ledger-") : -len(".jsonl")]) for name in _names(folder, _LEDGER_NAME))
-
-
-def _lengths(folder: Path, before: int | None) -> dict[str, int]:
-    """How much of each ledger counts: the newest one whole, earlier ones as far as the next one has said."""
-    generations = [each for each in _generations(folder) if before is None or each < before]
-    lengths: dict[str, int] = {}
-    for generation in reversed(generations):
-        path = _path(folder, generation)
-        end = 0
-        for record in read(path):
-            end = record.end
-            if record.start == 0:
-                if record.value.get("ledger", FORMAT) != FORMAT:
-                    raise NewerFormat(f"{path} was written by a newer slurmft")
-                known = record.value.get("continues")
-                if isinstance(known, dict):
-                    for name, length in known.items():
-                        lengths.setdefault(str(name), int(length))
-        lengths.setdefault(path.name, end)
-    return lengths
+def _ledgers(folder: Path) -> Series:
+    """One for each generation."""
+    return Series(folder, "ledger")
 
 
 def _all_entries(
-    folder: Path, before: int | None, lengths: Mapping[str, int] | None = None
+    folder: Path, before: float = math.inf, lengths: Mapping[str, int] | None = None
 ) -> Iterator[dict[str, Any]]:
-    lengths = _lengths(folder, before) if lengths is None else lengths
-    for generation in _generations(folder):
-        if before is not None and generation >= before:
-            return
-        path = _path(folder, generation)
+    ledgers = _ledgers(folder)
+    lengths = ledgers.lengths(before) if lengths is None else lengths
+    for path in [ledgers.path(generation) for generation in ledgers.numbers() if generation < before]:
         for record in read(path, 0, lengths.get(path.name, 0)):
             if record.start:
                 _entry_in(record, path)

@@ -25,10 +25,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from slurmft.errors import DirectoryInUse, Fenced, NewerFormat, StorageError, UsageError
+from slurmft.errors import DirectoryInUse, Fenced, StorageError, UsageError
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.patience import patiently, translated, write_state, writing
-from slurmft.storage.segments import MAX_RECORD_BYTES, Record, SegmentWriter, line_of, parse, read
+from slurmft.storage.segments import FORMAT, MAX_RECORD_BYTES, SegmentWriter, Series, line_of, names_in, parse, read
 from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.system.files import (
     check_private,
@@ -40,7 +40,6 @@ from slurmft.system.files import (
     write_json,
 )
 
-FORMAT = 1
 MAX_VALUE_BYTES = MAX_RECORD_BYTES // 2
 MAX_DEPTH = 100
 """Python's JSON ends at its limit of recursion, which a reader that is called more deeply meets sooner."""
@@ -55,12 +54,11 @@ PATIENCE_S = 600.0
 """So long a full or silent filesystem is waited for."""
 
 POLL_S = 0.02, 0.5
-STOPPING = "stopping"
+ORDER, STOPPING = "order", "stopping"
 QUEUES_VARIABLE = "SLURMFT_QUEUES"
 """The folder of queues that all roles of a job share."""
 
 _SEGMENT = re.compile(r"[\w.-]{1,64}-[0-9a-f]{12}-\d{6}\.jsonl", re.ASCII)
-_ORDER = re.compile(r"order-(\d{6,})\.jsonl")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 log = logging.getLogger(__name__)
@@ -202,9 +200,10 @@ class Queue:
 
     def _was_put(self, id: str) -> bool:
         if self._ended_with is None:
-            items = (record.value.get("id") for name in _names(self._segments, _SEGMENT)
+            orders = Series(self.folder, ORDER, must_exist=True)
+            items = (record.value.get("id") for name in names_in(self._segments, _SEGMENT, must_exist=True)
                      for record in read(self._segments / name))  # fmt: skip
-            entries = [record.value for number in _numbers(self.folder) for record in read(_path(self.folder, number))]
+            entries = [record.value for number in orders.numbers() for record in read(orders.path(number))]
             taken = (each for entry in entries for each in (*(item[3] for item in entry.get("items", ())),
                                                             *entry.get("dropped", ())))  # fmt: skip
             self._ended_with = {_digest(each) for each in (*items, *taken) if isinstance(each, str)}
@@ -369,7 +368,7 @@ class _Writer:
                     path = self._folder / f"{self._prefix}-{self._number:06d}.jsonl"
                     self._segment = SegmentWriter(path, {})
                     fsync_folder(self._folder)
-                _append_durably(self._segment, record)
+                self._segment.commit([record])
             if _exists(self._segment.path):
                 name = self._segment.path.name
                 self._waiting[name] = self._waiting.get(name, 0) + 1
@@ -390,7 +389,7 @@ class _Followed:
     """The order of the items, as rank 0 decides it, and another rank reads it."""
 
     def __init__(self, folder: Path, segments: Path) -> None:
-        self._folder, self._segments = folder, segments
+        self._folder, self._segments, self._orders = folder, segments, Series(folder, ORDER, must_exist=True)
         self._run = os.environ.get(RUN_FOLDER_VARIABLE, "")
         self._generation = os.environ.get(GENERATION_VARIABLE, "")
         self._number, self._end = 0, 0
@@ -425,19 +424,23 @@ class _Followed:
 
     def extend(self, _missing: int, _ids: Sequence[str], _oldest_version: int | None) -> None:
         """Read what rank 0 has decided since the last call."""
-        numbers = [each for each in _numbers(self._folder) if each >= self._number]
+        numbers = [each for each in self._orders.numbers() if each >= self._number]
         for number in reversed(numbers):
-            if number == self._number or _header(self._folder, number).get("generation") == self._generation:
+            if number == self._number or self._orders.header(number).get("generation") == self._generation:
                 if number != self._number:
                     self._forget()
-                    for name, length in _continues(self._folder, number).items():
-                        self._read(self._folder / name, 0, length)
+                    self._read_before(self._orders.lengths(number + 1), number)
                     self._number, self._end = number, 0
-                self._end = self._read(_path(self._folder, number), self._end, None)
+                self._end = self._read(self._orders.path(number), self._end, None)
                 return
 
+    def _read_before(self, lengths: Mapping[str, int], number: int) -> None:
+        for name, length in sorted(lengths.items()):
+            if name != self._orders.path(number).name:
+                self._read(self._folder / name, 0, length)
+
     def _read(self, path: Path, start: int, end: int | None) -> int:
-        for record in _records(path, start, end):
+        for record in read(path, start, end):
             start = record.end
             self._add(record.value)
         if end is not None and start != end:
@@ -488,27 +491,36 @@ class _Order(_Followed):
         self._tell()
 
     def _begun(self) -> SegmentWriter:
-        numbers = _numbers(self._folder)
+        numbers = self._orders.numbers()
         self._number = (numbers[-1] if numbers else 0) + 1
         # a reader that was killed, or met a full disk, before its first line was written has decided nothing
-        newest = next((each for each in reversed(numbers) if _is_begun(self._folder, each)), None)
-        if newest is not None and (run := _header(self._folder, newest).get("run")) != self._run:
+        newest = next(filter(None, map(self._header, reversed(numbers))), None)
+        if newest is not None and newest.get("run") != self._run:
             raise DirectoryInUse(
-                f"the queue {self._folder} is read by {run or 'a program outside of any run'}",
+                f"the queue {self._folder} is read by {newest.get('run') or 'a program outside of any run'}",
                 hint="choose another name; if that one is over, delete the queue's folder",
             )
-        lengths = _continues(self._folder, self._number)
-        if newest is not None:
-            path = _path(self._folder, newest)
-            lengths[path.name] = max(record.end for record in _records(path))
-        for name, length in lengths.items():
-            self._read(self._folder / name, 0, length)
-        header = {"order": FORMAT, "run": self._run, "generation": self._generation, "continues": lengths}
+        lengths = self._orders.lengths()
+        self._read_before(lengths, self._number)
+        header = {ORDER: FORMAT, "run": self._run, "generation": self._generation, "continues": lengths}
         with writing(self._folder):
-            file = SegmentWriter(_path(self._folder, self._number), header)
+            file = SegmentWriter(self._orders.path(self._number), header)
             file.sync()
             fsync_folder(self._folder)
         return file
+
+    def _header(self, number: int) -> Mapping[str, Any]:
+        """The first line of an order; empty where it is not there.
+
+        Raises:
+            StorageError: it is there, and damaged.
+        """
+        path = self._orders.path(number)
+        if not (header := self._orders.header(number)):
+            with _looking(path), opened(path, owners=trusted_owners(self._folder)) as descriptor:
+                if b"\n" in os.pread(descriptor, MAX_RECORD_BYTES, 0):
+                    raise StorageError(f"{path} is damaged at byte 0")
+        return header
 
     def _add(self, entry: Mapping[str, Any]) -> None:
         super()._add(entry)
@@ -543,10 +555,10 @@ class _Order(_Followed):
             self._decide({"end": True})
 
     def _decide(self, entry: Mapping[str, Any]) -> None:
-        if _numbers(self._folder)[-1] != self._number:
+        if self._orders.numbers()[-1:] != [self._number]:
             raise Fenced(f"another reader of the queue {self._folder} has taken over")
         with writing(self._file.path):
-            _append_durably(self._file, entry)
+            self._file.commit([entry])
         self._add(entry)
         for name in (*entry.get("dropped", ()), *(each[3] for each in entry.get("items", ()))):
             self._known[self._found.pop(name)[0].segment].taken += 1
@@ -555,9 +567,10 @@ class _Order(_Followed):
     def _look(self) -> None:
         """Find what was put since the last look."""
         doubled = 0
-        for name in _names(self._segments, _SEGMENT):
-            known = self._known.setdefault(name, _Segment())
-            for record in _records(self._segments / name, known.end):
+        for name in names_in(self._segments, _SEGMENT, must_exist=True):
+            if (known := self._known.setdefault(name, _Segment())).is_closed:
+                continue
+            for record in read(self._segments / name, known.end):
                 known.end = record.end
                 known.is_closed |= "closed" in record.value
                 if isinstance(item := record.value.get("id"), str):
@@ -599,26 +612,6 @@ class _Order(_Followed):
         self._file.close()
 
 
-def _append_durably(file: SegmentWriter, record: Mapping[str, Any]) -> None:
-    """Return when it is on the disk. Where that fails it counts as not appended: another try must not double it."""
-    end = file.end
-    file.append([record])
-    try:
-        file.sync()
-    except OSError:
-        file.take_back(end)
-        raise
-
-
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"order-{number:06d}.jsonl"
-
-
-def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    with _looking(folder):
-        return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
-
-
 @contextlib.contextmanager
 def _looking(path: Path) -> Iterator[None]:
     """Around a look at ``path``: what may pass by itself is told from what will not."""
@@ -628,16 +621,6 @@ def _looking(path: Path) -> Iterator[None]:
         raise translated(f"cannot look at {path}", error) from error
 
 
-def _records(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    """``segments.read``, which a filesystem that is away for a while does not end."""
-    try:
-        yield from read(path, start, end)
-    except StorageError as error:
-        if isinstance(error.__cause__, OSError):
-            raise translated(f"cannot read {path}", error.__cause__) from error
-        raise
-
-
 def _exists(path: Path) -> bool:
     with _looking(path):
         try:
@@ -645,43 +628,6 @@ def _exists(path: Path) -> bool:
         except FileNotFoundError:
             return False
     return True
-
-
-def _numbers(folder: Path) -> list[int]:
-    return sorted(int(name[len("order-") : -len(".jsonl")]) for name in _names(folder, _ORDER))
-
-
-def _header(folder: Path, number: int) -> Mapping[str, Any]:
-    """The first line of an order; empty where it is not written yet."""
-    path = _path(folder, number)
-    header = next((record.value for record in _records(path)), {})
-    if header.get("order", FORMAT) != FORMAT:
-        raise NewerFormat(f"{path} was written by a newer slurmft")
-    return header
-
-
-def _is_begun(folder: Path, number: int) -> bool:
-    """Whether the first line of an order is there.
-
-    Raises:
-        StorageError: it is there, and damaged.
-    """
-    if _header(folder, number):
-        return True
-    path = _path(folder, number)
-    with _looking(path), opened(path, owners=trusted_owners(folder)) as descriptor:
-        if b"\n" in os.pread(descriptor, MAX_RECORD_BYTES, 0):
-            raise StorageError(f"{path} is damaged at byte 0")
-    return False
-
-
-def _continues(folder: Path, number: int) -> dict[str, int]:
-    """How much counts of each of the orders before this one, as the newest that says so says."""
-    lengths: dict[str, int] = {}
-    for each in reversed([each for each in _numbers(folder) if each <= number]):
-        for name, length in _header(folder, each).get("continues", {}).items():
-            lengths.setdefault(name, int(length))
-    return dict(sorted(lengths.items()))
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

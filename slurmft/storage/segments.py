@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmft.errors import NewerFormat, StorageError
+from slurmft.errors import NewerFormat
+from slurmft.storage.patience import translated
 from slurmft.system.files import naming, open_regular, trusted_owners
 
 FORMAT = 1
@@ -45,7 +48,6 @@ class SegmentWriter:
         self.path = path
         self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
         self.end = 0
-        self._is_torn = False
         try:
             self.append([{"segment": FORMAT, **header}])
         except OSError:
@@ -63,18 +65,26 @@ class SegmentWriter:
         data = b"".join(line_of(record) for record in records)
         view = memoryview(data)
         with naming(self.path):
-            if self._is_torn:
-                os.ftruncate(self._descriptor, self.end)  # what an earlier try has left
-            self._is_torn = True
+            os.ftruncate(self._descriptor, self.end)  # what an earlier try has left
             while view:
                 view = view[os.write(self._descriptor, view) :]
-        self._is_torn = False
         self.end += len(data)
         return self.end
 
-    def take_back(self, end: int) -> None:
-        """What was appended behind this byte is not there, and is overwritten by the next record."""
-        self.end, self._is_torn = end, True
+    def commit(self, records: Iterable[Mapping[str, Any]]) -> int:
+        """As ``append``, and on the disk. Where that fails none of them counts, so that another try doubles nothing.
+
+        Raises:
+            OSError: they are not on the disk.
+        """
+        before = self.end
+        self.append(records)
+        try:
+            self.sync()
+        except OSError:
+            self.end = before
+            raise
+        return self.end
 
     def sync(self) -> None:
         """Return when everything appended is on the disk.
@@ -113,12 +123,13 @@ def read(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]
     """The records from byte ``start`` on; ends at ``end``, or before the first one that is torn or damaged.
 
     Raises:
+        StorageUnavailable: the filesystem is away, which may pass.
         StorageError: the file cannot be read, is not this run's, or was written by a newer version.
     """
     try:
         descriptor = open_regular(path, owners=trusted_owners(path.parent))
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        raise translated(f"cannot read {path}", error) from error
     try:
         at, rest = start, b""
         while True:
@@ -135,6 +146,74 @@ def read(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]
                 yield Record(at, at + len(line) + 1, value)
                 at += len(line) + 1
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        raise translated(f"cannot read {path}", error) from error
     finally:
         os.close(descriptor)
+
+
+def names_in(folder: Path, pattern: re.Pattern[str], *, must_exist: bool = False) -> list[str]:
+    """Sorted; none where the folder is not there, unless it must.
+
+    Raises:
+        StorageError: it cannot be looked into.
+    """
+    try:
+        return sorted(entry.name for entry in os.scandir(folder) if pattern.fullmatch(entry.name))
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not must_exist:
+            return []
+        raise translated(f"cannot look into {folder}", error) from error
+
+
+# --- Series: segments of one kind, each begun by another owner ---
+
+
+class Series:
+    """Segments ``<kind>-<number>.jsonl`` of a folder. The first line of each says how long the ones before it were when
+    it was begun (``continues``), so that what a superseded owner adds later counts for nobody.
+    """
+
+    def __init__(self, folder: Path, kind: str, *, must_exist: bool = False) -> None:
+        self._folder, self._kind, self._must_exist = folder, kind, must_exist
+        self._name = re.compile(rf"{kind}-(\d{{6,}})\.jsonl")
+
+    def path(self, number: int) -> Path:
+        """Of one segment."""
+        return self._folder / f"{self._kind}-{number:06d}.jsonl"
+
+    def numbers(self) -> list[int]:
+        """Those that are there, sorted.
+
+        Raises:
+            StorageError: the folder cannot be looked into.
+        """
+        names = names_in(self._folder, self._name, must_exist=self._must_exist)
+        return sorted(int(match[1]) for name in names if (match := self._name.fullmatch(name)))
+
+    def header(self, number: int) -> Mapping[str, Any]:
+        """Its first line; empty where that is not written yet, or torn.
+
+        Raises:
+            StorageError: it cannot be read, or a newer version wrote it.
+        """
+        path = self.path(number)
+        first = next((record.value for record in read(path)), {})
+        if first.get(self._kind, FORMAT) != FORMAT:
+            raise NewerFormat(f"{path} was written by a newer slurmft")
+        return first
+
+    def lengths(self, before: float = math.inf) -> dict[str, int]:
+        """How much counts of each one with a smaller number, by its name: the newest whole, earlier ones as far as the
+        next one has said.
+
+        Raises:
+            StorageError: one cannot be read.
+        """
+        lengths: dict[str, int] = {}
+        for number in reversed([each for each in self.numbers() if each < before]):
+            known, path = self.header(number).get("continues"), self.path(number)
+            for name, length in (known if isinstance(known, dict) else {}).items():
+                lengths.setdefault(str(name), int(length))
+            if path.name not in lengths:
+                lengths[path.name] = max((record.end for record in read(path)), default=0)
+        return lengths

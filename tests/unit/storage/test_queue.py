@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -304,6 +305,14 @@ def test_a_full_disk_is_waited_for_and_tears_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(StorageUnavailable):
         Queue(tmp_path, patience_s=0).put("c", 3)
+
+
+def test_a_queue_that_is_deleted_beneath_its_reader_is_told(tmp_path):
+    reader = filled(tmp_path / "q", 1)
+    names(reader, 1)
+    shutil.rmtree(tmp_path / "q")
+    with pytest.raises(StorageError, match="cannot look"):
+        reader.take(1, timeout_s=0)
 
 
 def test_a_folder_of_others_is_refused(tmp_path):
