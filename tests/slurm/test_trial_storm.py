@@ -149,7 +149,7 @@ class Strikes:
     def follow(self) -> None:
         """Kill the process that waits for the sweep, and begin another one."""
         self.kill_follower()
-        argv, environment = self.lab.command(["slurmft", "trials", str(self.run.config), "--wait"])
+        argv, environment = self.lab.command(self.run.counting("slurmft", "trials", str(self.run.config), "--wait"))
         null = subprocess.DEVNULL
         self.follower = subprocess.Popen(argv, env=environment, stdin=null, stdout=null, stderr=null)
 
@@ -222,7 +222,7 @@ def test_every_result_once_in_a_storm(lab: Lab, new_sweep: NewSweep) -> None:
             if now_s - moved_s > CRON_S and now_s - looked_s > CRON_S:
                 looked_s, rescued = now_s, rescued + 1
                 how = [] if strikes.own_job_waits() else ["--rescue"]
-                lab.run(["slurmft", "requeue", *how, str(run.path)], check=False, timeout=120)
+                lab.run(run.counting("slurmft", "requeue", *how, str(run.path)), check=False, timeout=120)
             assert now_s - moved_s < 2 * PATIENCE_S, f"stuck after {strikes.counts}\n{run.story()}"
             time.sleep(0.1)
     strikes.undo(everything=True)

@@ -51,10 +51,13 @@ class SweepRun(Run):
         """A folder of Slurm's commands, which note that they were called."""
         return self.path.parent / "counted"
 
-    def sweep(self, *arguments: str, check: bool = True) -> str:
+    def counting(self, *argv: str) -> list[str]:
+        """A command whose own commands of Slurm, and those of the jobs that it submits, are counted."""
         path = self.lab.run(["printenv", "PATH"]).stdout.strip()
-        argv = ["env", f"PATH={self.counted}:{path}", "slurmft", "trials", *arguments]
-        return self.lab.run(argv, check=check, timeout=180).stdout
+        return ["env", f"PATH={self.counted}:{path}", *argv]
+
+    def sweep(self, *arguments: str, check: bool = True) -> str:
+        return self.lab.run(self.counting("slurmft", "trials", *arguments), check=check, timeout=180).stdout
 
     def submit(self, *options: str) -> str:
         return self.sweep(str(self.config), *options).split(" as job ")[1].split()[0]
