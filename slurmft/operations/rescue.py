@@ -43,7 +43,13 @@ from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Evidence, Kind, Suspect
 from slurmft.scheduler import nodes, own_jobs
 from slurmft.scheduler.nodes import NotPermitted, Refusal, compress
-from slurmft.scheduler.parsing import JobRecord, expand_hostlist, is_held_by_launch, is_held_by_requeue
+from slurmft.scheduler.parsing import (
+    JobRecord,
+    expand_hostlist,
+    is_held_by_launch,
+    is_held_by_requeue,
+    is_held_for_good,
+)
 from slurmft.scheduler.slurm import undisturbed
 from slurmft.storage import run_folder
 from slurmft.storage.exclusions import ExclusionList
@@ -463,6 +469,8 @@ def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[
             return done
         if record.waiting and is_held_by_launch(record.reason):
             return release(run, job, record, who)
+        if record.waiting and is_held_for_good(record.reason):
+            return _submit_in_place_of(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
     return _submit_again(run, records, jobs, who)
@@ -496,6 +504,35 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
     _begin_when_pending(job)
     journal.append(EventName.REQUEUED, job=job.job_id, who=who)
     return f"job {job} had lost its batch host {record.batch_host}; it is requeued"
+
+
+def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
+    """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
+    if run.see_request("KILL") is not None:
+        return None
+    if run.own_jobs(newest=1) != [job]:  # it was done, but for this
+        own_jobs.cancel(job)
+        return f"job {job}, in place of which the run has another one, is cancelled"
+    claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
+    if not claim.take(who) and not _take_broken(run, claim, who):
+        return f"another process is already rescuing job {job}"
+    events = run.journal().read()
+    run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
+    try:
+        placement = placement_of(run, partition=record.partition, job=None, history=events)
+        try:
+            job_id = _sbatch(run, job, placement, events)
+        except SlurmUnavailable:
+            raise
+        except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
+            own_jobs.cancel(job)
+            job_id = _sbatch(run, job, placement, events)
+    except BaseException:
+        claim.give_back()
+        raise
+    claim.settle(f"rescued as job {job_id}")
+    own_jobs.cancel(job)
+    return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
 
 
 def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
@@ -558,7 +595,7 @@ def _take_broken(run: RunFolder, claim: EndingClaim, who: str) -> bool:
 def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: Sequence[Event]) -> str:
     if not run.script.is_file():
         raise StorageError(
-            f"job {after} of run {run.path.name} is gone without a verdict, and its batch script was not ours",
+            f"job {after} of run {run.path.name} does not go on, and its batch script was not ours",
             hint="submit it again as you did before; the run goes on from its newest checkpoint",
         )
     folders = [event.details.get("folder") for event in reversed(events) if event.event == EventName.ATTEMPT_STARTED]

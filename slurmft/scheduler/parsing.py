@@ -182,8 +182,15 @@ def is_held_by_launch(reason: str) -> bool:
     return _words(reason).startswith(_HELD_BY_LAUNCH)
 
 
+def is_held_for_good(reason: str) -> bool:
+    """Whether Slurm holds a job that it has requeued ``MaxBatchRequeue`` times: its owner may not release it."""
+    return _words(reason) == "jobholdmaxrequeue"
+
+
 def why_held(reason: str) -> str:
     """Why a waiting job is held, and how it is released; empty when it is not held."""
+    if is_held_for_good(reason):
+        return "Slurm has requeued it too often, and holds it; slurmft requeue submits another one in its place"
     if is_held_by_launch(reason):
         return (
             "a node could not start it, and Slurm holds it; slurmft requeue --rescue releases it, away from that node"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_slurm import ALIVE, UNREACHABLE_CLUSTER, WAITING
+from fake_slurm import ALIVE, HELD_FOR_GOOD, UNREACHABLE_CLUSTER, WAITING
 from run_life import StartOfAJob, World
 
 from slurmft.errors import LaunchError, RunBusy, SlurmError
@@ -13,7 +13,7 @@ from slurmft.operations import rescue
 from slurmft.operations.status import overviews
 from slurmft.policy.job_identity import JobIdentity
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import slurm
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import RunFolder
 
@@ -242,6 +242,38 @@ def test_a_rescue_whose_job_has_vanished_is_done_again(world):
     world.slurm.lose_state()
     world.advance(100)
     world.cron()
+    settled(world)
+
+
+@pytest.mark.parametrize("trouble", ["", "no room for two", "a crash before the old one is cancelled"])
+def test_a_job_that_slurm_holds_for_good_gives_way_to_another_one(world, monkeypatch, trouble):
+    running(world).end(Cause.PREEMPTED)
+    (held,) = world.jobs("PENDING")
+    held.reason = HELD_FOR_GOOD
+    submit, cancel = own_jobs.submit_script, own_jobs.cancel
+
+    def only_alone(*args, **more):
+        if world.jobs("PENDING"):
+            raise SlurmError("sbatch: error: MaxSubmitJobs")
+        return submit(*args, **more)
+
+    def crash(job):
+        monkeypatch.setattr(own_jobs, "cancel", cancel)
+        raise KeyboardInterrupt
+
+    if trouble == "no room for two":
+        monkeypatch.setattr(own_jobs, "submit_script", only_alone)
+    elif trouble:
+        monkeypatch.setattr(own_jobs, "cancel", crash)
+        with pytest.raises(KeyboardInterrupt):
+            world.cron()
+        assert held.state == "PENDING"
+        assert "is cancelled" in world.cron()[0]
+    if not trouble.startswith("a crash"):
+        assert world.cron() == ["Slurm has requeued job 1 too often and holds it; the run goes on as job 2"]
+    assert held.state == "CANCELLED"
+    assert [job.job_id for job in world.jobs("PENDING")] == ["2"]
+    assert world.cron() == []
     settled(world)
 
 

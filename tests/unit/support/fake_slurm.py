@@ -16,6 +16,7 @@ from typing import Any
 
 ALIVE, WAITING = ("RUNNING", "COMPLETING"), ("PENDING",)
 UNREACHABLE_CLUSTER = "nowhere"
+HELD_FOR_GOOD = "JobHoldMaxRequeue"
 REQUEUE_DELAY_S = 121
 
 
@@ -42,7 +43,7 @@ class Job:
 
     @property
     def is_held(self) -> bool:
-        return "held" in self.reason.lower()
+        return "held" in self.reason.lower() or self.reason == HELD_FOR_GOOD
 
     @property
     def is_over(self) -> bool:
@@ -247,6 +248,8 @@ class FakeSlurm:
         job = self._mine(job_id, act)
         if job is None:
             return "", "Invalid job id specified"
+        if act == "release" and job.reason == HELD_FOR_GOOD:
+            return "", f"Access/permission denied for job {job_id}"
         if act == "release":
             job.reason = "BeginTime" if job.is_held else job.reason
         elif act == "hold":
