@@ -22,7 +22,7 @@ from slurmft.system.files import mode_of_shown_files, replace_atomically
 from slurmft.system.foreign_text import one_line
 
 if TYPE_CHECKING:
-    from slurmft.planning.plan import Estimate, Projection
+    from slurmft.planning.simulation import Estimate, Projection
 
 # --- ``slurmft report``: where a run's time went, and what failures have cost ---
 
@@ -212,8 +212,10 @@ def plan(
     configured and for alternatives: other intervals, spares, budgets, or a cluster that repairs faster. Nothing is
     submitted.
     """
-    from slurmft.planning.plan import alternatives, simulated
-
+    try:
+        from slurmft.planning.plan import alternatives, simulated
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed here", hint="pip install simpy") from error
     found = alternatives(config, site, overrides=overrides, varied=varied, seeds=seeds)
     outcomes = list(simulated(found, lambda text: say(one_line(text), err=True)))
     if svg is not None:
@@ -237,6 +239,9 @@ def plan(
     for each in outcomes:
         say(f"{one_line(each.name):<{width}}  " + "  ".join(f"{share:>9.2%}" for share in _shares(each).values()))
     for each in outcomes:
+        for role, cost in each.of_roles.items():
+            say(f"{one_line(each.name)}: failures of {role} cost {cost.mean:.1f} +- {cost.half_width:.1f} hours")
+    for each in outcomes:
         if each.finished < len(each.lives):
             say(f"{one_line(each.name)}: {len(each.lives) - each.finished} of {len(each.lives)} lives did not finish "
                 "within 20 times their work")  # fmt: skip
@@ -249,7 +254,7 @@ def _mean(outcome: Projection, name: str) -> float:
 
 
 def _shares(outcome: Projection) -> dict[str, float]:
-    from slurmft.planning.plan import shares
+    from slurmft.planning.simulation import shares
 
     return shares(outcome)
 
@@ -261,6 +266,9 @@ def _facts(outcome: Projection) -> dict[str, object]:
         "finished": outcome.finished,
         "first_order_ettr": outcome.formula,
         "shares": _shares(outcome),
+        "hours_of_roles": {
+            role: {"mean": cost.mean, "half_width": cost.half_width} for role, cost in outcome.of_roles.items()
+        },
         **{
             name: {"mean": getattr(outcome, name).mean, "half_width": getattr(outcome, name).half_width}
             for name in ("ettr", "goodput", *_COLUMNS)

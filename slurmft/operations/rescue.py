@@ -522,8 +522,6 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str
         placement = placement_of(run, partition=record.partition, job=None, history=events)
         try:
             job_id = _sbatch(run, job, placement, events)
-        except SlurmUnavailable:
-            raise
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
             own_jobs.cancel(job)
             job_id = _sbatch(run, job, placement, events)

@@ -130,7 +130,8 @@ def run(*words: str | Path) -> Result:
 def test_the_file_of_the_repository_shows_the_defaults():
     shown = load_section(SITE, PlanConfig)
     assert shown.model_copy(update={"alternatives": {}}) == PlanConfig()
-    commented = re.sub(r"^(\s*)# (nodes|save_cost_s|durable_s): ", r"\1\2: ", SITE.read_text(), flags=re.MULTILINE)
+    optional = r"^(\s*)# (nodes|save_cost_s|durable_s|role_restart_s): "
+    commented = re.sub(optional, r"\1\2: ", SITE.read_text(), flags=re.MULTILINE)
     for section, known in yaml.safe_load(commented).items():
         if isinstance(known, dict) and section != "alternatives":
             assert set(known) == set(type(getattr(shown, section)).model_fields)

@@ -83,11 +83,25 @@ def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
         config_of(roles, **more)
 
 
-def test_a_plan_says_that_roles_are_not_simulated(tmp_path):
+def test_a_plan_knows_the_nodes_of_each_role_and_the_same_job_as_one(tmp_path):
     path = tmp_path / "rl.yaml"
-    path.write_text(yaml.safe_dump({"run_folder": str(tmp_path / "run"), "roles": {"trainer": TRAINER}}))
-    with pytest.raises(UsageError, match="has roles"):
-        alternatives(path, None, overrides=[], varied=[], seeds=None)
+    asks = {"command": "python ask.py", "needs": ["rollout"], "nodes": 0}
+    roles = {
+        "trainer": TRAINER,
+        "rollout": {**ENGINE, "nodes": 2, "replicas": 4},
+        "asks": asks,
+        "judge": {**TRAINER, "nodes": 1},
+    }
+    path.write_text(yaml.safe_dump({"run_folder": str(tmp_path / "run"), "roles": roles}))
+    load_s = "durations.role_restart_s={rollout: 600}"
+    apart, whole = (each.scenario for each in alternatives(path, None, overrides=[load_s], varied=[], seeds=None))
+    assert [(part.name, part.first, part.nodes, part.share, part.restart_s) for part in apart.parts] == [
+        ("judge", 0, 1, 1.0, 5.0), ("rollout", 1, 2, 0.25, 600.0),
+    ]  # fmt: skip
+    assert (apart.trainer, apart.size.nodes, apart.restart_s) == ("trainer", 5, 5.0)
+    assert (whole.parts, whole.size, whole.restart_s) == ((), apart.size, 600.0)
+    with pytest.raises(UsageError, match="no role roll"):
+        alternatives(path, None, overrides=["durations.role_restart_s={roll: 600}"], varied=[], seeds=None)
 
 
 def test_a_key_of_a_role_without_a_value_is_not_given():

@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.planning import plan
-from slurmft.planning.plan import CATEGORIES, DAY_S, Scenario, estimate, expected_ettr, live, simulate, t_quantile
+from slurmft.planning import simulation
+from slurmft.planning.simulation import (
+    CATEGORIES,
+    DAY_S,
+    Part,
+    Scenario,
+    as_one,
+    estimate,
+    expected_ettr,
+    live,
+    simulate,
+    t_quantile,
+)
 from slurmft.policy import suspicion
 from slurmft.policy.membership import Size
 from slurmft.policy.verdict import Cause
@@ -123,6 +134,7 @@ BUSY = Scenario(
     restarts=st.integers(0, 3),
     every_s=st.sampled_from([0.0, 60.0, 7200.0]),
     copied=st.booleans(),
+    others=st.integers(0, 3),
 )
 def test_the_accounts_add_up_and_work_is_never_invented(
     seed: int,
@@ -135,6 +147,7 @@ def test_the_accounts_add_up_and_work_is_never_invented(
     restarts: int,
     every_s: float,
     copied: bool,
+    others: int,
 ):
     scenario = replace(
         BUSY,
@@ -149,14 +162,35 @@ def test_the_accounts_add_up_and_work_is_never_invented(
         interval_s=every_s,
         is_copied=copied,
         work_s=0.2 * DAY_S,
+        parts=tuple(
+            Part(name=f"p{at}", first=2 * at, nodes=2, restart_s=30.0 * at, share=1 / (1 + at)) for at in range(others)
+        ),
+        trainer="trainer",
     )
     life = live(scenario, seed)
+    lost_s = life.wall_s - life.spent_s["training"] - life.spent_s["saving"]
+    assert all(0 <= seconds <= lost_s + 1e-6 for seconds in life.of_roles_s.values()), life
+    assert math.fsum(life.of_roles_s.values()) <= lost_s + 1e-6
     assert math.fsum(life.spent_s.values()) == pytest.approx(life.wall_s, rel=1e-9, abs=1e-3)
     assert all(seconds >= -1e-6 for seconds in life.spent_s.values()), life.spent_s
     assert 0 <= life.work_s <= scenario.work_s + 1e-6
     assert 0 <= life.ettr <= life.goodput <= 1 + 1e-9
     assert life.finished == (life.work_s >= scenario.work_s - 1e-6)
     assert live(scenario, seed) == life
+
+
+def test_what_fails_in_a_role_beside_the_trainer_costs_its_share_and_not_the_steps():
+    """Engines on half of the nodes; what is expected is the rate of their failures by what each costs."""
+    calm = plain(64, rate=100, save_s=0, restart_s=0, every_s=1e9, days=5)
+    engines = Part(name="engines", first=0, nodes=64, restart_s=600, share=1 / 16)
+    alone = simulate("", replace(calm, parts=(engines,), trainer="trainer"), 6)
+    failures_s = 64 * 100 / 1000 / DAY_S
+    assert alone.ettr.mean == pytest.approx(1 / (1 + failures_s * 600 / 16), abs=0.0005)
+    assert alone.share("lost work") == 0
+    hours = alone.of_roles["engines"].mean
+    assert hours * 3600 == pytest.approx(alone.days.mean * DAY_S * (1 - alone.ettr.mean), rel=1e-3)
+    half = replace(BUSY, parts=(replace(engines, nodes=16),), trainer="trainer", work_s=5 * DAY_S)
+    assert simulate("", half, 6).ettr.mean > simulate("", as_one(half), 6).ettr.mean
 
 
 def test_spares_replace_requeues_and_the_list_finds_lemons():
@@ -175,7 +209,9 @@ def test_the_list_is_asked_once_for_each_way_through_the_queue(monkeypatch: pyte
     """Once for each node instead, and 11 months of 2,000 nodes take hours."""
     asked: list[int] = []
     monkeypatch.setattr(
-        plan, "choose_exclusions", lambda *args, **more: asked.append(1) or suspicion.choose_exclusions(*args, **more)
+        simulation,
+        "choose_exclusions",
+        lambda *args, **more: asked.append(1) or suspicion.choose_exclusions(*args, **more),
     )
     life = live(replace(BUSY, lemons=2, lemon_factor=60, cluster=44), 1)
     assert life.excluded
