@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-packages test-fast soak soak-faults soak-lightning lives check lint docs dist lab bench failures soak-integrations soak-ray soak-digests soak-trials clean
+.PHONY: help install quickstart quickstart-infer test test-packages test-fast soak soak-faults soak-lightning lives check lint docs dist lab bench failures soak-integrations soak-ray soak-digests soak-trials soak-roles clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -105,7 +105,8 @@ build/llama/out/bin/llama-server:
 soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server ## the long tests that `make test` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
-		--ignore tests/slurm/test_kills_in_saves.py --ignore tests/slurm/test_trial_storm.py tests/slurm tests/lives tests/unit tests/docs
+		--ignore tests/slurm/test_kills_in_saves.py --ignore tests/slurm/test_trial_storm.py \
+		--ignore tests/slurm/test_roles_storm.py tests/slurm tests/lives tests/unit tests/docs
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
 	@$(BIN)/pytest -m soak tests/lab
 
@@ -126,6 +127,11 @@ EVENTS ?= 1000
 soak-trials: install ## a sweep in a storm on a lab that takes 20 jobs of a user, each result once (root; hours; TRIALS=2000 EVENTS=100)
 	@SLURMFT_SOAK_TRIALS=$(TRIALS) SLURMFT_SOAK_EVENTS=$(EVENTS) SLURMFT_SOAK_RESULTS=bench/results/trials.md \
 		$(BIN)/pytest -m soak tests/slurm/test_trial_storm.py
+
+EVERY_S ?= 60
+soak-roles: install ## a job of roles in which something is killed each minute (root; hours; EVENTS=120 EVERY_S=60)
+	@SLURMFT_SOAK_EVENTS=$(EVENTS) SLURMFT_SOAK_EVERY_S=$(EVERY_S) SLURMFT_SOAK_RESULTS=bench/results/roles.md \
+		$(BIN)/pytest -m soak tests/slurm/test_roles_storm.py
 
 lives: install ## simulated lives of runs, some 20 a second (SEEDS=0-99999); STORY=7 tells one
 	@PYTHONPATH=tests:tests/unit/support $(BIN)/python -m lives.many $(if $(STORY),--story $(STORY),$(SEEDS))

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 STEPS = 60
 
 
-def roles(new_run: Callable[..., Run], name: str) -> Run:
+def roles(new_run: Callable[..., Run], name: str, steps: int = STEPS) -> Run:
     run = new_run(name)
     trainers = HERE / "trainers"
     config: dict[str, Any] = yaml.safe_load(run.config.read_text())
@@ -25,12 +25,12 @@ def roles(new_run: Callable[..., Run], name: str) -> Run:
     config["fault_tolerance"] = {"agent_timeout_s": 3, "supervisor_lease_s": 10, "retry_delay_s": 0}
     config["roles"] = {
         "trainer": {
-            "command": ["python", str(trainers / "from_queue.py"), str(STEPS)], "nodes": 2,
+            "command": ["python", str(trainers / "from_queue.py"), str(steps)], "nodes": 2,
             "checkpoint": {"interval_steps": 10},
         },
         "rollout": {"engine": {"command": ["python", str(HERE / "serving_engine.py"), "--socket", "{socket}"]}},
         "orchestrator": {
-            "command": ["python", str(trainers / "orchestrates.py"), str(STEPS), "2"], "needs": ["rollout"], "nodes": 0,
+            "command": ["python", str(trainers / "orchestrates.py"), str(steps), "2"], "needs": ["rollout"], "nodes": 0,
         },
     }  # fmt: skip
     run.config.write_text(yaml.safe_dump(config))

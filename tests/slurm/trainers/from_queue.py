@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import torch
 
@@ -24,6 +25,7 @@ with start_session(seed=7) as session:
     ):
         items = queue.take(ids=[f"{step}-{rank}" for rank in range(session.world_size)])
         print("used", os.environ["SLURMFT_ATTEMPT"], step, items[session.rank].id, flush=True)
+        time.sleep(float(os.environ.get("STEP_S", "0")))  # the length of a step
         optimizer.zero_grad()
         model(torch.tensor([items[session.rank].value])).square().mean().backward()
         optimizer.step()
