@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.operations.executor import Executor as Executor
     from slurmft.operations.run_handle import RunHandle as RunHandle
     from slurmft.operations.run_handle import submit as submit
+    from slurmft.storage.published_weights import publish_weights as publish_weights
     from slurmft.storage.queue import Queue as Queue
     from slurmft.storage.shared_weights import stage_in_memory as stage_in_memory
     from slurmft.worker.data import ElasticLoader as ElasticLoader
@@ -79,6 +80,7 @@ _NAMES = (
     ("slurmft.worker.failures", "categorize_failure"),
     ("slurmft.worker.standalone", "detect_gpu_failure detect_network_failure handle_nccl_timeout handle_gpu_oom"),
     ("slurmft.storage.queue", "Queue"),
+    ("slurmft.storage.published_weights", "publish_weights"),
     ("slurmft.storage.shared_weights", "stage_in_memory"),
     ("slurmft.worker.shared_weights", "shared_weights"),
     ("slurmft.compat.megatron", "get_rerun_state_machine"),

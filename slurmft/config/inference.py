@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -38,6 +39,47 @@ class ReplicasConfig(Section):
         if self.max is not None and self.min is not None and self.min > self.max:
             raise ValueError(f"replicas.min ({self.min}) is above replicas.max ({self.max})")
         return self
+
+
+class WeightsConfig(Section):
+    """How engines take the weights that a trainer publishes (``slurmft.publish_weights``)."""
+
+    update_path: Text | None = None
+    """Path of a POST at which the engine loads weights, such as SGLang's ``/update_weights_from_disk``, and answers
+    once it has them. It is sent while the engine has no request; others wait, or go to other replicas. Empty: none."""
+
+    update_body: Text = '{"path": "{path}", "version": {version}}'
+    """JSON of that POST, in which ``{path}`` and ``{version}`` become those of the publication."""
+
+    update_timeout_s: Annotated[Seconds, Field(gt=0)] = 600.0
+    """Seconds for it; an engine that takes longer is started again."""
+
+    version_path: Text | None = None
+    """Path of a GET that answers the version of the engine's weights: a number, or a JSON object with it as ``version``
+    or ``weight_version``. Asked after each update, which is made again unless it is the right one."""
+
+    max_version_lag: Annotated[Count, Field(ge=0)] | None = None
+    """An engine whose weights are more versions behind the newest publication gets no requests until it has newer ones;
+    empty: any number. Weights from before a trainer went back to a checkpoint are never served once it has published
+    again."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name in ("update_path", "version_path"):
+            if (path := getattr(self, name)) is not None and not re.fullmatch(r"/[^\s#]*", path):
+                raise ValueError(f"weights.{name}: {path!r} is not a path such as /update_weights_from_disk")
+        if self.update_path is None and (self.version_path is not None or self.max_version_lag is not None):
+            raise ValueError("weights: version_path and max_version_lag need an update_path")
+        try:
+            json.loads(self.body_for("/weights", 0))
+        except ValueError as error:
+            raise ValueError(f"weights.update_body is not JSON with {{path}} and {{version}}: {error}") from error
+        return self
+
+    def body_for(self, path: str, version: int) -> str:
+        """``update_body`` for these weights."""
+        words = {"{path}": json.dumps(path)[1:-1], "{version}": str(version)}
+        return re.sub(r"\{path\}|\{version\}", lambda found: words[found[0]], self.update_body)
 
 
 class ServingConfig(Section):
@@ -109,6 +151,9 @@ class ServingConfig(Section):
     allow_origins: tuple[Text, ...] = ()
     """Origins, such as ``https://chat.example.org``, whose pages may send requests from a browser (CORS); ``*`` is any.
     Empty: what engines say of it themselves, and no preflight, as those show no token."""
+
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """How engines take weights that a trainer publishes."""
 
     access_log: bool = True
     """One line of JSON for each request in ``serving/access-NODE.log`` of the run folder, of 64 MiB and one before."""

@@ -32,7 +32,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
+from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig, WeightsConfig
 from slurmft.config.run import load
 from slurmft.errors import LaunchError, SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import is_config_name, is_local, key_of
@@ -668,6 +668,34 @@ class HttpEngine(Engine):
             raise LaunchError(f"a first request to {self.request_path} gets HTTP {answer['status_code']}: "
                               f"{json.dumps(answer['body'])[:MAX_TOLD]}")  # fmt: skip
 
+    async def take_weights(self, weights: WeightsConfig, path: str, version: int) -> None:
+        """Have it load published weights, and see that it did, where ``version_path`` says so.
+
+        Raises:
+            Again: it refuses, or has other ones afterwards.
+            TimeoutError: no answer within ``update_timeout_s``.
+        """
+        import aiohttp
+
+        assert self._session is not None and weights.update_path is not None
+        limit = aiohttp.ClientTimeout(total=weights.update_timeout_s)
+        asks = [("POST", weights.update_path, weights.body_for(path, version)), ("GET", weights.version_path, None)]
+        try:
+            for method, at, body in asks[: 1 + (weights.version_path is not None)]:
+                headers = {"Content-Type": "application/json"} if body else {}
+                async with self._session.request(
+                    method, f"{self._base}{at}", data=body, headers=headers, timeout=limit, allow_redirects=False
+                ) as response:
+                    text = (await _content(response)).decode(errors="replace")
+                    if response.status >= 300:
+                        raise Again(f"{method} {at}: HTTP {response.status}: {text[:MAX_TOLD]}")
+                    if body is None and (found := version_in(text)) != version:
+                        raise Again(f"{method} {at}: it has version {found} after an update to {version}")
+        except TimeoutError:
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            raise Again(f"no answer: {error or type(error).__name__}") from error
+
     async def tokens(self) -> float:
         """From the engine's metrics since the first look, and by the pieces of streams."""
         import aiohttp
@@ -760,6 +788,16 @@ class HttpEngine(Engine):
             raise LaunchError(f"user {min(strangers)} listens at port {self._port}, which was the engine's; no request "
                               "was sent there")  # fmt: skip
         return True
+
+
+def version_in(text: str) -> int | None:
+    """The version of weights in an engine's answer; None where there is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            value = value.get("version", value.get("weight_version"))
+        return int(value) if isinstance(value, (int, str)) else None
+    return None
 
 
 def _begin_engine() -> None:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from slurmft.errors import StorageError
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, written
+from slurmft.policy.serving import Served
 from slurmft.policy.values import Strangers
 from slurmft.system.background import overslept_s
 from slurmft.system.files import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
@@ -146,6 +147,7 @@ SILENT_S = 8 * BEAT_S
 SOON_S = 0.05
 """After which routers hear that another one has begun or ended requests here."""
 
+EMPTY_LOOK_S = 0.01
 MAX_LINE_BYTES = 4096
 MAX_STRANGERS = 256
 """Connections that have not proved themselves yet, in all and of one address. One more ends the oldest: routers prove
@@ -179,6 +181,9 @@ class ReplicaTold(Fields, frozen=True, kw_only=True):
 
     kept: Count = written(0)
     """The round in which routers begin nothing, since one waits for its turn; 0: they may."""
+
+    weights: tuple[Count, Count] | None = None
+    """Branch and version of the published weights that it has taken."""
 
 
 class RouterTold(Fields, frozen=True, kw_only=True):
@@ -229,6 +234,15 @@ class Gate:
 
         self._round = 0
         """How often it was kept, after it was free."""
+
+        self._own = _Control(self)
+        """Stands in the line for the driver, which wants the engine with nothing on it."""
+
+        self.through: set[_Through] = set()
+        """Connections of routers to the engine."""
+
+        self.weights: Served | None = None
+        """Published ones that the engine has taken."""
 
         self._gone = 0
         self._server: asyncio.Server | None = None
@@ -313,6 +327,24 @@ class Gate:
         self._line = [each for each in self._line if each is not router] + [router] * (turn > 0)
         self._tell_all()
 
+    def keep(self) -> None:
+        """Have routers begin nothing, until ``resume``."""
+        if not self._own.turn:
+            self.line_up(self._own, 1)
+
+    async def emptied(self) -> None:
+        """``keep``, and return when the engine has nothing to do."""
+        self.keep()
+        while self.in_flight or not self._is_next(self._own):
+            await asyncio.sleep(EMPTY_LOOK_S)
+        for each in list(self.through):
+            each.end()  # of a router that was silent, which would take what comes now for an answer of before
+
+    def resume(self) -> None:
+        """Routers may begin requests again, which ``weights`` answer."""
+        if self._own.turn:
+            self.line_up(self._own, 0)
+
     def changed(self) -> None:
         """A router has begun or ended requests."""
         if self._soon is None:
@@ -336,13 +368,17 @@ class Gate:
         for router in self._routers:
             router.tell(self._words(router))
 
-    def _words(self, router: _Control) -> bytes:
-        # whose turn it is begins when all others have said that they begin nothing more
+    def _is_next(self, router: _Control) -> bool:
+        """Whose turn it is begins when all others have said that they begin nothing more."""
         others = self._routers - {router}
-        is_next = self._line[:1] == [router] and all(each.told.yields == self._round for each in others)
+        return self._line[:1] == [router] and all(each.told.yields == self._round for each in others)
+
+    def _words(self, router: _Control) -> bytes:
+        weights = self.weights
         told = ReplicaTold(phase=self.phase, in_flight=self.in_flight, crashed=self._crashed,
-                           suspected=self.is_suspected, turn=router.turn * is_next,
-                           kept=self._round * bool(self._line))  # fmt: skip
+                           suspected=self.is_suspected, turn=router.turn * self._is_next(router),
+                           kept=self._round * bool(self._line),
+                           weights=None if weights is None else (weights.branch, weights.version))  # fmt: skip
         return told.as_line()
 
 
@@ -484,6 +520,7 @@ class _Through(_Side):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self._gate.through.add(self)
         self._opening = asyncio.ensure_future(self._open())
 
     async def _open(self) -> None:
@@ -513,7 +550,13 @@ class _Through(_Side):
         self._early += data
         self.transport.pause_reading()
 
+    def end(self) -> None:
+        """Hang up."""
+        if self.transport is not None:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.through.discard(self)
         if self.other is not None and self.other.transport is not None:
             self.other.transport.abort()  # the client is gone: an engine that goes on would work in vain
 

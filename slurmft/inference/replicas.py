@@ -18,7 +18,7 @@ from slurmft.inference.gate import BEAT_S, CONTROL, REQUESTS, NotTheGate, Replic
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import Members
 from slurmft.policy.inference import Death, likeliest
-from slurmft.policy.serving import Breaker, Load, choose_replica, place_alone
+from slurmft.policy.serving import Breaker, Load, Served, choose_replica, place_alone, within_lag
 from slurmft.system.background import overslept_s
 
 if TYPE_CHECKING:
@@ -138,6 +138,9 @@ class Replica:
         self.is_taken = False
         """A suspect of this router is alone on it, or waits for that."""
 
+        self.weights: Served | None = None
+        """Published ones that answer what is begun on it now; they stay the same while it has something to do."""
+
         self._heard_s = 0.0
         self.breaker = Breaker()
         self.gone = asyncio.Event()
@@ -157,13 +160,13 @@ class Replica:
         """Requests that it has, of all routers as far as is known."""
         return self.begun - self.done + self._others
 
-    def load(self, now_s: float) -> Load | None:
-        """For the choice; None where it is not in the rotation."""
+    def load(self, now_s: float, newest: Served | None = None, max_lag: int | None = None) -> Load | None:
+        """For the choice, while these are the newest weights; None where it is not in the rotation."""
         if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
             return None
         is_avoided, is_kept = self.is_suspected or self.breaker.is_open(now_s), bool(self._turn or self._round)
         return Load(self.name, self.in_flight, avoided=is_avoided, kept=is_kept, taken=self.is_taken,
-                    proven=self._good > 0)  # fmt: skip
+                    proven=self._good > 0, stale=not within_lag(self.weights, newest, max_lag))  # fmt: skip
 
     def takes(self, errand: Leaving) -> None:
         """It works on this from now on."""
@@ -294,6 +297,7 @@ class Replica:
         self._heard_s = time.monotonic()
         self._others = max(0, told.in_flight - (self.begun - self.done))
         before, self.phase = (self.phase, self.gone.is_set()), told.phase
+        self.weights = told.weights and Served(*told.weights)
         if self.is_suspected != told.suspected:
             self.is_suspected, self._suspected_s = told.suspected, self._heard_s if told.suspected else math.inf
         kept, self._round, self._has_turn = self._round, told.kept, told.turn
@@ -351,6 +355,12 @@ class Replicas:
         self._key, self._on_change, self._on_room = key, on_change, on_room
         self.by_name: dict[str, Replica] = {}
         self.expected, self.wanted, self.closing = 0, 0, False
+        self.newest: Served | None = None
+        """The newest weights that were published, and ..."""
+
+        self.max_lag: int | None = None
+        """... how many versions behind them a replica that gets requests may be."""
+
         self._closing: set[asyncio.Task[None]] = set()
         self._watching = asyncio.ensure_future(self._watch())
 
@@ -387,7 +397,8 @@ class Replicas:
     def loads(self) -> list[Load]:
         """Of those in the rotation."""
         now_s = time.monotonic()
-        return [load for each in self.by_name.values() if (load := each.load(now_s)) is not None]
+        loads = (each.load(now_s, self.newest, self.max_lag) for each in self.by_name.values())
+        return [load for load in loads if load is not None]
 
     @property
     def ready(self) -> int:

@@ -38,7 +38,7 @@ from yarl import URL
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import load
-from slurmft.errors import LaunchError, UsageError
+from slurmft.errors import LaunchError, StorageError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
 from slurmft.inference.endpoint import context_for, folder_of, is_local, key_of, token_of
@@ -82,6 +82,7 @@ from slurmft.policy.serving import (
     within,
 )
 from slurmft.policy.values import Strangers
+from slurmft.storage.published_weights import WEIGHTS_LOOK_S, read_published
 from slurmft.system.background import run_below_agent
 from slurmft.system.exposition import registry_text
 from slurmft.system.files import token_in, write_bytes
@@ -100,6 +101,7 @@ WORD_S = 0.25
 """How long a broken connection waits for the word that its replica is gone."""
 
 HTTP_OK, CLIENT_ERROR, UNPROCESSABLE, SERVER_ERROR = 200, 400, 422, 500
+WEIGHTS_HEADER = "X-Slurmft-Weights"
 LOOKS = frozenset({"GET", "HEAD", "OPTIONS"})
 LOST, LATE = "its replica is gone", "the deadline of the request"
 AS_THEY_CAME = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -131,6 +133,9 @@ class Trip:
 
     degraded: str = ""
     """What was lowered in it, as the endpoint is degraded."""
+
+    weights: int | None = None
+    """Version of the published weights that answer it."""
 
 
 TRIP = web.RequestKey("trip", Trip)
@@ -191,6 +196,7 @@ class Errand:
                 why = f"{why * bool(self.deaths)}no replica had room before the deadline of the request"
                 return self._give_up("deadline", 504, why)
             self._trip.replica, self._trip.tries, died = replica.name, self._trip.tries + 1, len(self.deaths)
+            self._trip.weights = None if replica.weights is None else replica.weights.version
             tried_s = time.monotonic()
             try:
                 answer = await self._try(replica)
@@ -263,6 +269,7 @@ class Errand:
 
     def _give_up(self, kind: str, status: int, why: str, answer: web.Response | None = None) -> web.Response:
         """The error for the client."""
+        self._trip.weights = None
         self._router.metrics.failed(kind)
         return answer or self._router.error(status, why)
 
@@ -337,6 +344,7 @@ class Errand:
 
     def _headers_of(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
         headers = CIMultiDict(end_to_end(response.headers.items()))
+        headers.popall(WEIGHTS_HEADER, None)  # an engine does not know which publication its weights are
         for name in {"Location", "Content-Location"} & headers.keys():
             headers[name] = within(headers[name], self._trip.host)
         headers.update(self._router.headers_for(self._request))
@@ -526,6 +534,7 @@ class Router:
         self.engine_token = engine_token
         self._open_paths = config.engine.open_paths
         self.replicas = Replicas(key, self._on_change, self._wake)
+        self.replicas.max_lag = self.serving.weights.max_version_lag
         self._degradation = GracefulDegradation(self.serving.degraded_below, config.concurrency)
         self._terms = self._degradation.terms
         self._waiting: Mapping[Priority, deque[asyncio.Future[None]]] = {each: deque() for each in Priority}
@@ -868,12 +877,20 @@ class Router:
             "concurrency": self._terms.concurrency,
             "in_flight": self.in_flight - 1,
             "waiting": self.waiting,
+            "weights": self.replicas.newest and self.replicas.newest.version,
             "each": {
                 each.name: {"phase": "lost" if each.gone.is_set() else each.phase or "unheard",
-                            "in_flight": each.in_flight, "avoided": each.breaker.is_open(now_s)}
+                            "in_flight": each.in_flight, "avoided": each.breaker.is_open(now_s),
+                            "weights": each.weights and each.weights.version}
                 for each in self.replicas.by_name.values()
             },
         }  # fmt: skip
+
+    async def look_for_weights(self, run_folder: Path) -> None:
+        """Know the newest weights that are published for this endpoint; what is known stays where that is not read."""
+        with contextlib.suppress(StorageError):  # the replicas tell it in their logs
+            if (newest := await asyncio.to_thread(read_published, run_folder)) is not None:
+                self.replicas.newest = newest.served
 
     def took(self, seconds: float) -> None:
         """A request was answered after so long."""
@@ -885,6 +902,8 @@ class Router:
         found = {"X-Request-ID": request[TRIP].id}
         if self.degraded:
             found["X-Slurmft-State"] = "degraded"
+        if request[TRIP].weights is not None:
+            found[WEIGHTS_HEADER] = str(request[TRIP].weights)
         if request[TRIP].degraded:
             found["X-Slurmft-Degraded"] = request[TRIP].degraded
         if self._is_of_page(request):
@@ -1288,6 +1307,11 @@ async def serve(settings: RouterSettings) -> int:
             writer.write(RouterLives(port=port, answered=router.answered, load=router.load).as_line())
             await asyncio.sleep(ALIVE_S)
 
+    async def follow_weights() -> None:
+        while True:
+            await asyncio.sleep(WEIGHTS_LOOK_S)
+            await router.look_for_weights(config.run_folder)
+
     host, context = "127.0.0.1" if is_local(os.environ) else None, None
     if section.serving.tls_own:
         context = await asyncio.to_thread(context_for, config.run_folder, settings.hosts)
@@ -1299,7 +1323,10 @@ async def serve(settings: RouterSettings) -> int:
     router.batches.begin(f"{'https' if section.serving.is_https else 'http'}://127.0.0.1:{port}")
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection would hold requests up
-    living = asyncio.create_task(say_alive())
+    tasks = [asyncio.create_task(say_alive())]
+    if section.serving.weights.update_path is not None:
+        await router.look_for_weights(config.run_folder)  # before a replica can get a request
+        tasks.append(asyncio.create_task(follow_weights()))
 
     async def obey() -> None:
         leaving: asyncio.Task[None] | None = None
@@ -1316,7 +1343,8 @@ async def serve(settings: RouterSettings) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await obeying
     finally:
-        living.cancel()
+        for task in tasks:
+            task.cancel()
         await server.close()
         await router.close()
         writer.close()

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.errors import StorageError
 from slurmft.inference.driver import (
     EXIT_SICK,
     MAX_LINE_BYTES,
+    Again,
     HttpEngine,
     Load,
     ReplicaSettings,
@@ -36,6 +38,7 @@ from slurmft.inference.endpoint import OWN_CONFIG, is_local, key_of
 from slurmft.inference.gate import Gate
 from slurmft.policy.inference import has_crashed
 from slurmft.policy.serving import FAILURES_TO_AVOID
+from slurmft.storage.published_weights import WEIGHTS_LOOK_S, read_published
 from slurmft.system.processes import allow_descriptors
 
 TELL_S = 0.05
@@ -59,6 +62,7 @@ class ServingDriver:
 
     def __init__(self, settings: ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
         self._settings, self._config = settings, config
+        self._run_folder = run_folder
         self._engine = HttpEngine(config, settings.replica, head=head_of(settings, config, run_folder, self._send))
         self._gate = Gate(key_of(run_folder), self._connect)
         self._host = "127.0.0.1" if is_local(os.environ) else None
@@ -83,6 +87,8 @@ class ServingDriver:
             if Path(self._settings.config).name != OWN_CONFIG:
                 await self._engine.canary()  # of an update: the old engine is not given up for one that refuses all
             allow_descriptors(DESCRIPTORS)  # not the engine's, which has been started
+            if self._config.serving and self._config.serving.weights.update_path:
+                self._gate.keep()  # until it has what is published
             port = await self._gate.listen(self._host)
             self._send(kind="ready", slots=self._config.concurrency, port=port)
             return await self._work(hearing)
@@ -93,11 +99,12 @@ class ServingDriver:
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
         sick = asyncio.create_task(self._watch_failures())
+        outdated = asyncio.create_task(self._keep_weights())
         progress = watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send)
         tasks = [asyncio.create_task(work) for work in (self._tell_load(), progress)]
-        waits: list[asyncio.Future[Any]] = [hearing, ended, sick, self._shut, *tasks]
+        waits: list[asyncio.Future[Any]] = [hearing, ended, sick, outdated, self._shut, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*tasks, sick):
+        for task in (*tasks, sick, outdated):
             if task.done() and (error := task.exception()) is not None:
                 raise error
         ended_before = self._gate.ended
@@ -112,6 +119,9 @@ class ServingDriver:
             self._tell(self._gate.in_flight + self._gate.ended - ended_before, 0)
             sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
             return exit_code_of(ended.result())
+        if outdated.done():
+            sys.stderr.write(f"slurmft: the engine does not take the published weights: {outdated.result()}\n")
+            return EXIT_SICK
         if self._shut.done():
             sys.stderr.write(f"slurmft: the engine lives, and has taken no connection for {SHUT_S:.0f} s\n")
             return EXIT_SICK
@@ -185,6 +195,36 @@ class ServingDriver:
             # without a small request to ask it, what fails may all be of one client's making
             elif proof is not None or time.monotonic() - since_s > self._config.hang_timeout_s:
                 return f"{row} in a row{', and the smallest one' if proof else ''}"
+
+    async def _keep_weights(self) -> str:
+        """Give the engine the newest published weights, again and again; returns why where it hangs over them.
+
+        Routers begin nothing on it from the first look at a publication until the engine has it: after an update that
+        failed nobody knows what it has.
+        """
+        assert self._config.serving is not None
+        settings, failed, told = self._config.serving.weights, 0, ""
+        if settings.update_path is None:
+            return await asyncio.Future[str]()
+        while True:
+            try:
+                newest = await asyncio.to_thread(read_published, self._run_folder)
+                if newest is not None and newest.served != self._gate.weights:
+                    await self._gate.emptied()
+                    await self._engine.take_weights(settings, newest.path, newest.version)
+                    log.info("the engine has version %d of the weights, from %s", newest.version, newest.path)
+                    self._gate.weights = newest.served
+                self._gate.resume()
+            except TimeoutError:
+                return f"no answer to {settings.update_path} within {settings.update_timeout_s:g} s"
+            except (Again, StorageError) as error:
+                if str(error) != told:
+                    log.warning("the engine does not have the published weights, trying again: %s", error)
+                told, failed = str(error), failed + 1
+                await asyncio.sleep(min(self._config.max_delay_s, self._config.base_delay_s * 2.0 ** min(failed, 30)))
+            else:
+                failed, told = 0, ""
+                await asyncio.sleep(WEIGHTS_LOOK_S)
 
     def _send(self, **message: Any) -> None:
         if message["kind"] == "progress":

@@ -530,6 +530,32 @@ def seconds_asked(header: str | None) -> float | None:
     return seconds if math.isfinite(seconds) and seconds > 0 else None
 
 
+# --- Whose weights are new enough ---
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Served:
+    """Weights as a trainer has published them, and as an engine that took them has them."""
+
+    branch: int
+    """Of the trainer's life; a later one begins again from a checkpoint."""
+
+    version: int
+
+
+def within_lag(served: Served | None, newest: Served | None, max_lag: int | None) -> bool:
+    """Whether an engine's weights are at most ``max_lag`` versions behind the newest publication (None: any number).
+
+    Those of an earlier branch never are, whatever their version: their steps are not done any more. ``served`` is None
+    for weights that were never published, and may be newer than ``newest``, which is read from time to time.
+    """
+    if newest is None or (served is not None and served >= newest):
+        return True
+    if served is None:
+        return max_lag is None
+    return served.branch == newest.branch and (max_lag is None or newest.version - served.version <= max_lag)
+
+
 # --- Which replica gets a request, and whether one that comes may wait for a replica ---
 
 FAILURES_TO_AVOID = 5
@@ -558,17 +584,21 @@ class Load:
     proven: bool = True
     """It has answered something."""
 
+    stale: bool = False
+    """Its weights are too old, or of steps that are not done any more."""
+
 
 def choose_replica(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) -> str | None:
     """The replica with the fewest requests in flight, the first of several; None where none has room.
 
     One of ``without``, where the request has failed before, is taken where no other has room; one that is avoided only
-    where the rotation has no other: a wait for a good one is better than another failure.
+    where the rotation has no other: a wait for a good one is better than another failure. One that is stale never is.
     """
-    able = [each for each in loads if not each.avoided] or loads
+    fresh = [each for each in loads if not each.stale]
+    able = [each for each in fresh if not each.avoided] or fresh
     free = [each for each in able if each.in_flight < limit and not each.kept]
-    fresh = [each for each in free if each.name not in without] or free
-    return min(fresh, key=lambda each: each.in_flight).name if fresh else None
+    best = [each for each in free if each.name not in without] or free
+    return min(best, key=lambda each: each.in_flight).name if best else None
 
 
 def place_alone(loads: Sequence[Load], without: Collection[str]) -> str | None:
@@ -578,7 +608,8 @@ def place_alone(loads: Sequence[Load], without: Collection[str]) -> str | None:
     on meanwhile. Where routers have kept more at the same moment, they go on with the first by name.
     """
     kept, most = sorted((each for each in loads if each.kept), key=lambda each: each.name), max(1, len(loads) // 2)
-    able = [each for each in (loads if len(kept) < most else kept[:most]) if not each.avoided and not each.taken]
+    able = [each for each in (loads if len(kept) < most else kept[:most])
+            if not (each.avoided or each.taken or each.stale)]  # fmt: skip
     return min(able, key=lambda each: (each.name in without, not each.proven, each.in_flight)).name if able else None
 
 

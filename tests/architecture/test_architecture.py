@@ -74,6 +74,7 @@ ALLOWED = {
         "inference",
         "operations",
         "policy.inference",
+        "storage.published_weights",
         "storage.queue",
         "storage.shared_weights",
     },  # __init__ names them for type checkers, __main__ starts the command line
@@ -454,7 +455,7 @@ def test_the_public_names_are_exactly_these():
         "CheckpointManager", "DistributedCheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor",
         "WatchdogTimer", "DistributedSignalHandler", "categorize_failure", "detect_gpu_failure",
         "detect_network_failure", "handle_nccl_timeout", "handle_gpu_oom",
-        "Queue", "stage_in_memory", "shared_weights",
+        "Queue", "publish_weights", "stage_in_memory", "shared_weights",
         "get_rerun_state_machine", "RerunStateMachineConfig", "RerunMode", "RerunDiagnostic", "RerunErrorInjector",
         "WorkerHealthMonitor", "AutoRestartManager", "RequestRedistributor", "RequestCheckpointer",
         "RetryManager", "HighAvailabilityCluster", "GracefulDegradation",

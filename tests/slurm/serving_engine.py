@@ -1,9 +1,10 @@
 """An engine for the tests of endpoints: OpenAI-shaped, deterministic, and it says who answered.
 
-python serving_engine.py --port PORT | --socket PATH   [--delay SECONDS]
+python serving_engine.py --port PORT | --socket PATH   [--delay SECONDS] [--load SECONDS] [--refuses N] [--ignores N]
 
 A prompt of "BAD" gets 400, "SICK" 500, "DIE" ends the engine, "HANG" never gets an answer; {"tokens": n} makes n events
-of a stream. ``/sleep`` is administrative; ``/echo`` returns what came.
+of a stream. ``/sleep`` is administrative; ``/echo`` returns what came. ``/load_weights`` takes new weights, a file, in
+so many seconds; the first N times it refuses, or does not do it. Answers depend on them, and say what is in the file.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 DELAY_S = web.AppKey("delay", float)
+WEIGHTS = {"text": "", "version": -1}
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
@@ -34,14 +37,15 @@ async def complete(request: web.Request) -> web.StreamResponse:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "HANG":
             await asyncio.Event().wait()
-    delay_s, text = request.app[DELAY_S], hashlib.sha256(prompt.encode()).hexdigest()
+    delay_s, weights = request.app[DELAY_S], WEIGHTS["text"]
+    text = hashlib.sha256(f"{prompt}{weights}".encode()).hexdigest()
     if given.get("stream"):
         return await stream(request, text, int(given.get("tokens", 8)), delay_s)
     await asyncio.sleep(delay_s)
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "text": text, "finish_reason": "stop"}
     return web.json_response({"id": "c", "object": "chat.completion", "created": int(time.time()), "model": "m",
-                              "choices": [choice], "pid": os.getpid()})  # fmt: skip
+                              "choices": [choice], "pid": os.getpid(), "weights": weights})  # fmt: skip
 
 
 async def stream(request: web.Request, text: str, tokens: int, delay_s: float) -> web.StreamResponse:
@@ -69,6 +73,10 @@ async def echo(request: web.Request) -> web.Response:
     return web.json_response(told)
 
 
+async def version(_request: web.Request) -> web.Response:
+    return web.json_response({"version": WEIGHTS["version"]})
+
+
 async def healthy(_request: web.Request) -> web.Response:
     return web.Response()
 
@@ -79,7 +87,21 @@ def main() -> None:
     parser.add_argument("--socket")
     parser.add_argument("--delay", type=float, default=0.05)
     parser.add_argument("--key", default="", help="answer 401 without it")
+    for name in ("load", "refuses", "ignores"):
+        parser.add_argument(f"--{name}", type=float, default=0)
     arguments = parser.parse_args()
+
+    async def load_weights(request: web.Request) -> web.Response:
+        given = await request.json()
+        if arguments.refuses > 0:
+            arguments.refuses -= 1
+            return web.json_response({"error": {"message": "no memory"}}, status=400)
+        await asyncio.sleep(arguments.load)
+        if arguments.ignores > 0:
+            arguments.ignores -= 1
+        else:
+            WEIGHTS.update(text=Path(given["path"]).read_text(), version=given["version"])
+        return web.json_response({})
 
     @web.middleware
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -96,7 +118,8 @@ def main() -> None:
     app.add_routes([
         web.post("/v1/chat/completions", complete), web.post("/v1/completions", complete),
         web.get("/v1/models", models),
-        web.get("/health", healthy), web.post("/sleep", healthy), web.route("*", "/echo{rest:.*}", echo),
+        web.get("/health", healthy), web.post("/sleep", healthy),
+        web.post("/load_weights", load_weights), web.get("/version", version), web.route("*", "/echo{rest:.*}", echo),
     ])  # fmt: skip
     where = {"path": arguments.socket} if arguments.socket else {"host": "127.0.0.1", "port": arguments.port}
     web.run_app(app, **where, print=None, access_log=None)

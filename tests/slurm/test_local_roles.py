@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -106,6 +109,37 @@ def test_each_part_is_killed_alone_and_the_weights_are_those_of_the_calm_run(tmp
               for name in ("trainer", "rollout", "orchestrator")}  # fmt: skip
     assert starts["trainer"] == 2 and starts["rollout"] == 1, run.story()
     assert len(run.events("attempt started")) == 1, run.story()
+
+
+def test_answers_are_of_weights_within_the_lag_whichever_part_is_killed(tmp_path: Path) -> None:
+    run, notes, lag, steps = Roles(tmp_path / "versions"), tmp_path / "notes.jsonl", 1, 25
+    config, trainers = yaml.safe_load(run.config.read_text()), HERE / "trainers"
+    weights = {"update_path": "/load_weights", "version_path": "/version", "max_version_lag": lag}
+    trainer = [sys.executable, str(trainers / "publishes.py"), str(steps), str(tmp_path)]
+    config["roles"]["trainer"] |= {"command": trainer, "nodes": 1, "needs": ["rollout"]}
+    config["roles"]["rollout"]["engine"]["command"] += ["--load", "0.2"]
+    config["roles"]["rollout"]["serving"] = {"weights": weights}
+    config["roles"]["orchestrator"]["command"] = [sys.executable, str(trainers / "asks.py"), str(notes)]
+    run.config.write_text(yaml.safe_dump(config))
+    run.submit()
+    run.wait_for_step_of_trainer(5)
+    for process in run.processes("serving_engine.py")[:1]:
+        process.kill()
+    run.wait_for_step_of_trainer(16)
+    kill_ranks(run.role("trainer"), 0)
+    run.wait_until_done()
+    found = [json.loads(line) for line in notes.read_text().splitlines()]
+    answers = [each for each in found if each["version"] is not None]
+    for each in answers:
+        made_by, version = each["answer"]["weights"], int(each["version"])
+        assert made_by.rpartition("-")[2] == each["version"], each
+        text = hashlib.sha256(f"{each['prompt']}{made_by}".encode()).hexdigest()
+        assert each["answer"]["choices"][0]["text"] == text, each
+        assert version >= min(each["before"] or 0, each["after"]) - lag, each
+    lives = [life for life, _ in groupby(each["answer"]["weights"].rpartition("-")[0] for each in answers)]
+    assert len(lives) == len(set(lives)) == 2, run.story()
+    versions = {int(each["version"]) for each in answers}
+    assert all(versions & {step - 2, step - 1, step} for step in range(steps)), "what the trainer has taken"
 
 
 @pytest.mark.soak

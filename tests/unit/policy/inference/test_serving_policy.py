@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from slurmft.policy.serving import (
     Queue,
     RetryBudget,
     SecondTry,
+    Served,
     after_failure,
     cheaper,
     choose_replica,
@@ -31,6 +33,7 @@ from slurmft.policy.serving import (
     entry_of,
     place_alone,
     seconds_asked,
+    within_lag,
 )
 
 LOADS = st.lists(
@@ -77,6 +80,47 @@ def test_which_replica_gets_a_request(loads, without, chosen):
 )  # fmt: skip
 def test_on_which_replica_a_suspect_is_tried_alone(loads, without, chosen):
     assert place_alone(loads, without) == chosen
+
+
+@pytest.mark.parametrize(
+    ("served", "newest", "max_lag", "is_within"),
+    [
+        (None, None, 0, True),
+        (None, Served(1, 5), None, True),
+        (None, Served(1, 5), 9, False),
+        (Served(1, 5), None, 0, True),
+        (Served(1, 5), Served(1, 5), 0, True),
+        (Served(1, 4), Served(1, 5), 0, False),
+        (Served(1, 4), Served(1, 5), 1, True),
+        (Served(1, 4), Served(1, 5), None, True),
+        (Served(1, 6), Served(1, 5), 0, True),
+        (Served(1, 5), Served(2, 5), None, False),
+        (Served(1, 9), Served(2, 5), 9, False),
+        (Served(2, 4), Served(1, 5), 0, True),
+    ],
+)
+def test_whose_weights_are_new_enough(served, newest, max_lag, is_within):
+    assert within_lag(served, newest, max_lag) is is_within
+
+
+SERVED = st.builds(Served, st.integers(1, 4), st.integers(0, 40))
+
+
+@given(SERVED, SERVED, st.none() | st.integers(0, 9), st.integers(0, 9))
+def test_newer_weights_and_a_larger_lag_never_exclude(served, newest, max_lag, more):
+    if within_lag(served, newest, max_lag):
+        assert within_lag(Served(served.branch, served.version + more), newest, max_lag)
+        assert within_lag(served, newest, None if max_lag is None else max_lag + more)
+        if served < newest:
+            assert served.branch == newest.branch
+            assert max_lag is None or newest.version - served.version <= max_lag
+
+
+@given(LOADS, st.integers(1, 9), st.integers(0, 7))
+def test_a_stale_replica_gets_nothing_even_where_there_is_no_other(loads, limit, number):
+    loads = [replace(each, stale=place <= number) for place, each in enumerate(loads)]
+    chosen = {choose_replica(loads, limit=limit), place_alone(loads, ())} - {None}
+    assert not chosen & {each.name for each in loads if each.stale}
 
 
 @given(LOADS, st.integers(1, 9), st.sets(st.text("abcdefgh", min_size=1, max_size=3)))
