@@ -95,9 +95,13 @@ class NodeRouter:
         self._server: asyncio.Server | None = None
         self._background = Background()
 
-    def begin(self, epoch: int) -> None:
-        """Another attempt or connection begins; a router that lives goes on."""
-        self._epoch, self._manager = epoch, self._new_manager()
+    def begin(self, epoch: int, port: int) -> None:
+        """Another attempt or connection begins; a router that lives goes on.
+
+        Args:
+            port: where an earlier router of this node listened; 0 for none.
+        """
+        self._epoch, self._manager, self._port = epoch, self._new_manager(), self._port or port
         if self._heard_s is not None:
             self._tell("ready")
 
@@ -118,6 +122,8 @@ class NodeRouter:
 
     def on_exit(self, code: int) -> None:
         """Its process has ended."""
+        if self._heard_s is None and code > 0:
+            self._port = self._config.port  # another process may have the one that this node had before
         self._runs, self._heard_s, self._writer = False, None, None
         self._background.start(self._bury(code))
 
@@ -269,7 +275,7 @@ class Replicas:
                     self._gpus = await asyncio.to_thread(self._find_gpus)
                 await self._pool.begin(epoch=call.epoch, generation=call.generation)
                 if self._router is not None:
-                    self._router.begin(call.epoch)
+                    self._router.begin(call.epoch, call.router_port or 0)
             case Members() if self._router is not None:
                 await self._router.take(call)
                 self._pool.want(call.on, call.epoch)

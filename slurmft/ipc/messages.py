@@ -417,6 +417,9 @@ class BeginReplicas(Call[Done], frozen=True, kw_only=True, tag="replicas"):
     node: Count
     """The number of the agent's node in this run; a node that another job lends has one of its own in that job."""
 
+    router_port: OpenPort | None = None
+    """Where an earlier router of this node listened: clients know it."""
+
 
 class Lease(Call[Done], HasRuns, frozen=True, kw_only=True, tag="lease"):
     """Answer these requests; those ``alone`` each on a replica that does nothing else.

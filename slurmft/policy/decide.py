@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurmft.policy.symptoms import bug_of
 from slurmft.policy.verdict import (
@@ -318,3 +318,70 @@ def _lost(ends: Sequence[PastEnd], verdict: Verdict) -> list[bool]:
 _KNOWN = frozenset(cause.value for cause in Cause)
 _COUNTED = frozenset(cause.value for cause in BUDGETED)
 _PATIENT = frozenset(cause.value for cause in PATIENT)
+
+
+# --- Parts of a job that begin again alone, while the others go on ---
+
+MAX_BEGUN_AGAIN = 3
+"""So often a part begins again without progress in between; then the job is tried again as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunAgain:
+    """How often a part has begun again alone since it last made progress."""
+
+    times: int = 0
+    reached: int = 0
+    """Its progress at the last look, in steps or requests."""
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it does so no more."""
+        return self.times >= MAX_BEGUN_AGAIN
+
+    def at(self, reached: int) -> BegunAgain:
+        """As of now; progress clears the count."""
+        return BegunAgain(0, reached) if reached > self.reached else self
+
+    def once_more(self) -> BegunAgain:
+        """It begins again."""
+        return replace(self, times=self.times + 1)
+
+
+_OWN_FAULT = frozenset(
+    {
+        Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HANG, Cause.COMMUNICATION_ERROR, Cause.HOST_OUT_OF_MEMORY,
+        Cause.DEVICE_OUT_OF_MEMORY, Cause.LAUNCH_FAILURE, Cause.SUPERVISOR_LOST, Cause.UNKNOWN,
+    }
+)  # fmt: skip
+"""Causes after which the same nodes will do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleEnd:
+    """How the supervisor of a role has ended."""
+
+    code: int
+    """Its exit code; above 128 a signal's."""
+
+    cause: str = ""
+    """Of its verdict on the last attempt; empty where it left none."""
+
+    action: str = ""
+    """What it decided then; empty where it decided nothing."""
+
+    avoid: tuple[str, ...] = ()
+    """Nodes that the decision keeps away from."""
+
+
+def role_begins_again(end: RoleEnd, before: BegunAgain) -> bool:
+    """Whether the role begins again alone on its nodes; else its end is that of the whole job.
+
+    Args:
+        before: within this attempt of the job.
+    """
+    if before.is_spent or end.avoid:
+        return False
+    if not end.action:  # its supervisor was killed, and its guardian with it
+        return end.code > 128
+    return end.action == Action.CONTINUE.value and end.cause in _OWN_FAULT

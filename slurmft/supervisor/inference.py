@@ -43,6 +43,7 @@ from slurmft.ipc.messages import (
     Shutdown,
     SignalReport,
 )
+from slurmft.policy.decide import BegunAgain
 from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths, gangs_of
 from slurmft.policy.stop import REQUEUE_COST_S
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
@@ -321,6 +322,7 @@ class InferenceAttempt:
         self._gangs: Gangs | None = None
         if self._section.engine.nodes > 1:
             self._gangs = Gangs(config, start, self._joined, outlived=crew.has_outlived)
+        self._begun_again = BegunAgain()
         self._lost: list[str] = []
         self._deaths = NodeDeaths()
         self._suspects: list[str] = []
@@ -494,7 +496,7 @@ class InferenceAttempt:
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
             begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation,
-                                  node=link.node)  # fmt: skip
+                                  node=link.node, router_port=self._router_port(link))  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
         except CallFailed as error:  # this node takes no part
             self._problem = str(error)
@@ -514,6 +516,9 @@ class InferenceAttempt:
         self.stops.took_in(link)
         if self._gangs is not None:
             self._gangs.took_in(link, epoch)
+
+    def _router_port(self, _link: AgentLink) -> int | None:
+        return None
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: its requests go to others."""
@@ -560,13 +565,31 @@ class InferenceAttempt:
 
     async def _watch_processes(self) -> None:
         codes = await self._crew.all_ended()
+        while await self._are_begun_again():
+            codes = await self._crew.all_ended()
         if not self._over.is_set():
-            await asyncio.sleep(POLL_S)
-            await self._slurm.is_ending()
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             if self.stops.planned is None and self._slurm.outside is None:
                 self._problem = self._problem or f"all agents ended, with {codes}{self._folder.last_words()}"
             self._over.set()
+
+    async def _are_begun_again(self) -> bool:
+        """All own agents have ended: whether one that took part is being started again in its place."""
+        await asyncio.sleep(POLL_S)
+        await self._slurm.is_ending()
+        own = {node: link for node, link in self._joined.items() if not link.lender}
+        if self.stops.planned is not None or self._slurm.outside is not None or not own or self._coordinator is None:
+            return False
+        self._begun_again = self._begun_again.at(self._coordinator.requests.done)
+        if self._begun_again.is_spent:
+            return False
+        until_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
+        while time.monotonic() < until_s and any(self._joined.get(node) is link for node, link in own.items()):
+            if self._over.is_set():
+                return False
+            await asyncio.sleep(POLL_S)  # their connections have time to come back, then they are lost
+        self._begun_again = self._begun_again.once_more()
+        return bool(self._crew.roster.returning)
 
     # Reports
 

@@ -22,12 +22,14 @@ from typing import Any
 from slurmft.config.run import Role, RunConfig, roles_of
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file
-from slurmft.policy.verdict import EXIT_TEMPORARY, EXIT_USAGE, Cause, Verdict
+from slurmft.policy.decide import MAX_BEGUN_AGAIN, BegunAgain, RoleEnd, role_begins_again
+from slurmft.policy.verdict import EXIT_TEMPORARY, EXIT_USAGE, Action, Cause, Verdict
 from slurmft.scheduler.parsing import PART_VARIABLE
-from slurmft.storage.journal import EventName
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import writing
 from slurmft.storage.queue import QUEUES_VARIABLE, stop_taking
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import RunFolder, progress_of
+from slurmft.supervisor.act import retry_delay_s
 from slurmft.supervisor.cluster import LocalCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import CLEAN_UP_S
@@ -63,6 +65,9 @@ class _Live:
     """Of its supervisor, once that has ended."""
 
     told: set[str] = field(default_factory=set)
+    begun_again: BegunAgain = field(default_factory=BegunAgain)
+    not_before_s: float = 0.0
+    """Monotonic time before which it does not begin again."""
 
     @property
     def is_over(self) -> bool:
@@ -160,7 +165,7 @@ class RolesAttempt:
 
     async def _begin_those_that_may(self) -> None:
         for each in self._roles.values():
-            if each.process is not None:
+            if each.process is not None or time.monotonic() < each.not_before_s:
                 continue
             if not (missing := [name for name in each.role.needs if not self._roles[name].is_ready]):
                 await self._begin(each)
@@ -188,6 +193,7 @@ class RolesAttempt:
                 *argv, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
                 cwd=role.config.working_directory,
             )  # fmt: skip
+        live.begun_again = live.begun_again.at(progress_of(run).saved_step or 0)
         event = self._journal.append(
             EventName.ROLE_STARTED, role=role.name, nodes=list(live.hosts), folder=str(run.path)
         )
@@ -211,16 +217,39 @@ class RolesAttempt:
     def _ended(self, live: _Live, code: int) -> None:
         live.code = code if code >= 0 else 128 - code
         is_done = live.run.done() is not None
-        self._journal.append(EventName.ROLE_ENDED, role=live.role.name, code=live.code, done=is_done)
+        begins_again = self.planned is None and not is_done and self._may_begin_again(live)
+        again = {"begins_again": f"{live.begun_again.times} of {MAX_BEGUN_AGAIN}"} if begins_again else {}
+        self._journal.append(EventName.ROLE_ENDED, role=live.role.name, code=live.code, done=is_done, **again)
         if self.planned is not None:
             return
-        if not is_done:
+        if begins_again:
+            log.warning("role %s has ended with %d and begins again alone", live.role.name, live.code)
+            live.process, live.code, live.told = None, None, set()
+        elif not is_done:
             last = _last_verdict(live)
             self._problem = f"role {live.role.name}: {last.get('reason') or f'its supervisor ended with {live.code}'}"
             self._blamed = live
             self._stop(Cause.UNKNOWN, self._problem)
         elif live.role.ends_run and all(each.is_over for each in self._roles.values() if each.role.ends_run):
             self._stop(Cause.FINISHED, f"role {live.role.name} has finished")
+
+    def _may_begin_again(self, live: _Live) -> bool:
+        """Whether a role that has ended begins again alone; it is counted then."""
+        live.begun_again = live.begun_again.at(progress_of(live.run).saved_step or 0)
+        end = _end_of(live)
+        if not role_begins_again(end, live.begun_again):
+            return False
+        wait_s = retry_delay_s(live.role.config, live.begun_again.times)
+        if not end.action and not self._is_here(
+            live
+        ):  # its agents elsewhere end when they have not heard it for so long
+            wait_s = max(wait_s, live.role.config.fault_tolerance.supervisor_lease_s)
+        live.begun_again, live.not_before_s = live.begun_again.once_more(), time.monotonic() + wait_s
+        return True
+
+    def _is_here(self, live: _Live) -> bool:
+        """Whether all of the role's processes are on this host, where what it leaves behind has been ended."""
+        return isinstance(self._start.cluster, LocalCluster) or set(live.hosts) == {os.environ.get("SLURMD_NODENAME")}
 
     # --- stops ---
 
@@ -345,10 +374,29 @@ def _end_left_behind(role: str) -> None:
 
 def _last_verdict(live: _Live) -> Mapping[str, Any]:
     """The newest verdict on a role in this attempt; empty where it has none: an earlier one says nothing of its end."""
-    if (since := live.began) is None:
-        return {}
-    with contextlib.suppress(StorageError, OSError):
-        past = live.run.journal().read_past()
-        verdicts = [event.details for event in past if event.event == EventName.VERDICT and event.at >= since]
-        return verdicts[-1] if verdicts else {}
-    return {}
+    verdicts = [event.details for event in _events(live) if event.event == EventName.VERDICT]
+    return verdicts[-1] if verdicts else {}
+
+
+def _end_of(live: _Live) -> RoleEnd:
+    """How a role's supervisor has ended; a verdict and a decision that another attempt followed are not of its end."""
+    code = live.code or 0
+    found: dict[str, Mapping[str, Any]] = {}
+    for event in _events(live):
+        if event.event == EventName.ATTEMPT_STARTED:
+            found = {}
+        elif event.event in (EventName.VERDICT, EventName.DECISION):
+            found[event.event] = event.details
+    verdict, decision = found.get(EventName.VERDICT, {}), found.get(EventName.DECISION, {})
+    if decision.get("action") in (None, Action.RESTART.value):
+        return RoleEnd(code=code)
+    return RoleEnd(code=code, cause=str(verdict.get("cause", "")), action=str(decision["action"]),
+                   avoid=tuple(map(str, decision.get("avoid", ()))))  # fmt: skip
+
+
+def _events(live: _Live) -> list[Event]:
+    """The role's journal since it began last; empty where it has not, or that cannot be read."""
+    if (since := live.began) is not None:
+        with contextlib.suppress(StorageError, OSError):
+            return [event for event in live.run.journal().read_past() if event.at >= since]
+    return []

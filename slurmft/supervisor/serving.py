@@ -38,7 +38,7 @@ from slurmft.policy.verdict import Cause
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import JobRecord
-from slurmft.storage.journal import EventName
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.agents import AgentLink, AgentLost
@@ -462,6 +462,16 @@ SEE_OFF_S = 5.0
 """How often a new owner looks whether the job before it has ended."""
 
 
+def _ports_in(history: Iterable[Event]) -> dict[tuple[str, int], int]:
+    """The port of the newest router of each host and node; entries that are damaged are left out."""
+    found: dict[tuple[str, int], int] = {}
+    for event in history:
+        node, number, port = (event.details.get(name) for name in ("node", "number", "port"))
+        if event.event == EventName.ROUTER_READY and type(number) is int and type(port) is int and 0 < port < 1 << 16:
+            found[str(node), number] = port
+    return found
+
+
 class ServingAttempt(InferenceAttempt):
     """Runs one attempt of an endpoint."""
 
@@ -475,6 +485,9 @@ class ServingAttempt(InferenceAttempt):
         )
         self._routers: set[int] = set()
         """Nodes whose routers are known to listen."""
+
+        self._ports = {} if start.candidate else _ports_in(start.history)  # the owner may still listen there
+        """Where the last router of each node listened: clients that began earlier ask there."""
 
         self._candidacy = Candidacy(self._run, self._cluster) if start.candidate else None
         self._update: RollingUpdate | None = None
@@ -556,6 +569,7 @@ class ServingAttempt(InferenceAttempt):
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         if self._update is not None and link.node in self._joined:
             self._update.lost(link.node if self._gangs is None else self._gangs.head_of(link.node), link.host)
+        self._routers.discard(link.node)
         super()._lose(link, reason, hung_up=hung_up)
 
     async def _take_in(self, link: AgentLink) -> None:
@@ -575,11 +589,15 @@ class ServingAttempt(InferenceAttempt):
         if report.phase == "ready":
             if link.node not in self._routers:
                 self._routers.add(link.node)
-                self._journal.append(EventName.ROUTER_READY, node=link.host, port=report.port)
+                self._ports[link.host, link.node] = report.port
+                self._journal.append(EventName.ROUTER_READY, node=link.host, port=report.port, number=link.node)
             return
         self._routers.discard(link.node)
         event = EventName.ROUTER_DOWN if report.phase == "down" else EventName.ROUTER_ENDED
         self._journal.append(event, node=link.host, reason=report.why)
+
+    def _router_port(self, link: AgentLink) -> int | None:
+        return self._ports.get((link.host, link.node))
 
     # Who owns the run
 

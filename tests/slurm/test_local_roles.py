@@ -18,6 +18,7 @@ import yaml
 from slurm.conftest import eventually
 from slurm.test_just_in_time import kill_ranks
 from slurm.test_local import PATIENCE_S, LocalRun
+from slurmft.inference.endpoint import HighAvailabilityCluster
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(600)
@@ -173,11 +174,39 @@ def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, ca
     run.wait_for_step_of_trainer(5)
     owner = run.role("trainer").folder.owner()
     assert owner is not None
-    os.kill(psutil.Process(owner.pid).ppid(), signal.SIGKILL)
-    eventually(lambda: not psutil.pid_exists(owner.pid), PATIENCE_S, run.story)
+    owners = [run.role(name).folder.owner() for name in ("rollout", "orchestrator")]
+    others = [psutil.Process(each.pid) for each in owners if each is not None] + run.processes("serving_engine.py")
+    guardian = psutil.Process(owner.pid).parent()
+    assert guardian is not None and len(others) == 4
+    guardian.suspend()  # else it would act in the supervisor's place
+    psutil.Process(owner.pid).kill()
+    guardian.kill()
+    eventually(
+        lambda: [each["role"] for each in run.events("role started")].count("trainer") == 2, PATIENCE_S, run.story
+    )
+    assert all(each.is_running() for each in others), run.story()
     run.wait_until_done()
     assert run.role("trainer").digest() == calm
     assert [each["role"] for each in run.events("role started")].count("trainer") == 2, run.story()
+    assert len(run.events("attempt started")) == 1, run.story()
+
+
+def test_the_only_agent_of_an_endpoint_begins_again_in_place_at_its_port(tmp_path: Path, calm: str) -> None:
+    run = Roles(tmp_path / "agentless")
+    run.submit()
+    run.wait_for_step_of_trainer(5)
+    rollout = run.role("rollout").folder
+    routers = HighAvailabilityCluster.read(rollout.path).routers
+    owners = [run.role(name).folder.owner() for name in ("rollout", "trainer", "orchestrator")]
+    (agent,) = [each for each in run.processes(" slurmft agent ") if str(rollout.path) in " ".join(each.cmdline())]
+    agent.kill()
+    ready = lambda: [each.details for each in rollout.journal().read() if each.event == "router ready"]  # noqa: E731
+    eventually(lambda: len(ready()) == 2, PATIENCE_S, run.story)
+    assert ready()[0] == ready()[1] and ready()[0]["port"] == routers[0].port, run.story()
+    run.wait_until_done()
+    assert run.role("trainer").digest() == calm
+    assert [run.role(name).folder.owner() for name in ("rollout", "trainer", "orchestrator")] == owners, run.story()
+    assert len(run.events("role started")) == 3 and len(run.events("attempt started")) == 1, run.story()
 
 
 def test_a_role_that_fails_for_good_ends_the_run_with_its_words(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from slurm.conftest import PATIENCE_S, Run, eventually, preempt
+from slurm.test_endings import kill, supervisor_of
 from slurmft.lab.cluster import Lab
 
 HERE = Path(__file__).parent
@@ -66,3 +67,20 @@ def test_roles_are_preempted_together_and_lose_a_node_alone(lab: Lab, new_run: C
     assert len(run.events("attempt started")) == 2, story(run)
     assert role(run, "trainer").digest() == role(calm, "trainer").digest(), story(run)
     print(story(run), file=sys.stderr)
+
+
+def test_a_role_whose_supervisor_and_guardian_are_killed_begins_again_alone(
+    lab: Lab, new_run: Callable[..., Run]
+) -> None:
+    run = roles(new_run, "roles-unguarded")
+    run.submit()
+    wait_for_step(run, 10)
+    owners = [role(run, name).folder.owner() for name in ("rollout", "orchestrator")]
+    host, supervisor, guardian = supervisor_of(role(run, "trainer"))
+    kill(lab, host, guardian, supervisor)
+    eventually(lambda: run.folder.done() is not None, PATIENCE_S, lambda: story(run))
+    assert next(each.details.get("begins_again") for each in run.events("role ended")) == "1 of 3", story(run)
+    assert len(run.events("attempt started")) == 1, story(run)
+    assert [role(run, name).folder.owner() for name in ("rollout", "orchestrator")] == owners, story(run)
+    (last,) = [each for each in role(run, "trainer").events("verdict") if each.details["cause"] == "finished"]
+    assert last.details["last_step"] == STEPS, story(run)

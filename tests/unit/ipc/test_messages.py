@@ -141,6 +141,7 @@ PROGRESS = st.builds(
 BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "code": st.integers(-128, 255), "state": SMALL, "device": SMALL, "left_s": st.floats(0, 1e9), "why": NAMES,
     "port": st.integers(1, 65535), "master_port": st.integers(1, 65535), "process": st.sampled_from(["", "S"]),
+    "router_port": st.none() | st.integers(1, 65535),
     "exit_code": st.none() | st.integers(-128, 255), "ranks": st.none() | st.lists(SMALL).map(tuple),
     "on": st.none() | st.lists(SMALL).map(tuple),
     "order": st.just({"fault": "kill"}), "limits": st.none() | st.dictionaries(NAMES, NUMBERS, max_size=3),

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.decide import PATIENT, Budget, PastEnd, budget_for, decide
+from slurmft.policy.decide import (
+    MAX_BEGUN_AGAIN,
+    PATIENT,
+    BegunAgain,
+    Budget,
+    PastEnd,
+    RoleEnd,
+    budget_for,
+    decide,
+    role_begins_again,
+)
 from slurmft.policy.verdict import (
     BUDGETED,
     FREE,
@@ -289,3 +299,42 @@ def test_a_decision_holds_together(given, budget):
     assert decision.action is CONTINUE or (decision.avoid, decision.elsewhere) == ((), False)
     assert (decision.exit_code == 0) <= (decision.action is FINISH or given.exit_code == 0)
     assert decide(given, budget) == decision
+
+
+ROLE_ENDS = [
+    # code, cause, decision, avoid, begun again -> begins again alone
+    (137, "", "", NONE, 0, True),  # its supervisor and its guardian were killed
+    (137, "", "", NONE, MAX_BEGUN_AGAIN - 1, True),
+    (137, "", "", NONE, MAX_BEGUN_AGAIN, False),
+    (2, "", "", NONE, 0, False),  # it could not begin
+    (75, "", "", NONE, 0, False),
+    (1, C.WORKER_ERROR, "continue", NONE, 0, True),
+    (1, C.WORKER_ERROR, "continue", NONE, MAX_BEGUN_AGAIN, False),
+    (1, C.WORKER_ERROR, "continue", NODES, 0, False),
+    (1, C.WORKER_ERROR, "stop", NONE, 0, False),
+    (17, C.WORKER_ERROR, "stop", NONE, 0, False),
+    (75, C.LAUNCH_FAILURE, "continue", NONE, 0, True),
+    (75, C.HANG, "continue", NONE, 0, True),
+    (75, C.SUPERVISOR_LOST, "continue", NONE, 0, True),
+    (75, C.NODE_LOST, "continue", NONE, 0, False),
+    (75, C.DATA_CORRUPTION, "continue", NONE, 0, False),
+    (75, C.STRAGGLER, "continue", NODES, 0, False),
+    (75, C.RERUN_ELSEWHERE, "continue", NONE, 0, False),
+    (137, C.PREEMPTED, "continue", NONE, 0, False),
+    (75, C.STOPPED_BY_USER, "stop", NONE, 0, False),
+    (75, "of a newer slurmft", "continue", NONE, 0, False),
+]
+
+
+@pytest.mark.parametrize(("code", "cause", "action", "avoid", "begun", "expected"), ROLE_ENDS)
+def test_a_role_begins_again_alone_where_its_nodes_will_do(
+    code: int, cause: str, action: str, avoid: tuple[str, ...], begun: int, expected: bool
+) -> None:
+    end = RoleEnd(code=code, cause=cause, action=action, avoid=avoid)
+    assert role_begins_again(end, BegunAgain(begun)) is expected
+
+
+def test_progress_clears_the_count_of_begins_and_the_same_step_does_not() -> None:
+    spent = BegunAgain().at(5).once_more().once_more().once_more()
+    assert spent.is_spent and spent.at(5).is_spent and spent.at(4).is_spent
+    assert spent.at(6) == BegunAgain(0, 6)
