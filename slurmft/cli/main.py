@@ -134,7 +134,7 @@ VERBS = {
     "submit": ("submit", "Submit a run, or continue one that has stopped"),
     "sweep": ("nodes", "Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, "
               "restart lost runs"),
-    "trials": ("trials", "Run each trial of a sweep once, or go on with one that has stopped: slurmft trials CONFIG"),
+    "trials": ("submit", "Run each trial of a sweep once, or go on with one that has stopped: slurmft trials CONFIG"),
     "watch": ("status", "Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""

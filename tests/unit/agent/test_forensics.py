@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from of_each import of_each
 from waiting import until_async
 
 from slurmft.agent import workers as agent_workers
@@ -349,9 +350,7 @@ Current thread 0x00007f279361fb80 (most recent call first):
 """
 
 
-@pytest.mark.parametrize(
-    ("dump", "frames"),
-    [
+@of_each(dump__frames=[
         (DUMP, ['/a path/t "quoted".py:8 <lambda>', "/t.py:??? f"]),
         (DUMP.replace("Current t", "T"), ['/a path/t "quoted".py:8 <lambda>', "/t.py:??? f"]),
         (DUMP + DUMP.replace("<lambda>", "newer"), ['/a path/t "quoted".py:8 newer', "/t.py:??? f"]),
@@ -363,8 +362,7 @@ Current thread 0x00007f279361fb80 (most recent call first):
         ('  File "/x.py", line 1 in g\n', []),
         ("", []),
         ("\x00\xff nonsense", []),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_main_threads_calls(dump, frames):
     assert pages.innermost(pages.main_thread(dump)) == frames
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from of_each import of_each
 from waiting import slowness
 
 from slurmft.agent.workers import gpu_uuids, own_device, pids_on_gpus, visible_without, wait_until_free
@@ -71,9 +72,8 @@ def test_nothing_is_proven_where_nothing_is_known(tmp_path):
     assert visible_without({"PATH": str(tmp_path)}, {"GPU-a"}, 1) is None
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_rank", "own"),
-    [
+@of_each(
+    visible__local_rank__own=[
         ("MIG-a,MIG-b", 0, "MIG-a"),
         ("MIG-a, MIG-b", 1, "MIG-b"),
         ("MIG-a,MIG-b", 3, "MIG-b"),
@@ -83,7 +83,7 @@ def test_nothing_is_proven_where_nothing_is_known(tmp_path):
         ("MIG-a,0", 1, None),
         ("", 1, None),
         (None, 1, None),
-    ],
+    ]
 )
 def test_each_rank_has_an_instance_of_a_split_gpu_of_its_own(visible, local_rank, own):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}

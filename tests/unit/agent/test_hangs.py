@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from of_each import of_each
 
 from slurmft.agent.hangs import WORKERS_PER_MESSAGE, HangWatch, facts_of, mentions
 from slurmft.config.run import RunConfig
@@ -395,9 +396,8 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
     assert AskSections().reply_of(encoded(told)) == told
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+@of_each(
+    message=[
         {"kind": "hung"},
         {"kind": "hung", "rank": -1, "section": "a", "held_s": 1, "limit_s": 1, "why": "x"},
         {"kind": "hung", "rank": 1, "section": "a\n", "held_s": 1, "limit_s": 1, "why": "x"},
@@ -407,20 +407,17 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
         {"kind": "durations", "sections": {"a": 1}},
         {"kind": "durations", "sections": [["a", float("inf")]]},
         {"kind": "durations", "sections": [["a", 1.0]] * 1000},
-    ],
+    ]
 )
 def test_a_report_of_another_shape_is_refused(message: dict[str, Any]):
     with pytest.raises(BadMessage):
         parse_report(encoded(message))
 
 
-@pytest.mark.parametrize(
-    ("command", "known"),
-    [
+@of_each(command__known=[
         (["python", "with.py"], True), (["python", "-u", "with.py"], True), (["python", "without.py"], False),
         (["python", "missing.py"], False), (["python", "-m", "with"], False), (["./run.sh"], False),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_script_that_names_start_session_calls_slurmft(tmp_path, command: list[str], known: bool):
     (tmp_path / "with.py").write_text("from slurmft import start_session\n")
     (tmp_path / "without.py").write_text("import torch\n")

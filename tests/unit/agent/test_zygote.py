@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from of_each import of_each
 from waiting import until_async
 
 from slurmft.agent import workers as agent_workers
@@ -159,7 +160,7 @@ def test_a_list_is_imported_beside_torch(preload, extra):
     assert config.fault_tolerance.preloaded(config.launcher, config.inference) == (*PRELOAD, *extra)
 
 
-@pytest.mark.parametrize("preload", [["no-name"], ["../x"], ["a."], [""], "transformers", [1]])
+@of_each(preload=[["no-name"], ["../x"], ["a."], [""], "transformers", [1]])
 def test_what_is_no_name_of_a_module_is_refused(preload):
     with pytest.raises(ConfigError, match="preload"):
         validate({"command": ["train.py"], "run_folder": "r", "fault_tolerance": {"preload": preload}}, source="a test")

@@ -15,6 +15,7 @@ import sys
 
 import pytest
 import torch
+from of_each import of_each
 
 from slurmft.checkpoint import Catalog, CheckpointManager, loading
 from slurmft.checkpoint.image_file import Damage
@@ -413,9 +414,8 @@ def test_a_model_that_fits_on_one_rank_only_fails_on_both(reports):
     assert [report["misfit-on-one-rank"]["error"] for report in reports] == ["CheckpointError"] * 2
 
 
-@pytest.mark.parametrize(
-    ("found", "is_misfit"),
-    [
+@of_each(
+    found__is_misfit=[
         ([Damage.NONE, Damage.NONE], False),
         ([Damage.NONE, Damage.MISFIT], True),
         ([Damage.MISFIT, Damage.MISFIT], True),
@@ -423,7 +423,7 @@ def test_a_model_that_fits_on_one_rank_only_fails_on_both(reports):
         ([Damage.CHANGED, Damage.NONE], False),
         ([Damage.NONE, loading._OTHER], True),
         ([Damage.MISSING, loading._OTHER], True),
-    ],
+    ]
 )
 def test_only_an_intact_checkpoint_is_refused_for_not_fitting(found, is_misfit):
     assert loading._fits_nowhere([[damage, 0] for damage in found]) == is_misfit

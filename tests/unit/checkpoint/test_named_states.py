@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from of_each import of_each
 
 from slurmft import CheckpointManager
 from slurmft.checkpoint import Catalog
@@ -57,7 +58,7 @@ def test_each_id_of_many_in_a_row_is_there(tmp_path):
     manager.close()
 
 
-@pytest.mark.parametrize("checkpoint_id", [-1, 1.5, True, None, "", " ", "a\nb", b"7", [7], 10**30])
+@of_each(checkpoint_id=[-1, 1.5, True, None, "", " ", "a\nb", b"7", [7], 10**30])
 def test_what_is_no_id_is_refused_before_anything_is_written(checkpoint_id, tmp_path):
     manager = CheckpointManager(tmp_path)
     with pytest.raises(UsageError, match="checkpoint_id is"):

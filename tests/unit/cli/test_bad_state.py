@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from of_each import of_each
 
 from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Identity, write_marker
 from slurmft.cli.main import cli, main
@@ -500,9 +501,8 @@ def changed(**keys: object) -> object:
     return lambda value: value | keys
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+@of_each(
+    change__reason=[
         (lambda value: b"", "is not JSON"),
         (lambda value: json.dumps(value).encode()[:50], "is not JSON"),
         (lambda value: b"\xff\x00", "cannot read"),
@@ -530,7 +530,7 @@ def changed(**keys: object) -> object:
         (changed(files={"": {"bytes": 5, "xxh3": "x"}}), "leaves the folder"),
         (changed(metrics={"loss": "low"}), "is not a checkpoint's marker"),
         (changed(metrics=None), "is not a checkpoint's marker"),
-    ],
+    ]
 )
 def test_a_damaged_marker_is_listed_with_its_reason(tmp_path, change, reason):
     good, bad = commit(tmp_path, 1), commit(tmp_path, 2)

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from of_each import of_each
 
 from slurmft.cli.main import GROUPS, VERBS
 from slurmft.reporting.report import hours
@@ -32,16 +33,15 @@ def test_the_bare_name_prints_the_help_once():
     assert all(f"{title}:" in done.stderr for title in GROUPS)
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
+@of_each(
+    word__meant=[
         ("list", "status"),
         ("ls", "status"),
         ("cancel", "stop"),
         ("resume", "submit"),
         ("remove", "rm"),
         ("stat", "status"),
-    ],
+    ]
 )
 def test_a_neighbours_word_is_answered_with_ours(word, meant):
     done = slurmft(word)

@@ -15,6 +15,7 @@ from typing import Any
 import click.testing
 import pytest
 import torch
+from of_each import of_each
 from torch import nn
 
 from slurmft.agent.agent import strike
@@ -77,9 +78,7 @@ def _link(path: Path) -> None:
     (path / ORDER_FILE).symlink_to(path / "mine")
 
 
-@pytest.mark.parametrize(
-    ("prepare", "why"),
-    [
+@of_each(prepare__why=[
         (_of_somebody_else, "user id 12345"),
         (lambda path: _written(path).chmod(0o640), "mode 640"),
         (lambda path: _written(path).chmod(0o602), "mode 602"),
@@ -92,8 +91,7 @@ def _link(path: Path) -> None:
         (lambda path: _written(path, '{"format": 2}'), "not an order"),
         (lambda path: _written(path, '{"format": true}'), "not an order"),
         (lambda path: _written(path, ""), "not JSON"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_only_the_owners_own_file_is_believed_and_every_other_one_is_removed(tmp_path, prepare, why):
     prepare(tmp_path)
     with pytest.raises(StorageError, match=why):

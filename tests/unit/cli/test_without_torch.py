@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from of_each import of_each
 
 from slurmft.cli.main import VERBS
 from slurmft.cli.submit import CONFIG
@@ -45,7 +46,7 @@ def slurmft(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", sorted(VERBS))
+@of_each(verb=sorted(VERBS))
 def test_every_verb_has_its_help(verb, tmp_path):
     done = slurmft(tmp_path, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from of_each import of_each
 
 from slurmft.compat.neighbours import OURS, parse
 from slurmft.config.run import RunConfig, from_values
@@ -54,9 +55,8 @@ def test_the_line_of_nemo_rls_documents(tmp_path):
     assert "segment has no counterpart" in remark
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+@of_each(
+    line__expected=[
         ("train.py", {"nodes": 1, "nproc_per_node": 1}),
         ("--nnodes 1:4 train.py", {"nodes": 4, "elastic.min_nodes": 1}),
         ("--nnodes=3:3 train.py", {"nodes": 3, "elastic.min_nodes": None}),
@@ -74,7 +74,7 @@ def test_the_line_of_nemo_rls_documents(tmp_path):
         ("-m my.package.train --lr 1", {"command": ("python", "-m", "my.package.train", "--lr", "1")}),
         ("--no-python ./train.sh", {"command": ("./train.sh",)}),
         ("-- train.py", {"command": ("python", "train.py")}),
-    ],
+    ]
 )
 def test_each_option_has_its_key(line, expected):
     config = launched(line)
@@ -91,9 +91,8 @@ def test_a_section_without_a_limit_has_none():
     assert sections.rank_section_timeouts["own"] == 30
 
 
-@pytest.mark.parametrize(
-    ("line", "remark"),
-    [
+@of_each(
+    line__remark=[
         ("--log-dir /logs -r 3 -t 0 train.py", "--log-dir has no counterpart: logs are in the run folder"),
         ("--ft-base-logfile /l train.py", "--ft-base-logfile has no counterpart"),
         ("--standalone --run-path /a/train.py", "--run-path has no counterpart"),
@@ -102,7 +101,7 @@ def test_a_section_without_a_limit_has_none():
         ("--ft-rank-termination-signal=SIGTERM train.py", "killed with SIGKILL"),
         ("--ft-max-no-progress-cycles=0 train.py", "cannot be switched off"),
         ("--ft-log-level DEBUG train.py", "log_level has no counterpart"),
-    ],
+    ]
 )
 def test_an_option_without_a_counterpart_is_named(line, remark):
     launch = parse(line.split())
@@ -110,9 +109,8 @@ def test_an_option_without_a_counterpart_is_named(line, remark):
     assert launch.standalone is ("--standalone" in line)
 
 
-@pytest.mark.parametrize(
-    ("line", "error", "named"),
-    [
+@of_each(
+    line__error__named=[
         ("", UsageError, "no script"),
         ("--nnodes=2", UsageError, "no script"),
         ("--nnodes", UsageError, "--nnodes needs a value"),
@@ -132,7 +130,7 @@ def test_an_option_without_a_counterpart_is_named(line, remark):
         ("--ft-rank-section-timeouts=step train.py", ConfigError, "rank_section_timeouts"),
         ("--ft-cfg-path=/nowhere/ft.yaml train.py", ConfigError, "there is no configuration file"),
         ("--max-restarts 1 --dry-run train.py", UsageError, "in front of those of the launcher"),
-    ],
+    ]
 )
 def test_what_makes_no_sense_is_refused(line, error, named):
     with pytest.raises(error, match=named):

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from hypothesis import given, strategies
+from of_each import of_each
 
 from slurmft.compat import (
     FaultToleranceConfig,
@@ -113,9 +114,8 @@ def test_defaults_that_users_rely_on_are_theirs():
     assert FaultToleranceConfig().settings() == {}
 
 
-@pytest.mark.parametrize(
-    ("made", "named"),
-    [
+@of_each(
+    made__named=[
         (lambda: FaultToleranceConfig(rank_heartbeat_timout=3), "did you mean rank_heartbeat_timeout"),
         (lambda: FaultToleranceConfig(rank_heartbeat_timeout=-1), "rank_heartbeat_timeout"),
         (lambda: FaultToleranceConfig(rank_section_timeouts={"step": -1}), "rank_section_timeouts"),
@@ -135,7 +135,7 @@ def test_defaults_that_users_rely_on_are_theirs():
         (lambda: NVRxStragglerDetectionConfig(gpu_relative_perf_threshold=1.5), "gpu_relative_perf_threshold"),
         (lambda: configuration(PreemptionPlugin(), command=["x"]), "run_folder: missing"),
         (lambda: configuration(command=["x"], run_folder="r", preemtion={}), "did you mean preemption"),
-    ],
+    ]
 )
 def test_what_makes_no_sense_is_refused_where_it_is_written(made, named):
     with pytest.raises(ConfigError, match=named):
@@ -163,7 +163,7 @@ def test_what_was_not_given_is_read_as_its_default():
         config.rank_section_timeouts["step"] = 5
 
 
-@pytest.mark.parametrize("options", CLASSES)
+@of_each(options=CLASSES)
 def test_every_option_can_be_read_and_a_misspelt_one_is_named(options):
     for name in options.RULES:
         getattr(options(), name)
@@ -235,36 +235,30 @@ def test_the_straggler_manager_says_what_to_write():
         NVRxStragglerDetectionManager(NVRxStragglerDetectionConfig(enabled=True))
 
 
-@pytest.mark.parametrize(
-    ("keys", "signal_"),
-    [
+@of_each(keys__signal_=[
         ({"exit_signal": signal.SIGINT}, "SIGINT"), ({"exit_signal": "SIGUSR2"}, "SIGUSR2"),
         ({"preemption": {"exit_signal": 10}}, "SIGUSR1"), ({"preemption": {"signal": "INT"}}, "SIGINT"),
         ({"exit_signal": 2, "preemption": {"signal_lead_s": 60}, "exit_signal_handler": True}, "SIGINT"),
         ({"exit_signal": None}, "SIGTERM"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_signal_may_be_called_as_megatron_does(keys, signal_):
     assert configuration(command=["x"], run_folder="r", **keys).preemption.signal == signal_
 
 
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
+@of_each(keys__named=[
         ({"exit_signal": 2, "preemption": {"signal": "SIGTERM"}}, "are the same key"),
         ({"exit_signal": "SIGKILL"}, "SIGTERM.*SIGINT"), ({"preemption": {"signal": [1]}}, "SIGTERM.*SIGINT"),
         ({"preemption": {"signal": True}}, "SIGTERM.*SIGINT"), ({"exit_signal": 2, "preemption": 7}, "preemption"),
         ({"groups": []}, "a run is one task.*sync"), ({"tasks": [{}]}, "a run is one task"),
         ({"workflow": {}}, "a run is one task"), ({"inputs": [{"url": "s3://a"}]}, "write sync:"),
         ({"checkpoint": [{"path": "/a", "url": "s3://b", "frequency": "5m"}]}, "write it as sync:"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_keys_of_others_that_cannot_be_taken_say_what_to_write(keys, named):
     with pytest.raises(ConfigError, match=named):
         configuration(command=["x"], run_folder="r", **keys)
 
 
-@pytest.mark.parametrize("options", CLASSES)
+@of_each(options=CLASSES)
 def test_every_key_that_is_mapped_to_exists(options):
     known = configuration(command=["x"], run_folder="r").model_dump()
     for rule in options.RULES.values():

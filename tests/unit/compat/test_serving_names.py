@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 import slurmft
 import slurmft.compat
@@ -63,11 +64,8 @@ class Redistributing(RequestRedistributor):
         self.begun.append((req_id, worker_id))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["WorkerHealthMonitor", "GracefulDegradation", "RequestRedistributor", "AutoRestartManager", "RequestCheckpointer",
-     "RetryManager", "HighAvailabilityCluster"],
-)  # fmt: skip
+@of_each(name=["WorkerHealthMonitor", "GracefulDegradation", "RequestRedistributor", "AutoRestartManager",
+     "RequestCheckpointer", "RetryManager", "HighAvailabilityCluster"])  # fmt: skip
 def test_each_name_has_one_meaning(name):
     assert getattr(slurmft, name) is getattr(slurmft.compat, name)
     assert getattr(slurmft, name).__module__ == "slurmft.compat.serving_names"
@@ -228,17 +226,14 @@ class ReadTimeout(Exception):
     """As of another package."""
 
 
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
+@of_each(error__passes=[
         (TimeoutError("slow"), True), (ConnectionError("refused"), True), (ConnectionResetError(), True),
         (RuntimeError("request timed out"), True), (HttpError(429), True), (HttpError(503), True),
         (HttpError(408), True),
         (ReadTimeout("x timed out"), True), (HttpError(400), False), (HttpError(422), False),
         (ValueError("bad: timeout must be positive"), False), (TypeError("x"), False), (KeyError("x"), False),
         (RuntimeError("bad request"), False),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_may_pass_is_tried_again(error, passes):
     assert RetryManager().is_retryable_error(error) is passes
     assert RetryManager().should_retry("r", error) is passes
@@ -294,16 +289,13 @@ def test_a_cluster_without_replicas_says_what_to_write(caplog):
         cluster.submit_request("q")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+@of_each(make=[
         lambda: GracefulDegradation(0), lambda: GracefulDegradation(0.5), lambda: GracefulDegradation(4, batch_size=0),
         lambda: HighAvailabilityCluster(0), lambda: HighAvailabilityCluster("2"), lambda: HighAvailabilityCluster(True),
         lambda: AutoRestartManager(-1), lambda: AutoRestartManager(1.5), lambda: RetryManager(-1),
         lambda: RetryManager(base_delay=float("nan")), lambda: RetryManager(max_delay="x"),
         lambda: WorkerHealthMonitor(WORKERS, 0), lambda: RequestCheckpointer(-1),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(make):
     with pytest.raises(UsageError, match="it is a number from"):
         make()

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import gpu_stand_in
 import pytest
+from of_each import of_each
 from waiting import slowness
 
 import slurmft
@@ -375,7 +376,7 @@ def test_a_check_that_cannot_look_says_nothing_beside_one_that_can(config):
     assert (found["healthy"], found["status"]) == (True, "UNKNOWN")
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, True, "5", 10**400])
+@of_each(timeout_s=[0, -1, math.nan, math.inf, True, "5", 10**400])
 def test_a_timeout_that_is_none_is_refused(timeout_s):
     with pytest.raises(UsageError, match="timeout_s"):
         HealthChecker().check_health(timeout_s)

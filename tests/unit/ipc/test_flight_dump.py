@@ -315,11 +315,8 @@ def test_progress_travels_as_it_is():
     assert found.collectives == (world(5, 4),)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"group": 7}, {"group": "x" * 121}, {"entered": -1}, {"done": True}, {"members": [[0, 1 << 30]]},
-     {"members": [[0, 200_000]] * 3}, {"members": [[3, 1]]}, {"members": [[1]]}, {"members": 7}],
-)  # fmt: skip
+@of_each(changes=[{"group": 7}, {"group": "x" * 121}, {"entered": -1}, {"done": True}, {"members": [[0, 1 << 30]]},
+     {"members": [[0, 200_000]] * 3}, {"members": [[3, 1]]}, {"members": [[1]]}, {"members": 7}])  # fmt: skip
 def test_progress_of_another_shape_is_refused(changes):
     with pytest.raises(BadMessage):
         EvidenceReply.parse(evidence(**changes), "a reply")

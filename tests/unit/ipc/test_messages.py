@@ -97,9 +97,7 @@ def test_a_name_that_is_not_utf_8_arrives_as_it_was():
     assert parse_report(encoded(report)) == report
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
+@of_each(line__error=[
         (b'{"kind":"hung","rank":0,"section":"a\\u202eb","held_s":1,"limit_s":1,"why":""}', r"`\$.section`"),
         (b'{"kind":"want","epoch":1,"count":18446744073709551616}', "`count`"),
         (b'{"kind":"limit","what":""}', r"`\$.what`"),
@@ -108,8 +106,7 @@ def test_a_name_that_is_not_utf_8_arrives_as_it_was():
         (b'{"kind":"progress","ranks":[],"generation":true}', r"`\$.generation`"),
         (b'{"kind":"a kind of tomorrow","generation":"1"}', r"`\$.generation`"),
         (b'{"kind":"limit","what":"x","\\udcff":1}', "not text"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_malformed_report_is_refused_with_its_field(line, error):
     with pytest.raises(BadMessage, match=error):
         parse_report(line)

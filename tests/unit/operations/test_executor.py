@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from of_each import of_each
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from slurmft import Executor, UsageError
@@ -22,9 +23,8 @@ from slurmft.operations.run_handle import RunHandle
 from slurmft.storage.run_folder import RunFolder
 
 
-@pytest.mark.parametrize(
-    ("given", "keys"),
-    [
+@of_each(
+    given__keys=[
         ({}, {}),
         ({"timeout_min": 60, "name": "a"}, {"slurm": {"time": 60, "job_name": "a"}}),
         ({"slurm_time": 7, "timeout_min": 60}, {"slurm": {"time": 7}}),
@@ -53,15 +53,14 @@ from slurmft.storage.run_folder import RunFolder
             {"spare_nodes": 1, "checkpoint": {"interval_steps": 5}},
             {"spare_nodes": 1, "checkpoint": {"interval_steps": 5}},
         ),
-    ],
+    ]
 )
 def test_parameters(given: dict[str, Any], keys: dict[str, Any]) -> None:
     assert keys_of(given) == keys
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+@of_each(
+    given=[
         {"cpus_per_task": "2", "tasks_per_node": 2},
         {"tasks_per_node": "2"},
         {"slurm_gpus_per_task": "a100:2"},
@@ -72,7 +71,7 @@ def test_parameters(given: dict[str, Any], keys: dict[str, Any]) -> None:
         {"mem_gb": float("inf")},
         {"slurm_additional_parameters": "nice"},
         {"run_folder": "elsewhere"},
-    ],
+    ]
 )
 def test_values_that_cannot_be_used_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(given)).removeprefix("slurm_")):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from of_each import of_each
 
 from slurmft.operations import control
 from slurmft.operations.rescue import is_orphan, is_unfinished, rescues_without_progress
@@ -34,9 +35,8 @@ STEP = ("7.0.0", "first step")
 CONTINUES = ("7.0.0", "decision", {"action": "continue"})
 
 
-@pytest.mark.parametrize(
-    ("events", "unfinished"),
-    [
+@of_each(
+    events__unfinished=[
         ([], False),
         ([("", "submitting"), ("", "submitted")], False),
         ([STARTED, STEP], True),
@@ -51,7 +51,7 @@ CONTINUES = ("7.0.0", "decision", {"action": "continue"})
         ([STARTED, CONTINUES, ("8.0.0", "attempt started")], False),
         ([STARTED, ("7.0.0", "decision", {"action": ["continue"]})], False),
         ([STARTED, ("7.0.0", "decision", {"action": {}})], False),
-    ],
+    ]
 )
 def test_what_is_unfinished(events, unfinished):
     assert is_unfinished(history(*events), "7") is unfinished
@@ -76,9 +76,8 @@ def test_rescues_are_counted_since_the_newest_progress(events, count):
     assert rescues_without_progress(history(*events)) == count
 
 
-@pytest.mark.parametrize(
-    ("state", "nodes", "batch_host", "orphan"),
-    [
+@of_each(
+    state__nodes__batch_host__orphan=[
         ("RUNNING", "n[1-2]", "n1", False),
         ("RUNNING", "n[2-4]", "n1", True),
         ("RUNNING", "n10", "n1", True),
@@ -87,7 +86,7 @@ def test_rescues_are_counted_since_the_newest_progress(events, count):
         ("COMPLETING", "n2", "n1", False),
         ("RUNNING", "]garbled[", "n1", False),
         ("RUNNING", "n[1-999999999]", "n1", False),
-    ],
+    ]
 )
 def test_a_job_without_its_batch_host_is_an_orphan(state, nodes, batch_host, orphan):
     record = JobRecord(job_id="7", state=state, reason="None", nodes=nodes, batch_host=batch_host, start=1.0, end=2.0,

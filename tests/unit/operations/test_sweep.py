@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from of_each import of_each
 from waiting import slowness
 
 from slurmft.errors import StorageUnavailable, UsageError
@@ -333,17 +334,15 @@ FACTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("line", FACTS)
+@of_each(line=FACTS)
 def test_a_line_of_sinfo(line):
     (found,) = parse_facts(f"banner\n\n{line}\nn1|down|again\n").values()
     assert (found.state, found.usable, found.is_idle, found.reason) == FACTS[line]
 
 
-@pytest.mark.parametrize(
-    ("why", "reason", "since"),
-    [("slurmft: a|b|1795423427", "slurmft: a|b", 1795423427.0), ("none|Unknown", "", None), ("x|N/A", "x", None),
-     ("a|b", "a|b", None), ("|", "|", None), ("x|" + 400 * "9", "x|" + 400 * "9", None)],
-)  # fmt: skip
+@of_each(why__reason__since=[("slurmft: a|b|1795423427", "slurmft: a|b", 1795423427.0), ("none|Unknown", "", None),
+     ("x|N/A", "x", None), ("a|b", "a|b", None), ("|", "|", None),
+     ("x|" + 400 * "9", "x|" + 400 * "9", None)])  # fmt: skip
 def test_since_when_a_node_has_its_reason(why, reason, since):
     (found,) = parse_facts(f"n1|drained|{why}\n").values()
     assert (found.reason, found.since) == (reason, since)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.errors import UsageError
 from slurmft.operations import script
@@ -14,9 +15,7 @@ from slurmft.policy.sbatch import Known, Line, split_line
 GUARD = "GUARD; "
 
 
-@pytest.mark.parametrize(
-    ("words", "flags", "options", "command"),
-    [
+@of_each(words__flags__options__command=[
         (["-N2", "-n", "4", "job.sh", "-x"], sbatch.SBATCH_FLAGS, (("N", "2"), ("n", "4")), ("job.sh", "-x")),
         (["--nodes=2", "--wait", "job.sh"], sbatch.SBATCH_FLAGS, (("nodes", "2"), ("wait", "")), ("job.sh",)),
         (["-HW", "job.sh"], sbatch.SBATCH_FLAGS, (("H", ""), ("W", "")), ("job.sh",)),
@@ -25,8 +24,7 @@ GUARD = "GUARD; "
         (["-luc8", "python"], sbatch.SRUN_FLAGS, (("l", ""), ("u", ""), ("c", "8")), ("python",)),
         (["-n1", "--", "-odd"], sbatch.SRUN_FLAGS, (("n", "1"),), ("-odd",)),
         ([], sbatch.SRUN_FLAGS, (), ()),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_options_end_where_getopt_ends_them(words, flags, options, command):
     line = split_line(words, flags)
     assert (line.options, line.command) == (options, command)
@@ -36,32 +34,26 @@ def test_options_end_where_getopt_ends_them(words, flags, options, command):
 ALL = ["--requeue", "--open-mode=append", "--signal=USR2@120"]
 
 
-@pytest.mark.parametrize(
-    ("given", "environment", "added"),
-    [
+@of_each(given__environment__added=[
         ([[], []], {}, ALL),
         ([["--signal=TERM@60"], []], {}, ALL[:2]),
         ([[], ["--signal", "B:USR1@60"]], {}, ALL[:2]),
         ([["--no-requeue"], ["--open-mode", "truncate"]], {}, ALL[2:]),
         ([["--sig=TERM"], []], {}, ALL[:2]),
         ([[], []], {"SBATCH_SIGNAL": "TERM", "SBATCH_REQUEUE": "1", "SBATCH_OPEN_MODE": "append"}, []),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_only_what_the_user_has_not_set_is_added(given, environment, added):
     assert sbatch.added_options(given, environment) == added
 
 
-@pytest.mark.parametrize(
-    ("given", "environment", "expected"),
-    [
+@of_each(given__environment__expected=[
         ([[], []], {}, ("SIGUSR2", 120)),
         ([["--signal=TERM@60"], []], {}, ("SIGTERM", 60)),
         ([["--signal=TERM@60"], ["--signal=B:USR1@300"]], {}, ("SIGUSR1", 300)),
         ([["--signal=TERM@60"], []], {"SBATCH_SIGNAL": "2@30"}, ("SIGINT", 30)),
         ([[], ["--signal", "SIGUSR2"]], {}, ("SIGUSR2", 60)),
         ([["--signal=HUP@60"], []], {}, ("SIGUSR2", 60)),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_signal_is_the_one_that_sbatch_would_take(given, environment, expected):
     assert sbatch.signal_of(given, environment) == expected
 
@@ -95,9 +87,8 @@ def test_a_job_of_several_components_is_refused(words, text):
         sbatch.refuse_several(words, text)
 
 
-@pytest.mark.parametrize(
-    ("name", "command", "trains"),
-    [
+@of_each(
+    name__command__trains=[
         ("srun", "python train.py --lr 1", True),
         ("srun", "python -u -m pkg.train", True),
         ("srun", "python3.11 -X dev train.py", True),
@@ -122,7 +113,7 @@ def test_a_job_of_several_components_is_refused(words, text):
         ("uv", "run torchrun --nproc-per-node 4 train.py", True),
         ("uv", "run python prepare.py", False),
         ("mpirun", "-n 4 python train.py", False),
-    ],
+    ]
 )
 def test_which_launch_trains(name, command, trains):
     assert sbatch.judged(name, command.split(" "), said="").trains is trains
@@ -136,14 +127,13 @@ def test_what_the_script_says_goes_first():
 SCRIPT = ["#!/bin/bash", "#SLURMFT train", "python train.py \\", "  --lr 1", "python other.py", "srun x  #SLURMFT off"]
 
 
-@pytest.mark.parametrize(("line", "said"), [(3, "train"), (4, "train"), (5, ""), (6, "off"), (0, ""), (9, "")])
+@of_each(line__said=[(3, "train"), (4, "train"), (5, ""), (6, "off"), (0, ""), (9, "")])
 def test_a_remark_holds_for_the_command_below_it(line, said):
     assert sbatch.said_in(SCRIPT, line) == said
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
+@of_each(
+    words__why=[
         (["--pty", "python", "train.py"], "--pty"),
         (["--gpus-per-task=1", "--gpu-bind=single:1", "python", "train.py"], ""),
         (["--exact", "python", "train.py"], "--exact"),
@@ -152,7 +142,7 @@ def test_a_remark_holds_for_the_command_below_it(line, said):
         (["--multi-prog", "list"], "--multi-prog"),
         ([], "no command"),
         (["--mpi=none", "-N1", "--gres=gpu:2", "python", "train.py"], ""),
-    ],
+    ]
 )
 def test_a_step_that_agents_cannot_stand_for_says_why(words, why):
     found = sbatch.why_not_srun(split_line(words, sbatch.SRUN_FLAGS))
@@ -251,16 +241,15 @@ def known(number: int, words: str, code: int | None, start: str = "7.0") -> Know
 BEFORE = [known(1, "srun python a.py", 0), known(2, "srun python b.py --fresh", None)]
 
 
-@pytest.mark.parametrize(
-    ("words", "before", "number"),
-    [
+@of_each(
+    words__before__number=[
         ("srun python a.py", BEFORE, 1),
         ("srun python b.py --resume last", BEFORE, 2),  # unfinished: the same launch with other arguments
         ("srun python a.py --other", BEFORE, None),  # finished: another one
         ("srun python c.py", BEFORE, None),
         ("srun python a.py", [known(1, "srun python a.py", 0, "7.1")], None),  # of this very start: a loop
         ("srun python a.py", [known(1, "srun python a.py", 0, "7.1"), known(2, "srun python a.py", None)], 2),
-    ],
+    ]
 )
 def test_a_launch_of_an_earlier_start(words, before, number):
     found = sbatch.same_launch(words.split(), before, "7.1")

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.agent.workers import settings_of, worker_environment
 from slurmft.config.run import validate
@@ -110,16 +111,15 @@ def test_one_that_has_proved_itself_is_never_closed():
     assert len(strangers) == 3
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "are_same"),
-    [
+@of_each(
+    one__other__are_same=[
         ("2001:db8::1", "2001:db8::ffff:2", True),
         ("2001:db8::1", "2001:db8:0:1::1", False),
         ("::ffff:10.0.0.1", "10.0.0.1", True),
         ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
         ("fe80::1%eth0", "fe80::2%eth0", True),
         ("", "", True),
-    ],
+    ]
 )
 def test_what_counts_as_one_address(one, other, are_same):
     strangers: Strangers[int] = Strangers(10, 1)

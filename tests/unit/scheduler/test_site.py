@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.config.run import validate
 from slurmft.errors import SlurmError, UsageError
@@ -85,11 +86,9 @@ def test_the_cluster():
     assert (nothing.preempt_type, nothing.kill_wait_s, nothing.clock, nothing.has_epilog) == ("", None, None, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("10", 600.0), ("0:30", 60.0), ("90:01", 91 * 60.0), ("1:00:00", 3600.0), ("1-0", 86_400.0), ("0", math.inf),
-     ("UNLIMITED", math.inf), ("infinite", math.inf), ("-1", math.inf), (" 5 ", 300.0), ("", None), ("soon", None)],
-)  # fmt: skip
+@of_each(text__seconds=[("10", 600.0), ("0:30", 60.0), ("90:01", 91 * 60.0), ("1:00:00", 3600.0), ("1-0", 86_400.0),
+     ("0", math.inf), ("UNLIMITED", math.inf), ("infinite", math.inf), ("-1", math.inf), (" 5 ", 300.0), ("", None),
+     ("soon", None)])  # fmt: skip
 def test_a_limit_in_the_minutes_slurm_makes_of_it(text, seconds):
     assert parse_limit_s(text) == seconds
 

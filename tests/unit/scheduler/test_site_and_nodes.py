@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.config import run as config_run
 from slurmft.errors import ConfigError, UsageError
@@ -104,19 +105,14 @@ def test_what_was_submitted_is_read_on_a_machine_without_sbatch(
 # --- Nodes as sinfo shows them, and hostlists in and out ---
 
 
-@pytest.mark.parametrize(
-    "state",
-    ["idle", "mixed", "allocated", "completing", "allocated+", "idle~", "idle#", "idle%", "idle@", "idle^", "mixed-",
-     "reserved", "planned", "IDLE", "powered_down", "idle!", "rebooted"],
-)  # fmt: skip
+@of_each(state=["idle", "mixed", "allocated", "completing", "allocated+", "idle~", "idle#", "idle%", "idle@", "idle^",
+     "mixed-", "reserved", "planned", "IDLE", "powered_down", "idle!", "rebooted"])  # fmt: skip
 def test_a_node_that_takes_jobs_sooner_or_later_is_usable(state):
     assert is_usable(state)
 
 
-@pytest.mark.parametrize(
-    "state", ["down", "down*", "drained", "draining", "draining*", "drained~", "idle*", "fail", "failing", "error",
-              "unknown", "future", "maint", "idle$", "inval", "blocked", "unknown*", "", "*", " down "],
-)  # fmt: skip
+@of_each(state=["down", "down*", "drained", "draining", "draining*", "drained~", "idle*", "fail", "failing", "error",
+              "unknown", "future", "maint", "idle$", "inval", "blocked", "unknown*", "", "*", " down "])  # fmt: skip
 def test_a_node_that_does_not_is_not(state):
     assert not is_usable(state)
 
@@ -175,9 +171,8 @@ def test_ten_thousand_nodes_are_short_and_fast():
     assert len(text) < 20 * 20
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
+@of_each(
+    text__names=[
         ("n1", ["n1"]),
         ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[08-10,3],login", ["n08", "n09", "n10", "n3", "login"]),
@@ -186,7 +181,7 @@ def test_ten_thousand_nodes_are_short_and_fast():
         ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
         (" n1 , n2 ", ["n1", "n2"]),
         ("", []),
-    ],
+    ]
 )
 def test_a_hostlist_is_taken_apart(text, names):
     assert expand(text) == names

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 import slurmft
 from slurmft.errors import Fenced, NewerFormat, RunBusy, StorageError
@@ -187,7 +188,7 @@ def test_a_line_break_in_a_detail_stays_in_its_line(tmp_path):
     assert journal.read()[0].details["reason"] == 'two\nlines "quoted" \u2028 ü'
 
 
-@pytest.mark.parametrize("torn", [b'{"format": 1, "ev', b"\xff\xfe", b"{", b"[1]", b'"text"', b"17", b'{"format": 1}'])
+@of_each(torn=[b'{"format": 1, "ev', b"\xff\xfe", b"{", b"[1]", b'"text"', b"17", b'{"format": 1}'])
 def test_a_torn_last_line_is_skipped_and_closed_off(tmp_path, torn):
     journal = Journal(tmp_path)
     journal.append("one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from of_each import of_each
 
 from slurmft.agent.workers import worker_environment
 from slurmft.config.run import validate
@@ -10,9 +10,8 @@ from slurmft.ipc.messages import StartWorkers
 from slurmft.worker.session import Batches
 
 
-@pytest.mark.parametrize(
-    ("policy", "nodes", "samples"),
-    [
+@of_each(
+    policy__nodes__samples=[
         ("keep_global_batch", 4, 64),
         ("keep_global_batch", 3, 64),
         ("keep_global_batch", 5, 64),
@@ -20,7 +19,7 @@ from slurmft.worker.session import Batches
         ("keep_micro_batch", 3, 48),
         ("keep_micro_batch", 5, 80),
         ("keep_micro_batch", 1, 16),
-    ],
+    ]
 )
 def test_the_samples_of_a_step(policy: str, nodes: int, samples: int):
     elastic = {"min_nodes": 1, "max_nodes": 5, "batch": policy}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import torch
+from of_each import of_each
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
@@ -587,16 +588,15 @@ def test_a_save_in_a_handler_of_the_stop_signal_is_left_to_the_session(page, tra
     assert answers == [None] and [one.step for one in Catalog(tmp_path).committed()][:1] == [3]
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
+@of_each(
+    environment__folder=[
         ({}, "checkpoints"),
         ({"SLURM_JOB_ID": "7"}, "checkpoints"),
         ({"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}, "checkpoints/7"),
         ({"SUBMITIT_LOCAL_JOB_ID": "9", "SUBMITIT_EXECUTOR": "local"}, "checkpoints/9"),
         ({"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "checkpoints/7_0"),
         ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMFT_CHECKPOINT_DIR": "/c"}, "/c"),
-    ],
+    ]
 )
 def test_points_of_a_sweep_do_not_share_their_checkpoints(environment, folder):
     assert str(checkpoint_dir_of(environment)) == folder

@@ -10,6 +10,7 @@ import stored_state
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.checkpoint.image import SMALL_BYTES, SPREAD_SHARDS, Layout
 from slurmft.checkpoint.image_file import (
@@ -100,11 +101,8 @@ def test_a_part_that_no_shard_has_is_found_before_it_is_missed(tmp_path):
     assert read(tmp_path / "c", 0, 0, 2)[1] == [0.0, 1.0], "a rank that does not need it does not look"
 
 
-@pytest.mark.parametrize(
-    "holders",
-    [{"model.w": 8}, {"model.w": -1}, {"model.w": [0, 1, 9, 0]}, {"model.w": [0, 1, 2]}, {"model.w": "0"}, [1],
-     {"model.w": [7, 0, 1, 0]}, {"model.w": [0, 1, 0, 0]}, {"model.w": True}],
-)  # fmt: skip
+@of_each(holders=[{"model.w": 8}, {"model.w": -1}, {"model.w": [0, 1, 9, 0]}, {"model.w": [0, 1, 2]},
+     {"model.w": "0"}, [1], {"model.w": [7, 0, 1, 0]}, {"model.w": [0, 1, 0, 0]}, {"model.w": True}])  # fmt: skip
 def test_holders_that_lead_nowhere_are_damage(tmp_path, holders):
     write_spread(tmp_path / "c")
     raw = json.loads((tmp_path / "c" / index_file(0)).read_text())

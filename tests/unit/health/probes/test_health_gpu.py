@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from of_each import of_each
 
 from slurmft.config.health import GpuLimits, HealthConfig
 from slurmft.health import gpu
@@ -163,9 +164,8 @@ def test_no_driver_for_nvml_is_no_gpu(tmp_path, monkeypatch):
     assert gpu.gpus(scene(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    ("judge", "gpus", "limits", "status"),
-    [
+@of_each(
+    judge__gpus__limits__status=[
         (gpu.judge_ecc, [GOOD], GpuLimits(), OK),
         (gpu.judge_ecc, [replace(GOOD, uncorrected=None, pending=None)], GpuLimits(), OK),
         (gpu.judge_ecc, [replace(GOOD, uncorrected=1)], GpuLimits(), WARNING),
@@ -186,7 +186,7 @@ def test_no_driver_for_nvml_is_no_gpu(tmp_path, monkeypatch):
         (gpu.judge_nvlink, [replace(GOOD, links=(True, False))], GpuLimits(), WARNING),
         (gpu.judge_nvlink, [GOOD, replace(GOOD, links=())], GpuLimits(nvlinks=18), CRITICAL),
         (gpu.judge_nvlink, [replace(GOOD, links=())], GpuLimits(nvlinks=18), CRITICAL),
-    ],
+    ]
 )
 def test_judging_gpus(judge, gpus, limits, status):
     assert judge(gpus, limits).status is status

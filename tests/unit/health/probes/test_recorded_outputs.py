@@ -11,6 +11,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.agent.workers import gpu_uuids, own_device, pids_on_gpus
 from slurmft.config.health import HealthConfig
@@ -38,9 +39,8 @@ def row(index: int = 0, **fields: str) -> str:
     return ", ".join((known | fields).values())
 
 
-@pytest.mark.parametrize(
-    ("value", "number"),
-    [
+@of_each(
+    value__number=[
         ("7", 7),
         ("[N/A]", None),
         ("N/A", None),  # drivers before 450
@@ -50,7 +50,7 @@ def row(index: int = 0, **fields: str) -> str:
         ("-1", -1),
         ("9" * 400, None),
         ("", None),
-    ],
+    ]
 )
 def test_what_stands_in_the_place_of_a_number(value, number):
     (found,), _, errors = parse_smi(row(**{"ecc.errors.uncorrected.volatile.total": value}))
@@ -65,7 +65,7 @@ def test_a_gpu_that_says_in_one_field_that_it_is_dead_is_no_healthy_gpu(value):
     assert len(errors) == 1 and value in errors[0]
 
 
-@pytest.mark.parametrize("text", [row()[:cut] for cut in range(1, len(row()), 7)] + [row() + ", more", "0" * 100_000])
+@of_each(text=[row()[:cut] for cut in range(1, len(row()), 7)] + [row() + ", more", "0" * 100_000])
 def test_rows_that_are_cut_are_errors_and_not_gpus(text):
     gpus, _, errors = parse_smi(text)
     assert len(gpus) + len(errors) == 1
@@ -132,9 +132,8 @@ def test_a_driver_that_cannot_reach_its_gpu_is_critical_whatever_its_exit_code(t
     assert said[:60] in found[0].detail
 
 
-@pytest.mark.parametrize(
-    ("printed", "pids"),
-    [
+@of_each(
+    printed__pids=[
         ("55111\n34965\n56597\n", {55111, 34965, 56597}),  # with MIG, https://github.com/XuehaiPan/nvitop/pull/8
         ("No running processes found\n", set()),
         ("[Not Found]\n12\n-3\n1e3\n0x7\n", {12}),
@@ -142,7 +141,7 @@ def test_a_driver_that_cannot_reach_its_gpu_is_critical_whatever_its_exit_code(t
         ("Unable to determine the device handle for GPU 0000:0B:00.0: Unknown Error\n", set()),
         ("1" * 100_000, set()),
         ("\uff15\n", set()),
-    ],
+    ]
 )
 def test_processes_that_hold_memory(tmp_path, printed, pids):
     (tmp_path / "printed").write_text(printed)
@@ -174,9 +173,8 @@ def test_a_listing_with_errors_names_no_gpu(tmp_path):
 # the kernel's log
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "status"),
-    [
+@of_each(
+    line__code__status=[
         # https://plexus.company/guides/gpu-xid-errors/64
         ("NVRM: Xid (PCI:0000:65:00): 64, pid='N/A', Row Remapper: Failed to remap row", 64, CRITICAL),
         # the forms of https://docs.nvidia.com/deploy/xid-errors/
@@ -192,7 +190,7 @@ def test_a_listing_with_errors_names_no_gpu(tmp_path):
         ("NVRM: Xid (PCI:0000:3b:00): ", None, OK),
         ("NVRM: Xid (PCI:0000:3b:00): 99999999", None, OK),
         ("NVRM: Xid (PCI:../../etc): 79, x", None, OK),
-    ],
+    ]
 )
 def test_xid_messages(line, code, status):
     found = parse_xids([f"3,4711,{int(5e6)},-;{line}"])
@@ -211,9 +209,7 @@ WATCHDOG = (  # https://github.com/hiyouga/LlamaFactory/issues/7396
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
+@of_each(text__cause=[
         (WATCHDOG, COMMUNICATION),
         (WATCHDOG[:180], COMMUNICATION),
         # https://github.com/OFA-Sys/OFA/issues/271
@@ -243,8 +239,7 @@ WATCHDOG = (  # https://github.com/hiyouga/LlamaFactory/issues/7396
         ("dgx:1050:1315 [0] NCCL INFO Channel 03/0 : 0[90000] -> 1[1000] [send] via NET/Socket/3", None),
         ("k2:25146:25852 [0] NCCL INFO [Service thread] Connection closed by localRank 0", None),
         ("NCCL" * 25_000, None),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_words_of_nccl(text, cause):
     assert cause_of_text(text) is cause
     assert cause_of_text("\x1b[31m\0" + text) is cause or cause is None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from of_each import of_each
 
 from slurmft.agent.agent import MIN_SAMPLES, TimingReports
 from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, encoded
@@ -154,17 +155,14 @@ def test_a_report_fits_into_the_control_channel(tmp_path):
 GOOD = {"rank": 0, "role": "", "device": 1, "sections": [["own work", 0.1, 5]]}
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
+@of_each(ranks=[
         "none", [1], [{}], [GOOD | {"rank": -1}], [GOOD | {"role": 5}], [GOOD | {"role": "x" * 100}],
         [GOOD | {"device": 9}], [GOOD | {"sections": {}}], [GOOD | {"sections": [["a", 1.0]]}],
         [GOOD | {"sections": [["a", float("nan"), 3]]}], [GOOD | {"sections": [["a", "1", 3]]}],
         [GOOD | {"sections": [["a\n", 1.0, 3]]}], [GOOD | {"sections": [["a", 1.0, 0]]}],
         [GOOD | {"sections": [["a", 1.0, 3]] * (MAX_SECTIONS + 1)}], [GOOD | {"sections": [["a", True, 3]]}],
         [GOOD | {"sections": [["a", float("inf"), 3]]}],
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_report_of_another_shape_closes_its_connection(ranks):
     with pytest.raises(BadMessage):
         parse_report(encoded({"kind": "timings", "window": 1, "ranks": ranks}))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from of_each import of_each
 
 import slurmft
 from slurmft.config.run import RunConfig, validate
@@ -36,11 +37,9 @@ Options provided by plugins:
 Stub = Callable[[str, str], None]
 
 
-@pytest.mark.parametrize(
-    ("text", "option", "expected"),
-    [(SRUN, "--container", True), (SRUN, "--container-image", False), (WITH_PYXIS, "--container-image", True),
-     (WITH_PYXIS, "--container", True), ("--container-image is not known", "--container", False), ("", "--x", False)],
-)  # fmt: skip
+@of_each(text__option__expected=[(SRUN, "--container", True), (SRUN, "--container-image", False),
+     (WITH_PYXIS, "--container-image", True), (WITH_PYXIS, "--container", True),
+     ("--container-image is not known", "--container", False), ("", "--x", False)])  # fmt: skip
 def test_the_options_that_srun_has(text: str, option: str, expected: bool):
     assert names_option(text, option) is expected
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.operations import site as diagnosing
@@ -56,9 +57,8 @@ def test_of_a_good_cluster_there_is_nothing_to_do():
     assert {name: level for name, level in levels(GOOD).items() if level is not OK} == {"requeue delay": NOTE}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "check", "level"),
-    [
+@of_each(
+    key__value__check__level=[
         ("KillWait", "1 sec", "KillWait", WARNING),
         ("JobRequeue", "0", "requeue", NOTE),
         ("ProctrackType", "proctrack/pgid", "proctrack", WARNING),
@@ -76,7 +76,7 @@ def test_of_a_good_cluster_there_is_nothing_to_do():
         ("PreemptType", "preempt/none", "preemption", OK),
         ("Prolog", "/etc/slurm/prolog", "Prolog", NOTE),
         ("Prolog[0]", "/etc/slurm/prolog.d/*", "Prolog", NOTE),
-    ],
+    ]
 )
 def test_what_is_said_of_a_setting(key, value, check, level):
     assert levels(GOOD | {key: value})[check] is level
@@ -95,9 +95,8 @@ def test_of_what_is_not_known_nothing_is_said():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mode", "grace_s", "continue_by", "level"),
-    [
+@of_each(
+    mode__grace_s__continue_by__level=[
         ("REQUEUE", 120.0, "auto", OK),
         ("REQUEUE", 0.0, "auto", WARNING),
         ("REQUEUE", 2.0, "auto", WARNING),
@@ -108,7 +107,7 @@ def test_of_what_is_not_known_nothing_is_said():
         ("GANG,SUSPEND", 0.0, "auto", OK),
         ("OFF", 0.0, "auto", OK),
         ("", 120.0, "auto", OK),
-    ],
+    ]
 )
 def test_what_is_said_of_a_partition(mode, grace_s, continue_by, level):
     known = {"p": PartitionFacts(name="p", preempt_mode=mode, grace_s=grace_s)}
@@ -130,16 +129,15 @@ def test_a_partition_must_exist():
     assert [each.level for each in judge_partitions(by_qos, known, ["p"], Wishes())] == [NOTE]
 
 
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
+@of_each(
+    facts__expected=[
         ({}, [OK, OK]),
         ({"flock": "Function not implemented"}, [OK, NOTE]),
         ({"took_s": 3.0}, [WARNING, OK]),
         ({"exclusive": False}, [PROBLEM, OK]),
         ({"renames": False}, [PROBLEM, OK]),
         ({"error": "Read-only file system"}, [PROBLEM]),
-    ],
+    ]
 )
 def test_what_is_said_of_a_folder(facts, expected):
     assert [each.level for each in judge_folder(FolderFacts(path="/x", **facts))] == expected

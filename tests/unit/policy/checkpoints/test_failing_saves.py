@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 from rank_facts import training
 
 from slurmft.cli.main import cli
@@ -114,9 +115,8 @@ FEW = st.integers(1, 40)
 COPIES = st.integers(0, 5)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "copies", "holders"),
-    [
+@of_each(
+    nodes__copies__holders=[
         (1, 0, ((),)),
         (1, 3, ((),)),
         (4, 0, ((), (), (), ())),
@@ -127,15 +127,13 @@ COPIES = st.integers(0, 5)
         (6, 2, ((1, 2), (2, 0), (0, 1), (4, 5), (5, 3), (3, 4))),
         (5, 2, ((1, 2), (2, 3), (3, 4), (4, 0), (0, 1))),
         (2, 3, ((1,), (0,))),
-    ],
+    ]
 )
 def test_where_copies_lie(nodes, copies, holders):
     assert copy_holders(nodes, copies) == holders
 
 
-@pytest.mark.parametrize(
-    ("nodes", "copies"), [(0, 1), (-1, 0), (2, -1), (2.0, 1), (2, 1.5), (float("nan"), 1), (3, True)]
-)
+@of_each(nodes__copies=[(0, 1), (-1, 0), (2, -1), (2.0, 1), (2, 1.5), (float("nan"), 1), (3, True)])
 def test_numbers_that_make_no_sense_are_refused(nodes, copies):
     with pytest.raises(ValueError, match="make no sense"):
         copy_holders(nodes, copies)

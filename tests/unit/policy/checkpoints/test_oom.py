@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 from worker_variable import worker_variable
 
 from slurmft.errors import UsageError
@@ -24,9 +25,8 @@ def steps(micro_batch: int, min_batch: int = 1) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "min_batch", "sizes"),
-    [
+@of_each(
+    micro_batch__min_batch__sizes=[
         (8, 1, [8, 4, 2, 1]),
         (8, 3, [8, 4]),
         (8, 4, [8, 4]),
@@ -38,7 +38,7 @@ def steps(micro_batch: int, min_batch: int = 1) -> list[int]:
         (30, 1, [30, 15, 6, 3, 1]),
         (1, 1, [1]),
         (1_000_003, 1, [1_000_003, 1]),
-    ],
+    ]
 )
 def test_each_step_at_least_halves(micro_batch, min_batch, sizes):
     assert steps(micro_batch, min_batch) == sizes
@@ -105,7 +105,7 @@ def test_the_global_batch_stays(tmp_path, samples, divisor, micro_batch, accumul
     assert micro_batch * accumulation == samples * 3
 
 
-@pytest.mark.parametrize("text", ["", "x", "-2", "0", "2.5", "9" * 30])
+@of_each(text=["", "x", "-2", "0", "2.5", "9" * 30])
 def test_a_divisor_that_is_none_counts_as_1(tmp_path, text):
     assert batches(tmp_path, text).micro_batch(8) == 8
 
@@ -130,19 +130,16 @@ def test_a_folder_that_is_gone_is_no_reason_to_fail(tmp_path):
     assert batches(tmp_path / "gone").micro_batch(8) == 8
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"format": 1}', '{"format": 1, "asked": [], "divisor": 1}',
+@of_each(content=["", "{", "[]", '{"format": 1}', '{"format": 1, "asked": [], "divisor": 1}',
      '{"format": 99, "asked": [1], "divisor": 1}',
      '{"format": 1, "asked": [0], "divisor": 1}', '{"format": 1, "asked": [NaN], "divisor": 1}',
-     '{"format": 1, "asked": [1], "divisor": "2"}', '{"format": 1, "asked": {"1": 1}, "divisor": 1}'],
-)  # fmt: skip
+     '{"format": 1, "asked": [1], "divisor": "2"}', '{"format": 1, "asked": {"1": 1}, "divisor": 1}'])  # fmt: skip
 def test_a_note_that_is_damaged_is_none(tmp_path, content):
     (tmp_path / BATCH_FILE).write_text(content)
     assert noted_batches(tmp_path) is None
 
 
-@pytest.mark.parametrize("number", [0, -1, 2.0, True, float("nan"), "8", None])
+@of_each(number=[0, -1, 2.0, True, float("nan"), "8", None])
 def test_nonsense_is_refused(tmp_path, number):
     with pytest.raises(UsageError):
         batches(tmp_path).micro_batch(number)
@@ -153,16 +150,15 @@ def test_nonsense_is_refused(tmp_path, number):
 # --- Global batches spread over ranks and micro-batches: nothing lost, nothing counted twice ---
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "world_size", "max_micro_batch", "samples", "micro_batches"),
-    [
+@of_each(
+    global_batch__world_size__max_micro_batch__samples__micro_batches=[
         (8, 2, 4, (4, 4), ((4,), (4,))),
         (8, 2, 2, (4, 4), ((2, 2), (2, 2))),
         (8, 3, 4, (3, 3, 2), ((3,), (3,), (2,))),
         (10, 3, 2, (4, 3, 3), ((2, 2), (2, 1), (2, 1))),
         (10, 4, 2, (3, 3, 2, 2), ((2, 1), (2, 1), (2,), (2,))),
         (3, 3, 100, (1, 1, 1), ((1,), (1,), (1,))),
-    ],
+    ]
 )
 def test_examples(global_batch, world_size, max_micro_batch, samples, micro_batches):
     split = split_batch(global_batch, world_size, max_micro_batch)
@@ -208,7 +204,7 @@ def test_the_gradient_is_that_of_the_whole_batch_on_any_world_size(world_size):
     assert torch.allclose(total / world_size, whole, rtol=1e-12)
 
 
-@pytest.mark.parametrize("numbers", [(0, 1, 1), (8, 0, 1), (8, 2, 0), (-8, 2, 1), (8.0, 2, 1), (8, True, 1)])
+@of_each(numbers=[(0, 1, 1), (8, 0, 1), (8, 2, 0), (-8, 2, 1), (8.0, 2, 1), (8, True, 1)])
 def test_nonsense_of_batches_is_refused(numbers):
     with pytest.raises(UsageError, match="positive"):
         split_batch(*numbers)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.checkpoints import MAX_SHARE, NEW_PLACES, SAMPLES, Costs, Spacing
 
@@ -20,9 +20,8 @@ def run(spacing: Spacing, copies: int, *, copy: int, step: int, agreeing: int = 
     return shares
 
 
-@pytest.mark.parametrize(
-    ("interval", "copy_ms", "step_ms", "lands_at"),
-    [
+@of_each(
+    interval__copy_ms__step_ms__lands_at=[
         (1, 1, 100, 1),  # 1 %
         (1, 5, 100, 1),  # 5 % is not more than 5 %
         (1, 6, 100, 2),
@@ -30,7 +29,7 @@ def run(spacing: Spacing, copies: int, *, copy: int, step: int, agreeing: int = 
         (10, 1, 1, 20),
         (10, 100, 10, 320),
         (3, 4, 10, 12),
-    ],
+    ]
 )
 def test_where_the_interval_lands(interval, copy_ms, step_ms, lands_at):
     spacing = Spacing(interval)

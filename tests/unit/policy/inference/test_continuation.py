@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 from word_engine import prompt_of, tokens_in
 
 from slurmft.policy.serving import Form, JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
@@ -16,9 +17,8 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 TEXT_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "form"),
-    [
+@of_each(
+    path__body__form=[
         (TEXT_PATH, TEXT, Form.TEXT),
         (CHAT_PATH, CHAT, Form.CHAT),
         ("/v1/embeddings", TEXT, None),
@@ -44,7 +44,7 @@ TEXT_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
         (CHAT_PATH, {**CHAT, "tools": [{"type": "function"}]}, None),
         (CHAT_PATH, {**CHAT, "response_format": {"type": "json_object"}}, None),
         (CHAT_PATH, {**CHAT, "something_new": 1}, None),
-    ],
+    ]
 )
 def test_what_may_be_continued(path, body, form):
     assert form_of(path, body) is form
@@ -155,11 +155,9 @@ def test_an_unfinished_answer_says_so_and_what_the_last_piece_adds_is_kept():
     assert choice == {"index": 0, "logprobs": None, "text": "ab", "finish_reason": "stop", "stop_reason": 7}
 
 
-@pytest.mark.parametrize(
-    ("event", "status"),
-    [({"error": {"message": "x", "code": 429}}, 429), ({"error": "x"}, 500), ({"error": {"code": "bad"}}, 500),
-     ({"object": "error", "code": 400}, 400), ({"choices": []}, None), ({"choices": [], "error": None}, None)],
-)  # fmt: skip
+@of_each(event__status=[({"error": {"message": "x", "code": 429}}, 429), ({"error": "x"}, 500),
+     ({"error": {"code": "bad"}}, 500), ({"object": "error", "code": 400}, 400), ({"choices": []}, None),
+     ({"choices": [], "error": None}, None)])  # fmt: skip
 def test_an_error_within_a_stream_is_told_apart(event, status):
     found = error_in(event)
     assert (found and found[0]) == status

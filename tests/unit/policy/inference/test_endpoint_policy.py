@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.inference import WINDOW_S, NodeDeaths
 from slurmft.policy.serving import (
@@ -31,9 +32,8 @@ CALM = Situation(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "step"),
-    [
+@of_each(
+    changes__step=[
         ({}, Step.WAIT),
         ({"due_s": None}, Step.WAIT),
         ({"now_s": 2000}, Step.SUBMIT),
@@ -46,7 +46,7 @@ CALM = Situation(
         ({"now_s": 2101, "successor": Successor.ALIVE, "alive_since_s": 1800}, Step.REPLACE),
         ({"now_s": 2000, "successor": Successor.GONE, "tries": 1}, Step.SUBMIT),
         ({"now_s": 2000, "successor": Successor.GONE, "tries": MAX_TRIES}, Step.GIVE_UP),
-    ],
+    ]
 )
 def test_the_next_step(changes: dict[str, object], step: Step) -> None:
     assert next_step(replace(CALM, **changes)) is step  # type: ignore[arg-type]
@@ -68,16 +68,15 @@ def test_it_is_not_due_in_the_first_half_of_a_job(lead: float | None, ends: floa
     assert due_s(lead, owned_since_s=0, ends_s=ends) == due
 
 
-@pytest.mark.parametrize(
-    ("successor", "since", "left", "waits"),
-    [
+@of_each(
+    successor__since__left__waits=[
         (Successor.ALIVE, 60, 40, True),
         (Successor.ALIVE, 71, 29, False),
         (Successor.WAITING, 5, 95, True),
         (Successor.WAITING, 11, 89, False),
         (Successor.NONE, 5, 95, True),
         (Successor.GONE, 5, 95, False),
-    ],
+    ]
 )
 def test_a_stop_goes_on_serving_for_a_successor_that_may_come(
     successor: Successor, since: float, left: float, waits: bool
@@ -85,9 +84,15 @@ def test_a_stop_goes_on_serving_for_a_successor_that_may_come(
     assert waits_for(successor, since_s=since, left_s=left, whole_s=100) is waits
 
 
-@pytest.mark.parametrize(
-    ("ready", "down", "routers", "suffices"),
-    [(4, 0, 2, True), (3, 0, 2, False), (3, 1, 2, True), (4, 0, 1, False), (1, 3, 2, False), (0, 4, 2, False)],
+@of_each(
+    ready__down__routers__suffices=[
+        (4, 0, 2, True),
+        (3, 0, 2, False),
+        (3, 1, 2, True),
+        (4, 0, 1, False),
+        (1, 3, 2, False),
+        (0, 4, 2, False),
+    ]
 )
 def test_a_candidate_takes_over_when_all_that_can_be_is_ready(
     ready: int, down: int, routers: int, suffices: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.inference import (
     KILLS,
@@ -33,17 +34,14 @@ from slurmft.policy.inference import (
 )
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "outcome"),
-    [
+@of_each(status__text__outcome=[
         (200, "", TryOutcome.ANSWER), (201, "", TryOutcome.ANSWER), (301, "", TryOutcome.ANSWER),
         (400, "", TryOutcome.ANSWER), (404, "", TryOutcome.ANSWER), (422, "out of memory", TryOutcome.ANSWER),
         (408, "", TryOutcome.RETRY), (429, "", TryOutcome.RETRY), (500, "oops", TryOutcome.RETRY),
         (503, "", TryOutcome.RETRY), (501, "", TryOutcome.ANSWER),
         (500, "torch.OutOfMemoryError: CUDA out of memory", TryOutcome.SMALLER),
         (503, "KV cache is full", TryOutcome.SMALLER),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_follows_a_status(status, text, outcome):
     assert outcome_of_status(status, text) is outcome
 
@@ -72,11 +70,8 @@ def test_the_smallest_request_has_the_model_of_the_one_it_is_made_from():
     assert model_in(b"\x00" * 100) == model_in(b"") == ""
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [(None, None), ("3", 3.0), ("0", 0.0), ("1e9", 30.0), ("-1", None), ("nan", None), ("inf", None), ("soon", None),
-     ("Wed, 21 Oct 2015 07:28:00 GMT", None)],
-)  # fmt: skip
+@of_each(header__seconds=[(None, None), ("3", 3.0), ("0", 0.0), ("1e9", 30.0), ("-1", None), ("nan", None),
+     ("inf", None), ("soon", None), ("Wed, 21 Oct 2015 07:28:00 GMT", None)])  # fmt: skip
 def test_retry_after(header, seconds):
     assert retry_after_s(header, longest_s=30.0) == seconds
 
@@ -187,29 +182,23 @@ def test_restarts_have_a_pause_that_doubles_and_an_end():
     assert not restarts.succeeded().failed().exhausted
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
+@of_each(command__name=[
         (["vllm", "serve", "m"], "vllm"), (["python", "-m", "vllm.entrypoints.openai.api_server"], "vllm"),
         (["/opt/bin/llama-server", "-m", "x.gguf"], "llama-server"),
         (["python3", "-m", "sglang.launch_server"], "sglang"),
         (["text-generation-launcher"], "text-generation-launcher"), (["python", "server.py", "vllm.py"], "vllm"),
         (["python", "own.py"], "another"), ([], "another"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_engines_are_known_by_name(command, name):
     assert engine_kind(command).name == name
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+@of_each(text__value=[
         ("", None), ("other 3", None), ("made_total 3", 3.0),
         ('made_total{a="b c"} 3\nmade_total{a="d"} 4.5 17\n', 7.5),
         ("made_total_created 9", None), ("made_total{} x\nmade_total 2", 2.0),
         ("# HELP made_total x\nmade_total", None),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_counter_is_summed_over_its_labels(text, value):
     assert counter_in(text, "made_total") == value
 
@@ -232,10 +221,8 @@ def test_too_few_gpus_are_told():
         devices_of(["0", "1", "2"], 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("word", "becomes"),
-    [("/m/a", "/x"), ("--model=/m/a", "--model=/x"), ("/m/a/b.gguf", "/x/b.gguf"), ("a=/m/a,b=/m/a", "a=/x,b=/x"),
-     ("/m/a-b", "/m/a-b"), ("/m/a.gguf", "/m/a.gguf"), ("/c/m/a", "/c/m/a"), ("{port}", "{port}")],
-)  # fmt: skip
+@of_each(word__becomes=[("/m/a", "/x"), ("--model=/m/a", "--model=/x"), ("/m/a/b.gguf", "/x/b.gguf"),
+     ("a=/m/a,b=/m/a", "a=/x,b=/x"), ("/m/a-b", "/m/a-b"), ("/m/a.gguf", "/m/a.gguf"), ("/c/m/a", "/c/m/a"),
+     ("{port}", "{port}")])  # fmt: skip
 def test_a_path_of_a_command_becomes_another_one(word: str, becomes: str) -> None:
     assert with_another_path(("serve", word), "/m/a/", "/x") == ("serve", becomes)

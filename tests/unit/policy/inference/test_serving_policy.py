@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.policy.inference import is_open, normal
@@ -60,9 +61,7 @@ def test_which_replica_gets_a_request(loads, without, chosen):
     assert choose_replica(loads, limit=4, without=without) == chosen
 
 
-@pytest.mark.parametrize(
-    ("loads", "without", "chosen"),
-    [
+@of_each(loads__without__chosen=[
         ([], (), None),
         ([Load("a", 3), Load("b", 1)], (), "b"),
         ([Load("a", 3), Load("b", 1)], ("b",), "a"),
@@ -76,8 +75,7 @@ def test_which_replica_gets_a_request(loads, without, chosen):
         ([Load("a", 1, kept=True, taken=True), Load("b", 2), Load("c", 3), Load("d", 9)], (), "b"),
         ([Load("a", 1, kept=True, taken=True), Load("b", 2), Load("c", 3)], (), None),
         ([Load("a", 1, kept=True, avoided=True), Load("b", 1, kept=True), Load("c", 0), Load("d", 0)], (), "b"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_on_which_replica_a_suspect_is_tried_alone(loads, without, chosen):
     assert place_alone(loads, without) == chosen
 
@@ -177,9 +175,7 @@ TRY = {"failed": 1, "max_retries": 3, "sent": False, "left_s": 10.0, "budget": R
        "max_delay_s": 4.0, "others": False}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("failure", "more", "then"),
-    [
+@of_each(failure__more__then=[
         (Failure.LOST, {}, SecondTry(again=True)),
         (Failure.LOST, {"budget": RetryBudget(0.0)}, SecondTry(again=True)),
         (Failure.LOST, {"sent": True}, SecondTry(again=False)),
@@ -193,8 +189,7 @@ TRY = {"failed": 1, "max_retries": 3, "sent": False, "left_s": 10.0, "budget": R
         (Failure.SICK, {"budget": RetryBudget(0.9)}, SecondTry(again=False)),
         (Failure.SICK, {"sent": True}, SecondTry(again=False)),
         (Failure.SICK, {"left_s": 0.5}, SecondTry(again=False, spends=True, pause_s=1.0)),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_follows_a_failed_try(failure, more, then):
     assert after_failure(failure, **{**TRY, **more}) == then
 
@@ -254,15 +249,12 @@ def test_what_administers_an_engine_is_closed_however_it_is_written(program: str
     assert not is_open("POST", "/v1/models", allowed) and not is_open("DELETE", "/v1/models/m", allowed)
 
 
-@pytest.mark.parametrize(
-    ("program", "method", "path"),
-    [
+@of_each(program__method__path=[
         ("another", "POST", "/v1/chat/completions"), ("another", "GET", "/v1/models/org%2Fname"),
         ("another", "HEAD", "/v1/models"), ("another", "GET", "/v1/responses/resp_1"), ("another", "GET", "/health"),
         ("vllm", "POST", "/pooling"), ("sglang", "POST", "/generate"), ("llama-server", "POST", "/completion"),
         ("text-generation-launcher", "POST", "/generate_stream"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_asks_an_engine_for_something_is_open(program: str, method: str, path: str):
     found = normal(path)
     assert found is not None and is_open(method, found, open_paths(program))
@@ -279,10 +271,8 @@ def test_a_kept_configuration_has_its_paths_in_another_section():
     assert InferenceConfig.model_validate(section).engine.allow_paths == ("/sleep",)
 
 
-@pytest.mark.parametrize(
-    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2f%2fb", "/a%2F../b", "/a%252fb", "/%2e%2e/a", "/a\\b", "/a%5cb",
-             "/a%00", "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
-)  # fmt: skip
+@of_each(path=["/a/../b", "/a/./b", "//a", "/a//b", "/a%2f%2fb", "/a%2F../b", "/a%252fb", "/%2e%2e/a", "/a\\b",
+             "/a%5cb", "/a%00", "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"])  # fmt: skip
 def test_a_path_with_two_meanings_is_none(path):
     assert normal(path) is None
 
@@ -303,9 +293,17 @@ def test_headers_of_the_connection_stay_on_it():
     assert end_to_end(given) == [*kept, ("Authorization", "Bearer t"), ("X-API-Key", "t")]
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [(None, None), ("3", 3.0), ("0.5", 0.5), ("0", None), ("-1", None), ("nan", None), ("inf", None), ("soon", None)],
+@of_each(
+    header__seconds=[
+        (None, None),
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("0", None),
+        ("-1", None),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+    ]
 )
 def test_the_time_that_a_client_gives(header, seconds):
     assert seconds_asked(header) == seconds
@@ -314,9 +312,7 @@ def test_the_time_that_a_client_gives(header, seconds):
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("path", "asked", "becomes"),
-    [
+@of_each(path__asked__becomes=[
         (TEXT, {"prompt": "x"}, {"prompt": "x", "max_tokens": 64, "model": "s"}),
         (TEXT, {"max_tokens": 10, "model": "l"}, {"max_tokens": 10, "model": "s"}),
         (CHAT, {"max_completion_tokens": 900}, {"max_completion_tokens": 64, "model": "s"}),
@@ -326,8 +322,7 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
         ("/v1/responses", {"max_output_tokens": 900}, {"max_output_tokens": 64, "model": "s"}),
         ("/v1/messages", {"max_tokens": 900}, {"max_tokens": 64, "model": "s"}),
         ("/v1/embeddings", {"input": "x"}, {"input": "x"}), (TEXT, ["x"], ["x"]),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_degraded_endpoint_asks_for_less_and_says_what(path, asked, becomes):
     body, told = cheaper(path, json.dumps(asked).encode(), 64, "s")
     assert json.loads(body) == becomes

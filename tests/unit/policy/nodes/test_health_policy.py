@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.node_health import (
     MAX_REASON,
@@ -98,11 +99,8 @@ def cluster(failing: int, of: int, letters: str = "XX") -> dict[str, list[Checku
     return {f"n{number}": history(f"n{number}", letters if number < failing else "..") for number in range(of)}
 
 
-@pytest.mark.parametrize(
-    ("failing", "of", "is_the_clusters"),
-    [(1, 1, False), (1, 2, False), (1, 4, False), (2, 4, True), (2, 10, False), (3, 10, False), (4, 10, True),
-     (10, 10, True)],
-)  # fmt: skip
+@of_each(failing__of__is_the_clusters=[(1, 1, False), (1, 2, False), (1, 4, False), (2, 4, True), (2, 10, False),
+     (3, 10, False), (4, 10, True), (10, 10, True)])  # fmt: skip
 def test_what_many_share_is_no_nodes_fault(failing, of, is_the_clusters):
     found = assess(cluster(failing, of), NOW, RULES)
     assert bool(found.cluster_problems) is is_the_clusters

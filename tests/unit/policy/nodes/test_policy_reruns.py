@@ -8,6 +8,7 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.reruns import (
     LossWindow,
@@ -27,9 +28,8 @@ INF, NAN = math.inf, math.nan
 numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
-@pytest.mark.parametrize(
-    ("first", "again", "expected"),
-    [
+@of_each(
+    first__again__expected=[
         (1.0, 1.0, 0.0),
         (0.0, -0.0, 0.0),
         (NAN, NAN, 0.0),
@@ -45,7 +45,7 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
         (0.0, 5e-324, 2.0),
         (1.7e308, -1.7e308, 2.0),
         (1.7e308, 0.85e308, 2 / 3),
-    ],
+    ]
 )
 def test_how_far_apart_two_results_are(first, again, expected):
     assert difference(first, again) == pytest.approx(expected)
@@ -70,9 +70,8 @@ def test_several_values_are_as_far_apart_as_the_worst_of_them():
 N, R, D, X, U = Seen.NOTHING, Seen.REPRODUCED, Seen.DIFFERENT, Seen.DIFFERENT_REJECTED, Seen.UNKNOWN
 
 
-@pytest.mark.parametrize(
-    ("phase", "seen", "others", "outcome"),
-    [
+@of_each(
+    phase__seen__others__outcome=[
         (Phase.IN_PLACE, [N, D], False, RerunOutcome.TRANSIENT),
         (Phase.IN_PLACE, [D, D], True, RerunOutcome.AGAIN),
         (Phase.IN_PLACE, [N, R], False, RerunOutcome.UNDECIDED),
@@ -86,7 +85,7 @@ N, R, D, X, U = Seen.NOTHING, Seen.REPRODUCED, Seen.DIFFERENT, Seen.DIFFERENT_RE
         (Phase.ELSEWHERE, [D, X], False, RerunOutcome.INCONCLUSIVE),
         (Phase.ELSEWHERE, [R, X], False, RerunOutcome.INCONCLUSIVE),
         (Phase.ELSEWHERE, [D, U], False, RerunOutcome.INCONCLUSIVE),
-    ],
+    ]
 )
 def test_what_follows_a_rerun(phase, seen, others, outcome):
     assert after_rerun(phase, seen, rejected_others=others) is outcome
@@ -102,16 +101,15 @@ def on(node: str, gpu: str = "") -> Suspect:
     return Suspect(node=node, gpu=gpu)
 
 
-@pytest.mark.parametrize(
-    ("here", "suspect", "same"),
-    [
+@of_each(
+    here__suspect__same=[
         (on("n1"), on("n1"), True),
         (on("n1"), on("n2"), False),
         (on("n1", "GPU-a"), on("n1", "GPU-a"), True),
         (on("n1", "GPU-b"), on("n1", "GPU-a"), False),  # another GPU of the node is other hardware
         (on("n2", "GPU-a"), on("n1", "GPU-a"), True),  # a GPU that was moved is still the same
         (on("n1"), on("n1", "GPU-a"), True),  # unknown: it may be that one
-    ],
+    ]
 )
 def test_what_counts_as_the_same_hardware(here, suspect, same):
     assert on_suspects([here], [suspect]) == ([here] if same else [])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from of_each import of_each
 
 import slurmft
 from slurmft.policy.container import (
@@ -178,7 +179,7 @@ def test_a_root_elsewhere_stays_there():
     assert with_mounts({"root": {"path": "/r"}}, container("oci"))[1] == "/r"
 
 
-@pytest.mark.parametrize("spec", [{}, [], {"root": []}, {"root": {"path": 1}}, {"root": {"path": "r"}, "mounts": [1]},
+@of_each(spec=[{}, [], {"root": []}, {"root": {"path": 1}}, {"root": {"path": "r"}, "mounts": [1]},
                                   {"root": {"path": "r"}, "process": [1]}])  # fmt: skip
 def test_a_damaged_bundle_is_refused(spec: Any):
     with pytest.raises(ValueError, match=r"root\.path|mounts|process|not an object"):

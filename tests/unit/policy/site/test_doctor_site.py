@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from of_each import of_each
 
 from slurmft.config.run import validate
 from slurmft.operations.site import diagnose, newest_size, place
@@ -54,9 +55,8 @@ OTHERS = TrustedPath(path="/x", changeable_by="every user")
 ANNS = TrustedPath(path="/x", owner="ann")
 
 
-@pytest.mark.parametrize(
-    ("changed", "check", "level"),
-    [
+@of_each(
+    changed__check__level=[
         ({"conf": {}, "programs": {}, "installation": OTHERS}, "installation", Level.WARNING),
         ({"installation": OTHERS}, "installation", Level.PROBLEM),
         ({"installation": ANNS}, "installation", Level.OK),
@@ -74,15 +74,14 @@ ANNS = TrustedPath(path="/x", owner="ann")
         ({"results": OTHERS}, "node results", Level.PROBLEM),
         ({"looked_at": {"n1": 60.0}}, "node results", Level.WARNING),
         ({"looked_at": {"n1": 60.0, "n2": 1801.0}}, "node results", Level.WARNING),
-    ],
+    ]
 )
 def test_what_is_said_of_a_site(changed: dict[str, object], check: str, level: Level):
     assert site(**changed)[check] is level
 
 
-@pytest.mark.parametrize(
-    ("changed", "check", "level"),
-    [
+@of_each(
+    changed__check__level=[
         ({"folder": OTHERS}, "run folder's place", Level.WARNING),
         ({"kind": "ext4"}, "run folder's place", Level.NOTE),
         ({"kind": "ext4", "nodes": 1}, "run folder's place", None),
@@ -92,7 +91,7 @@ def test_what_is_said_of_a_site(changed: dict[str, object], check: str, level: L
         ({"free_bytes": None}, "room for checkpoints", None),
         ({"checkpoint_bytes": 0}, "room for checkpoints", None),
         ({"kept": 1}, "kept checkpoints", Level.WARNING),
-    ],
+    ]
 )
 def test_what_is_said_of_a_run(changed: dict[str, object], check: str, level: Level | None):
     assert run(**changed).get(check) is level
@@ -156,9 +155,8 @@ def test_a_drill_in_which_all_went_well():
     assert passed(rows(GOOD))
 
 
-@pytest.mark.parametrize(
-    ("changes", "failed"),
-    [
+@of_each(
+    changes__failed=[
         ({"stop_reason": None}, ["signal", "who got it"]),
         ({"saved_step": None, "resumed_from": 0}, ["save", "resumed"]),
         ({"grace_s": 0.0}, ["grace", "your workload"]),
@@ -173,7 +171,7 @@ def test_a_drill_in_which_all_went_well():
         ({"waited_s": 121.4}, ["ineligible"]),
         ({"resumed_from": 0}, ["resumed"]),
         ({"save_s": None}, []),
-    ],
+    ]
 )
 def test_what_fails(changes, failed):
     table = rows(replace(GOOD, **changes))

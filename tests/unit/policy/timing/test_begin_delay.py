@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.stop import LONGEST_S, delay_that_holds
 from slurmft.storage.journal import Event
@@ -15,9 +15,8 @@ from slurmft.supervisor.act import past_requeues
 BEGAN = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
 
-@pytest.mark.parametrize(
-    ("past", "delay_s"),
-    [
+@of_each(
+    past__delay_s=[
         ([], 2),
         ([(2, 2.4)], 2),
         ([(2, 144.0)], 4),  # as it was seen: the disk was slow, and the begin time over
@@ -34,7 +33,7 @@ BEGAN = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
         ([(2, 4000.0)], 2),
         ([(300, 302.0)], 2),
         ([(120, 122.0)], 2),
-    ],
+    ]
 )
 def test_a_delay_that_was_too_short_is_doubled_and_stays(past, delay_s):
     assert delay_that_holds(2, past) == delay_s

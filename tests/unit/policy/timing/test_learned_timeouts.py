@@ -10,6 +10,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.errors import NewerFormat
 from slurmft.policy.hangs import CEILING_S, FLOOR_S, MAX_SAMPLES, MIN_SAMPLES, learned_s, merged
@@ -102,17 +103,14 @@ def test_the_file_stays_small(tmp_path):
     assert (len(newest), len(newest["section 0"])) == (history.MAX_SECTIONS, history.MAX_SAMPLES)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+@of_each(content=[
         b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"format": 1}', b'{"format": 1, "workloads": {}}',
         b'{"format": 1, "workloads": [["a"]]}', b'{"format": 1, "workloads": [["a", {"step": [NaN]}]]}',
         b'{"format": 1, "workloads": [["a", {"step": [true]}]]}', b'{"format": 1, "workloads": [["a", {"step": 5}]]}',
         b'{"format": 1, "workloads": [["a", {"step": [-1]}]]}',
         b'{"format": 1, "workloads": [["a", {"step": [1e999]}]]}',
         b"[" * 100_000,
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_damaged_file_is_nothing_and_is_replaced(tmp_path, content: bytes):
     (tmp_path / "ft_state.json").write_bytes(content)
     assert history.read_ft_state(tmp_path, "a") == {}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.agent.workers import worker_environment
 from slurmft.config import run as configuration
@@ -74,9 +75,8 @@ def test_what_the_user_has_set_stays():
     assert HANDLING_VARIABLE not in watchdog_variables({"NCCL_ASYNC_ERROR_HANDLING": "1"}, timeout_s=60, limit_s=60)
 
 
-@pytest.mark.parametrize(
-    ("environment", "is_trusted"),
-    [
+@of_each(
+    environment__is_trusted=[
         ({}, True),
         ({HANDLING_VARIABLE: "3"}, True),
         ({HANDLING_VARIABLE: "0"}, True),
@@ -84,7 +84,7 @@ def test_what_the_user_has_set_stays():
         ({HANDLING_VARIABLE: "2"}, False),
         ({"NCCL_ASYNC_ERROR_HANDLING": "2"}, False),
         ({"NCCL_ASYNC_ERROR_HANDLING": "2", HANDLING_VARIABLE: "3"}, True),
-    ],
+    ]
 )
 def test_an_abort_before_the_end_of_the_process_leaves_nothing_to_trust(environment, is_trusted):
     assert (why_not_to_trust(environment) == "") is is_trusted

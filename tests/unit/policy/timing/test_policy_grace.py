@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.stop import (
     NOTICE_S,
@@ -122,9 +123,8 @@ def test_what_is_left_of_killwait(kill_wait_s, left_s):
 # who is preempted
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode", "tier", "tiers", "what"),
-    [
+@of_each(
+    kind__mode__tier__tiers__what=[
         ("preempt/partition_prio", "REQUEUE", 1, [1, 10], Preempts.BY_PARTITION),
         ("preempt/partition_prio", "CANCEL", 1, [1, 10], Preempts.BY_PARTITION),
         ("preempt/partition_prio", "GANG,REQUEUE", 1, [1, 10], Preempts.BY_PARTITION),
@@ -141,7 +141,7 @@ def test_what_is_left_of_killwait(kill_wait_s, left_s):
         ("", "REQUEUE", 1, [1, 10], Preempts.BY_PARTITION),
         ("", "", None, [], Preempts.UNKNOWN),
         ("preempt/partition_prio", "", 1, [1, 10], Preempts.UNKNOWN),
-    ],
+    ]
 )
 def test_what_a_preemption_does(kind, mode, tier, tiers, what):
     assert preempts(kind=kind, mode=mode, tier=tier, tiers=tiers) is what

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.ipc import messages
 from slurmft.ipc.messages import Looks
@@ -46,9 +47,8 @@ def looks(*ticks: int) -> list[Look]:
     return [Look(attached=True, tick=tick, alive=True) for tick in ticks]
 
 
-@pytest.mark.parametrize(
-    ("place", "tick"),
-    [
+@of_each(
+    place__tick=[
         ((0,), 0),
         ((1,), 1 << 26),
         ((3, 0, 5), (3 << 26) + 5),
@@ -56,7 +56,7 @@ def looks(*ticks: int) -> list[Look]:
         ((3, 0, 1 << 30), (3 << 26) + LAST_BATCH - 1),
         ((3, 1 << 30, 1 << 30), (4 << 26) - 2),
         ((10**8,), 10**8 << 26),
-    ],
+    ]
 )
 def test_a_tick_is_a_step_and_a_place_in_it(place, tick):
     assert tick_of(*place) == tick
@@ -441,7 +441,7 @@ def test_a_rank_that_is_in_the_collective_is_not_left_behind_by_one_that_evaluat
     world.check()
 
 
-@pytest.mark.parametrize("begins", range(0, 60, 4))
+@of_each(begins=range(0, 60, 4))
 def test_a_stop_in_the_first_step_says_that_there_is_nothing_to_save_or_stops_together(begins):
     world = World([Rank([(), ()]), Rank([(), ()])], per_node=1, coupled=True)
     world.run(itertools.chain(itertools.repeat(0, begins), itertools.cycle([2, 1, 0, 3])))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.stragglers import (
     Limits,
@@ -212,9 +213,8 @@ def test_ranks_whose_node_is_unknown_accuse_no_node():
     assert accused(np.array([True, False, False]), np.array([-1, 0, 1])) == ([], False)
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "verdict"),
-    [
+@of_each(
+    outcomes__verdict=[
         ("", False),
         ("ss", False),
         ("sss", True),
@@ -222,7 +222,7 @@ def test_ranks_whose_node_is_unknown_accuse_no_node():
         ("s..s.s", False),
         ("sss...", False),
         (".....", False),
-    ],
+    ]
 )
 def test_three_of_the_newest_five(outcomes, verdict):
     assert convicted([each == "s" for each in outcomes], needed=3, considered=5) is verdict
@@ -248,9 +248,8 @@ def test_the_best_time_is_no_lucky_one():
     assert robust_best(better(best, np.array([9.0, 9.0]))).tolist() == [1.1, 9.0]
 
 
-@pytest.mark.parametrize(
-    ("step_s", "excess_s", "expected"),
-    [
+@of_each(
+    step_s__excess_s__expected=[
         (2.0, 1.0, 2.0),
         (1.0, 0.2, 1.25),
         (1.0, 0.0, 1.0),
@@ -258,7 +257,7 @@ def test_the_best_time_is_no_lucky_one():
         (1.0, 2.0, 1.0),
         (NAN, 1.0, 1.0),
         (1, INF, 1),
-    ],
+    ]
 )
 def test_how_much_longer_a_step_takes(step_s, excess_s, expected):
     assert step_slowdown(step_s=step_s, excess_s=excess_s) == pytest.approx(expected)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.judge import MAX_NAMED_RANKS, Blame, Summary, Where, blame, whereabouts
 from slurmft.policy.stop import tick_of
@@ -149,9 +150,7 @@ def _set(found: Blame) -> tuple[Any, ...]:
     return {(each.rank, each.reason) for each in found.culprits}, found.victims, found.undecided
 
 
-@pytest.mark.parametrize(
-    ("calls", "state", "where", "doing"),
-    [
+@of_each(calls__state__where__doing=[
         ([(f"{TORCH}/distributed/distributed_c10d.py", "1", "all_reduce"), ("/me/t.py", "1", "f")], "S",
          Where.COLLECTIVE, "all_reduce"),
         ([(f"{TORCH}/distributed/c10d_logger.py", "83", "wrapper")], "R", Where.COLLECTIVE, "a collective"),
@@ -170,8 +169,7 @@ def _set(found: Blame) -> tuple[Any, ...]:
         ([("/me/train.py", "9", "f")], "T", Where.STOPPED, "SIGSTOP"),
         ([], "S", Where.NO_ANSWER, "stack"),
         ([], "D", Where.NO_ANSWER, "kernel"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_whereabouts(calls: list[tuple[str, str, str]], state: str, where: Where, doing: str) -> None:
     found = whereabouts(calls, state)
     assert found[0] is where

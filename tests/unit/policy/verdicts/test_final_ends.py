@@ -72,9 +72,8 @@ def test_a_slurm_that_does_not_answer_is_told_where_the_journal_knows_a_preempti
 BEGAN, ENDED = 1000.0, 2000.0
 
 
-@pytest.mark.parametrize(
-    ("end", "queued_at", "told", "expected"),
-    [
+@of_each(
+    end__queued_at__told__expected=[
         (End.STOPPED, ENDED + 1, False, True),
         (End.HANDED_ON, ENDED + 1, False, True),
         (End.NOT_CONTINUED, ENDED + 1, False, True),
@@ -85,7 +84,7 @@ BEGAN, ENDED = 1000.0, 2000.0
         (End.STOPPED, None, False, False),
         (End.OPEN, ENDED + 1, True, False),
         (End.FINISHED, ENDED + 1, True, False),
-    ],
+    ]
 )
 def test_a_start_that_nobody_asked_for(end: End, queued_at: float | None, told: bool, expected: bool) -> None:
     assert bool(why_superfluous(end, lived=(BEGAN, ENDED), queued_at=queued_at, told=told)) == expected

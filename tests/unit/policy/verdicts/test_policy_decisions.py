@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.decide import (
     MAX_BEGUN_AGAIN,
@@ -158,7 +159,7 @@ def test_every_cause_is_either_free_or_budgeted():
     assert PATIENT < PLANNED < FREE
 
 
-@pytest.mark.parametrize("cause", sorted(FREE - {C.FINISHED, C.CANCELLED, C.STOPPED_BY_USER, C.RESIZED}))
+@of_each(cause=sorted(FREE - {C.FINISHED, C.CANCELLED, C.STOPPED_BY_USER, C.RESIZED}))
 def test_what_is_free_goes_on_with_any_number_of_failures_behind_it(cause):
     assert decide(verdict(cause), Budget(failures_so_far=10**6, max_failures=0)).action is CONTINUE
 

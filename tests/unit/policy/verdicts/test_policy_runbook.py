@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from of_each import of_each
 
 from slurmft.config.run import validate
 from slurmft.policy.decide import Budget, decide
@@ -290,9 +291,8 @@ def test_why_a_term_came(times, now, cause):
 # exit codes
 
 
-@pytest.mark.parametrize(
-    ("text", "codes"),
-    [
+@of_each(
+    text__codes=[
         ("0", {0}),
         ("1,3", {1, 3}),
         ("11-13", {11, 12, 13}),
@@ -300,15 +300,13 @@ def test_why_a_term_came(times, now, cause):
         ("7-7", {7}),
         ("0-255", set(range(256))),
         ("1,1-2", {1, 2}),
-    ],
+    ]
 )
 def test_exit_codes(text, codes):
     assert parse_codes(text) == codes
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a", "1-", "-1", "5-3", "256", "0-256", "1,,2", "1 2", "1--2", "0x10", "1.0", "+1"]
-)
+@of_each(text=["", "a", "1-", "-1", "5-3", "256", "0-256", "1,,2", "1 2", "1--2", "0x10", "1.0", "+1"])
 def test_what_is_no_exit_code(text):
     with pytest.raises(ValueError, match="exit code"):
         parse_codes(text)
@@ -371,9 +369,8 @@ def ended(traceback: str, *, last: int = 0, seconds: int = 5, **more: object) ->
     return [began, end, event("decision", action="restart")]
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "stops"),
-    [
+@of_each(
+    before__now__stops=[
         (ended(BUG), BUG, True),
         (ended(BUG), TRACE.format(3, "ModuleNotFoundError: No module named 'y'"), True),
         (ended(TRACE.format(9, "repo.Odd")), TRACE.format(9, "repo.Odd"), True),
@@ -395,7 +392,7 @@ def ended(traceback: str, *, last: int = 0, seconds: int = 5, **more: object) ->
                 "FloatingPointError: loss is nan",
             )
         ),
-    ],
+    ]
 )
 def test_the_same_exception_twice_before_any_step_is_the_scripts_own(before, now, stops):
     given = replace(verdict(Cause.WORKER_ERROR, code=1, first=0, last=0), traceback=now, saved_step=None)

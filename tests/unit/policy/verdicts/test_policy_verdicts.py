@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.judge import (
     CLAIMABLE,
@@ -36,9 +37,7 @@ CORRUPT, HOST, DEVICE, COMM = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("line", "cause"),
-    [
+@of_each(line__cause=[
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", DEVICE),
         ("torch.cuda.OutOfMemoryError: CUDA out of memory.", DEVICE),
         ("RuntimeError: CUDA error: out of memory", DEVICE),
@@ -61,8 +60,7 @@ CORRUPT, HOST, DEVICE, COMM = (
         ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
         ("TypeError: MemoryErrorish", None),
         ("AssertionError", None),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_an_exception_is_a_symptom_of(line, cause):
     assert cause_of_text(TRACE.format(line)) is cause
     assert cause_of_text(f"[rank3]: {line}") is cause
@@ -153,9 +151,8 @@ def where(found: Verdict) -> tuple[Cause, int | None, str]:
 FINE = [end(rank, finished=True) for rank in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("code", "report", "cause"),
-    [
+@of_each(
+    code__report__cause=[
         (1, None, Cause.WORKER_ERROR),
         (1, said(3, Cause.WORKER_ERROR), Cause.WORKER_ERROR),
         (1, said(3, Cause.UNKNOWN), Cause.WORKER_ERROR),
@@ -178,7 +175,7 @@ FINE = [end(rank, finished=True) for rank in range(3)]
         (0, said(3, Cause.RERUN_ELSEWHERE), Cause.RERUN_ELSEWHERE),
         (1, said(3, Cause.VALIDATION_FAILED, binding=False), Cause.VALIDATION_FAILED),
         (75, said(3, Cause.STRAGGLER), Cause.STRAGGLER),
-    ],
+    ]
 )
 def test_a_file_beats_the_exit_code(code, report, cause):
     found = judged([end(0), end(1), end(2), end(3, code)], *([report] if report else []))
@@ -230,9 +227,7 @@ def test_a_worker_cannot_say_that_the_run_is_over():
 BAD = (Suspect(node="n5", gpu="GPU-1"),)
 
 
-@pytest.mark.parametrize(
-    ("given", "suspects"),
-    [
+@of_each(given__suspects=[
         (judged([end(1, 16)]), (Suspect(node="n0", rank=1),)),
         (judged([end(1, 16)], said(1, Cause.RERUN_ELSEWHERE, suspects=BAD)), BAD),
         (judged([end(1, 17)]), ()),
@@ -242,8 +237,7 @@ BAD = (Suspect(node="n5", gpu="GPU-1"),)
         (judged([end(1, 75)], said(1, Cause.STRAGGLER, suspects=BAD)), BAD),
         (judged([end(1, 1)], said(1, DEVICE)), ()),
         (judged([], world_size=2, lost_nodes=("n3", "n4")), (Suspect(node="n3"), Suspect(node="n4"))),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_who_is_suspected(given, suspects):
     assert given.suspects == suspects
 
@@ -375,7 +369,7 @@ def test_sruns_word_on_a_node_counts_and_so_does_slurms():
     assert (found.cause, found.suspect_nodes, found.evidence[0]) == (Cause.NODE_LOST, ("n1",), "Slurm says n1 is DOWN*")
 
 
-@pytest.mark.parametrize("state", ["IDLE", "ALLOCATED", "MIXED", "DRAINING", "DRAINED", "UNKNOWN", "COMPLETING", ""])
+@of_each(state=["IDLE", "ALLOCATED", "MIXED", "DRAINING", "DRAINED", "UNKNOWN", "COMPLETING", ""])
 def test_a_node_that_is_not_gone_is_not_lost(state):
     assert judged([end(0, 1)], node_states={"n0": state}).cause is Cause.WORKER_ERROR
 
@@ -486,9 +480,8 @@ def test_a_verdict_of_another_rank_explains_the_leads_end():
     assert (found.cause, found.rank) == (Cause.RERUN_ELSEWHERE, 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "planned", "only_lead", "expected"),
-    [
+@of_each(
+    given__planned__only_lead__expected=[
         (end(1, 1), False, False, True),
         (end(1, 0), False, False, False),
         (end(1, 42), False, False, False),
@@ -499,7 +492,7 @@ def test_a_verdict_of_another_rank_explains_the_leads_end():
         (end(1, 143), True, False, False),
         (end(1, -9, killed=True), False, False, False),
         (end(1, 75, stopped=True), False, False, False),
-    ],
+    ]
 )
 def test_what_ends_an_attempt(given, planned, only_lead, expected):
     assert ends_attempt(given, planned=planned, complete_codes=frozenset({42}), only_lead=only_lead) is expected
@@ -508,9 +501,8 @@ def test_what_ends_an_attempt(given, planned, only_lead, expected):
 # what the exclusion list is told
 
 
-@pytest.mark.parametrize(
-    ("cause", "rerun", "kind"),
-    [
+@of_each(
+    cause__rerun__kind=[
         (Cause.NODE_LOST, "", Kind.NODE_LOST),
         (Cause.SIGNAL_CRASH, "", Kind.CRASH),
         (Cause.STRAGGLER, "", Kind.STRAGGLER),
@@ -521,7 +513,7 @@ def test_what_ends_an_attempt(given, planned, only_lead, expected):
         (Cause.VALIDATION_FAILED, "inconclusive", None),
         (Cause.WORKER_ERROR, "", None),
         (Cause.PREEMPTED, "", None),
-    ],
+    ]
 )
 def test_what_a_verdict_holds_against_a_node(cause, rerun, kind):
     suspects = (Suspect(node="n1", rank=2), Suspect(node="n1", rank=3), Suspect(node="n2"))

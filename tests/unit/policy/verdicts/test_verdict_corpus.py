@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 
-import pytest
 from log_endings import log_endings
 from of_each import of_each
 from verdict_corpus import LABELS, agreement, verdict_corpus
@@ -64,7 +63,7 @@ def test_each_signature_is_met_in_an_excerpt():
     assert sorted({row.name for row in SIGNATURES if not row.is_loose} - met) == []
 
 
-@pytest.mark.parametrize("mark", ["[rank3]: ", "3: ", "n17: ", "[1,2]<stderr>:", "(Worker pid=7, ip=10.0.0.1) ",
+@of_each(mark=["[rank3]: ", "3: ", "n17: ", "[1,2]<stderr>:", "(Worker pid=7, ip=10.0.0.1) ",
                                   "2026-01-02 03:04:05,678 ERROR root: ", "\x1b[31m"])  # fmt: skip
 def test_marks_in_front_of_lines_change_nothing(mark):
     texts = [

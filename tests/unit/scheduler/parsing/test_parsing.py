@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.job_identity import is_same_job
 from slurmft.policy.judge import StepWords, TaskEnd
@@ -162,20 +163,15 @@ def test_no_output_of_squeue_breaks_the_parser(text):
 # times
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
+@of_each(text__seconds=[
         ("3:00", 180), ("0:05", 5), ("30", 1800), ("1:00:00", 3600), ("1-00:00:00", 86400), ("1-2", 93600),
         ("1-02:03", 93780), ("1-02:03:04", 93784), ("365-00:00:00", 31_536_000), ("00:00", 0), ("120:00", 7200),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_duration(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize(
-    "text", ["UNLIMITED", "INVALID", "Partition_Limit", "N/A", "", "-1", "1:2:3:4", "1.5", "3m", "-"]
-)
+@of_each(text=["UNLIMITED", "INVALID", "Partition_Limit", "N/A", "", "-1", "1:2:3:4", "1.5", "3m", "-"])
 def test_what_is_no_duration(text):
     assert parse_duration_s(text) is None
 
@@ -192,7 +188,7 @@ def test_a_time(text, time):
     assert parse_time(text) == time
 
 
-@pytest.mark.parametrize("text", ["", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "Tomorr 15:00", "15:28", "-1"])
+@of_each(text=["", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "Tomorr 15:00", "15:28", "-1"])
 def test_what_is_no_time(text):
     assert parse_time(text) is None
 
@@ -217,16 +213,15 @@ def scontrol(state: str, restarts: int = 0, **fields: str) -> str:
 LIMIT_REACHED = {"StartTime": "2026-11-20T15:28:18", "EndTime": "2026-11-20T15:31:18"}
 
 
-@pytest.mark.parametrize(
-    ("state", "code", "ending"),
-    [
+@of_each(
+    state__code__ending=[
         ("COMPLETING", "0:0", JobEnding.CANCELLED),
         ("COMPLETING", "0:15", JobEnding.CANCELLED),
         ("COMPLETING", "143:0", JobEnding.CANCELLED),
         ("COMPLETING", "0:9", JobEnding.BATCH_LOST),
         ("FAILED", "137:0", JobEnding.BATCH_LOST),
         ("CANCELLED", "0:9", JobEnding.CANCELLED),
-    ],
+    ]
 )
 def test_the_end_of_the_batch_step_is_told_by_its_exit_code(state, code, ending):
     """A shell that waits for us obeys the TERM of a scancel at once; what was killed did not obey."""
@@ -328,9 +323,8 @@ def test_pairs(text, pairs):
 # hostlists
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
+@of_each(
+    text__hosts=[
         ("", []),
         ("n1", ["n1"]),
         ("n1,n2", ["n1", "n2"]),
@@ -342,7 +336,7 @@ def test_pairs(text, pairs):
         ("a[1,3,5-6]b", ["a1b", "a3b", "a5b", "a6b"]),
         ("n1.cluster.org", ["n1.cluster.org"]),
         ("n[1-2],", ["n1", "n2"]),
-    ],
+    ]
 )
 def test_a_hostlist(text, hosts):
     assert expand_hostlist(text) == hosts
@@ -353,7 +347,7 @@ def test_a_huge_range_keeps_its_padding():
     assert (len(hosts), hosts[0], hosts[998], hosts[-1]) == (10_000, "n0001", "n0999", "n10000")
 
 
-@pytest.mark.parametrize("text", ["n[1", "n1]", "n[1-[2]]", "]n[", "n[a-b]", "n[1-]", "n[0-99999999999]"])
+@of_each(text=["n[1", "n1]", "n[1-[2]]", "]n[", "n[a-b]", "n[1-]", "n[0-99999999999]"])
 def test_what_is_no_hostlist(text):
     with pytest.raises(ValueError, match=r"hostlist|invalid literal|too many hosts"):
         expand_hostlist(text)
@@ -424,28 +418,21 @@ def test_what_the_user_set_for_sbatch_stays(name):
     assert scrubbed({name: "x"}) == {name: "x"}
 
 
-@pytest.mark.parametrize(
-    "reason",
-    ["PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount", "InvalidQOS",
-     "DependencyNeverSatisfied", "QOSMaxNodePerJobLimit", "AssocMaxCpuPerJobLimit"],
-)  # fmt: skip
+@of_each(reason=["PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount",
+     "InvalidQOS", "DependencyNeverSatisfied", "QOSMaxNodePerJobLimit", "AssocMaxCpuPerJobLimit"])  # fmt: skip
 def test_reasons_that_time_does_not_mend(reason):
     assert why_never(reason)
 
 
-@pytest.mark.parametrize(
-    "reason",
-    ["None", "", "Priority", "Resources", "BeginTime", "Dependency", "JobHeldUser", "JobHeldAdmin", "Licenses",
-     "QOSGrpNodeLimit", "ReqNodeNotAvail, UnavailableNodes:n1", "PartitionDown", "AssocGrpCpuLimit",
-     "QOSMaxJobsPerUserLimit"],
-)  # fmt: skip
+@of_each(reason=["None", "", "Priority", "Resources", "BeginTime", "Dependency", "JobHeldUser", "JobHeldAdmin",
+     "Licenses", "QOSGrpNodeLimit", "ReqNodeNotAvail, UnavailableNodes:n1", "PartitionDown", "AssocGrpCpuLimit",
+     "QOSMaxJobsPerUserLimit"])  # fmt: skip
 def test_reasons_that_pass(reason):
     assert why_never(reason) == ""
 
 
-@pytest.mark.parametrize(
-    ("reason", "by_launch", "words"),
-    [
+@of_each(
+    reason__by_launch__words=[
         ("launch failed requeued held", True, "slurmft requeue --rescue"),
         ("launch_failed_requeued_held", True, "slurmft requeue --rescue"),
         ("(user env retrieval failed requeued held)", True, "slurmft requeue --rescue"),
@@ -456,16 +443,14 @@ def test_reasons_that_pass(reason):
         ("Reservation course was deleted", False, "its reservation is gone; scontrol release"),
         ("BeginTime", False, ""),
         ("Priority", False, ""),
-    ],
+    ]
 )
 def test_who_holds_a_job(reason, by_launch, words):
     assert is_held_by_launch(reason) is by_launch
     assert why_held(reason) == "" if not words else words in why_held(reason)
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
+@of_each(words__key=[
         ("Batch job submission failed: Invalid node name specified", "exclude or nodelist"),
         ("invalid partition specified: x Batch job submission failed: Invalid partition name specified", "partition"),
         ("Batch job submission failed: Invalid account or account/partition combination specified", "slurm.account"),
@@ -481,8 +466,7 @@ def test_who_holds_a_job(reason, by_launch, words):
         ("Batch job submission failed: Node count specification invalid", "nodes"),
         ("Batch job submission failed: Requested node configuration is not available", "nodes"),
         ("Batch job submission failed: Requested reservation is invalid", "reservation"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_sbatch_refuses_has_a_hint_that_names_the_key(words, key):
     assert key in refusal_hint(words)
 
@@ -603,17 +587,14 @@ def test_our_list_has_every_option_of_these_versions(version: str, count: int) -
     assert not helped.flags & {"partition", "mem", "account", "time"}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+@of_each(text__expected=[
         ("      --of-a-plugin=text      what it is\n", HelpedOptions(frozenset({"of-a-plugin"}), frozenset())),
         ("  -Q, --very-quiet            no words\n", HelpedOptions(*[frozenset({"very-quiet"})] * 2)),
         ("      --maybe[=value]         \n", HelpedOptions(frozenset({"maybe"}), frozenset({"maybe"}))),
         ("                              see --not-described=here\n", HelpedOptions(frozenset(), frozenset())),
         ("error: --is-not an option", HelpedOptions(frozenset(), frozenset())),
         ("", HelpedOptions(frozenset(), frozenset())),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_counts_as_an_option(text: str, expected: HelpedOptions) -> None:
     assert parse_sbatch_help(text) == expected
 
@@ -668,16 +649,15 @@ def test_a_launch_that_fails_for_no_fault_of_the_node(words):
     assert parse_srun_lines(f"srun: error: Task launch for StepId=1.0 failed on node n2: {words}").refused == ()
 
 
-@pytest.mark.parametrize(
-    ("line", "nodes"),
-    [
+@of_each(
+    line__nodes=[
         ("srun: error: n[1-2,04]: tasks 0-2: Killed", ("n1", "n2", "04")),
         ("srun: error: gpu-[01-03]: tasks 0,2-3: Killed", ("gpu-01", "gpu-02", "gpu-03")),
         ("0: srun: error: n1: task 0: Killed", ("n1",)),
         ("srun: error: n[1: task 0: Killed", ("n[1",)),
         ("srun: error: n[1-999999999]: task 0: Killed", ("n[1-999999999]",)),
         (f"srun: error: n[1-{MAX_NODES}]: task 0: Killed", None),
-    ],
+    ]
 )
 def test_which_nodes(line, nodes):
     (end,) = parse_srun_lines(line).ends
@@ -689,9 +669,8 @@ def test_which_nodes(line, nodes):
         assert end.nodes == nodes
 
 
-@pytest.mark.parametrize(
-    ("line", "nodes"),
-    [
+@of_each(
+    line__nodes=[
         (
             "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
             (),
@@ -701,7 +680,7 @@ def test_which_nodes(line, nodes):
         ("slurmstepd-n2: error: Detected 1 oom_kill event in StepId=7.0.", ("n2",)),
         ("slurmstepd: error: Exceeded step memory limit at some point.", ()),
         ("srun: error: n2: task 1: Out Of Memory", ("n2",)),
-    ],
+    ]
 )
 def test_memory(line, nodes):
     words = parse_srun_lines(line)
@@ -710,9 +689,8 @@ def test_memory(line, nodes):
     assert words.oom_on("n1") is (nodes == ())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+@of_each(
+    line=[
         "",
         "srun: error: Unable to create step for job 7: Requested node configuration is not available",
         "srun: error: n1: task 0: ",
@@ -720,7 +698,7 @@ def test_memory(line, nodes):
         "he said srun: error: Node failure on n1",
         "my oom_kill event",
         "srun: error: Timed out waiting for job step to complete",
-    ],
+    ]
 )
 def test_lines_that_say_nothing_of_an_end(line):
     assert parse_srun_lines(line) == StepWords()

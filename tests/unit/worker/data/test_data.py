@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from of_each import of_each
 
 from slurmft.errors import DataError, UsageError
 from slurmft.worker.data import ByteCorpus, WindowLoader
@@ -76,7 +77,7 @@ def test_an_unreadable_file_of_a_folder_is_left_out_by_name(tmp_path, monkeypatc
     assert str(tmp_path / "a") in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["absent", "empty file", "empty folder", "binary folder", "pipe", "device"])
+@of_each(kind=["absent", "empty file", "empty folder", "binary folder", "pipe", "device"])
 def test_input_that_cannot_be_used_is_named(tmp_path, kind):
     path = tmp_path / kind
     if kind == "empty file":

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from of_each import of_each
 
 import slurmft
 from slurmft.errors import UsageError
@@ -115,7 +116,7 @@ def test_a_gpu_that_computes_wrongly_is_an_error(monkeypatch, caplog):
     assert "computes wrongly" in caplog.text
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "30", None, True])
+@of_each(seconds=[0, -1, float("nan"), float("inf"), "30", None, True])
 def test_a_timeout_that_is_none_is_refused(seconds):
     with pytest.raises(UsageError, match="timeout_seconds is"):
         slurmft.detect_network_failure(timeout_seconds=seconds)

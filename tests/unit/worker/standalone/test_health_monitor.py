@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 import slurmft
 from slurmft.errors import UsageError
@@ -52,7 +53,7 @@ def test_the_defaults_are_those_that_users_know():
     assert slurmft.HealthMonitor(timeout_seconds=5).check_progress()
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, "5", None])
+@of_each(timeout=[0, -1, math.inf, math.nan, "5", None])
 def test_a_timeout_that_is_none_is_refused(timeout):
     with pytest.raises(UsageError):
         HealthMonitor(timeout)
@@ -220,7 +221,7 @@ PLAIN_TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "category"), PLAIN_TEXTS)
+@of_each(text__category=PLAIN_TEXTS)
 def test_a_plain_text_is_known_with_and_without_an_exception(text, category):
     assert [categorize_failure(one) for one in (text, RuntimeError(text), raised_from(Exception(text)))] == [
         category

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from of_each import of_each
 
 from slurmft import DistributedSignalHandler, WatchdogTimer
 from slurmft.errors import UsageError
@@ -149,9 +150,8 @@ def test_what_follows_may_fail_and_the_next_hang_is_seen_too():
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
+@of_each(
+    arguments__named=[
         ({"timeout_seconds": 0}, "the timeout is 0"),
         ({"timeout_seconds": -5}, "the timeout is -5"),
         ({"timeout_seconds": "60"}, "the timeout is '60'"),
@@ -159,7 +159,7 @@ def test_what_follows_may_fail_and_the_next_hang_is_seen_too():
         ({"timeout_seconds": float("nan")}, "the timeout is nan"),
         ({"timeout": 1, "timeout_seconds": 1}, "are the same"),
         ({"timeout_seconds": 1, "callback": 7}, "cannot be called"),
-    ],
+    ]
 )
 def test_a_timeout_that_is_none_is_named(arguments, named):
     with pytest.raises(UsageError, match=named):
