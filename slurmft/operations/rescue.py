@@ -356,7 +356,6 @@ BEGIN_PATIENCE_S = 60.0
 LIMIT_S = 600.0
 """How long root's rescue goes on to start with further owners."""
 
-
 SETTLED_S = 30.0
 """How long a job that Slurm does not know counts as not listed yet."""
 
@@ -469,7 +468,7 @@ def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[
             return done
         if record.waiting and is_held_by_launch(record.reason):
             return release(run, job, record, who)
-        if record.waiting and is_held_for_good(record.reason):
+        if record.waiting and is_held_for_good(record.reason) and run.see_request("KILL") is None:
             return _submit_in_place_of(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
@@ -508,14 +507,14 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
 
 def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
     """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
-    if run.see_request("KILL") is not None:
-        return None
-    if run.own_jobs(newest=1) != [job]:  # it was done, but for this
+    if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         own_jobs.cancel(job)
         return f"job {job}, in place of which the run has another one, is cancelled"
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):
         return f"another process is already rescuing job {job}"
+    with run.lock():  # else its new time of submission makes it look like another job, which this has submitted
+        run.add_job(job.job_id, record.identity)
     events = run.journal().read()
     run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
     try:

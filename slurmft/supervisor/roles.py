@@ -293,7 +293,8 @@ class RolesAttempt:
         for each in self._roles.values():
             stages[2 if each.role.is_endpoint else 1 - each.has_steps].append(each)
         is_late = time.monotonic() > self._until_s - GRACE_S
-        if is_late or not any(each.is_alive for each in stages[1]):
+        # none that trains, or none that could feed it: what waits for items, also before its first step, may end
+        if is_late or not all(any(each.is_alive for each in stage) for stage in stages[:2]):
             stop_taking(self._run.path / "queues")
         for stage in stages:
             for each in stage:

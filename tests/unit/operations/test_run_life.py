@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_slurm import ALIVE, HELD_FOR_GOOD, UNREACHABLE_CLUSTER, WAITING
@@ -247,9 +248,12 @@ def test_a_rescue_whose_job_has_vanished_is_done_again(world):
 
 @pytest.mark.parametrize("trouble", ["", "no room for two", "a crash before the old one is cancelled"])
 def test_a_job_that_slurm_holds_for_good_gives_way_to_another_one(world, monkeypatch, trouble):
-    running(world).end(Cause.PREEMPTED)
+    start = running(world)
+    world.advance(10)
+    start.end(Cause.PREEMPTED)
     (held,) = world.jobs("PENDING")
-    held.reason = HELD_FOR_GOOD
+    held.reason, held.submitted = HELD_FOR_GOOD, held.submitted + 5  # nobody of ours has seen it since
+    monkeypatch.setattr(world.run, "script", Path(held.script))  # as of a sweep: its script is the job's
     submit, cancel = own_jobs.submit_script, own_jobs.cancel
 
     def only_alone(*args, **more):
