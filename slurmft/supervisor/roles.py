@@ -240,9 +240,8 @@ class RolesAttempt:
         if not role_begins_again(end, live.begun_again):
             return False
         wait_s = retry_delay_s(live.role.config, live.begun_again.times)
-        if not end.action and not self._is_here(
-            live
-        ):  # its agents elsewhere end when they have not heard it for so long
+        if not end.action and not self._is_here(live):
+            # its agents elsewhere end when they have not heard it for so long
             wait_s = max(wait_s, live.role.config.fault_tolerance.supervisor_lease_s)
         live.begun_again, live.not_before_s = live.begun_again.once_more(), time.monotonic() + wait_s
         return True
