@@ -199,7 +199,7 @@ def left_idle(lab: Lab) -> Iterator[None]:
     """Ends whatever a test has left in the queue: its processes must not be taken for those of the next test."""
     yield
     lab.run_as_admin(["scancel", "--user", lab.user], check=False)
-    lab.wait_until_idle(60)
+    lab.wait_until_idle(PATIENCE_S)
 
 
 @pytest.fixture

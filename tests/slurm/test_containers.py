@@ -286,11 +286,12 @@ def test_a_node_dies_and_the_spare_takes_over(lab: Lab, contained: NewRun, undis
     )
     run.submit()
     run.wait_for_step(28)
-    lab.kill_node("n2")
+    node = run.wait_for("agents ready").details["hosts"][1]  # not the one with the supervisor
+    lab.kill_node(node)
     try:
         run.wait_until_done(180)
     finally:
-        lab.start_node("n2")
+        lab.start_node(node)
     assert len(run.folder.jobs()) == 1
     assert run.events("first step")[1].details["resumed_from"] >= 20, "its peer had a copy of its memory"
     assert run.digest() == undisturbed
