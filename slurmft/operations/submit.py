@@ -369,14 +369,8 @@ def submit_trials(
             if not added.new:
                 return Sweep(added, None, is_finished=True)
             run.forget_end()
-    until_s, made = time.monotonic() + TAKEN_WITHIN_S, None
-    while made is None:
-        try:
-            made = submit_run(settings, sbatch_options, cluster=cluster, who=who, command=command, tell=tell)
-        except RunBusy:
-            if not added.new or not _has_ended(run, added.total, until_s):
-                break
-            time.sleep(LOOK_S)
+    made = _begun(lambda: submit_run(settings, sbatch_options, cluster=cluster, who=who, command=command, tell=tell),
+                  run, added)  # fmt: skip
     return Sweep(added, made)
 
 
@@ -391,6 +385,28 @@ def _refuse_another_sweep(run: RunFolder, settings: RunConfig) -> None:
             f"{run.path} has a sweep that runs {there}, and this one is another",
             hint=f"choose another run_folder; to go on with this sweep, change its command in {run.config} as well",
         )
+
+
+def _begun(submit: Callable[[], Submitted], run: RunFolder, added: Added) -> Submitted | None:
+    """What was submitted; None where the run that there is takes the trials. One that ends without them is waited for.
+
+    Raises:
+        SlurmftError: it was refused.
+    """
+    until_s, has_ended = time.monotonic() + TAKEN_WITHIN_S, False
+    while True:
+        try:
+            return submit()
+        except RunBusy:
+            if not has_ended:
+                if not added.new or not _has_ended(run, added.total, until_s):
+                    return None
+                has_ended, until_s = True, time.monotonic() + TAKEN_WITHIN_S
+            elif (progress_of(run).until or 0) >= added.total:  # of another submission
+                return None
+            elif time.monotonic() > until_s:
+                raise
+            time.sleep(LOOK_S)  # its processes end
 
 
 def _has_ended(run: RunFolder, total: int, until_s: float) -> bool:

@@ -159,3 +159,27 @@ def test_who_waited_for_the_lock_of_a_removed_folder_does_not_believe_it(tmp_pat
     monkeypatch.setattr(run_folder, "_locked", locked_too_late)
     with pytest.raises(RunBusy, match="was removed"), run.lock():
         pass
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_trials_that_are_added_while_their_sweep_ends_begin_once_its_processes_are_gone(
+    tmp_path, monkeypatch, by_another
+):
+    given = settings(tmp_path / "sweep", trials={"list": [{"x": 1}, {"x": 2}]})
+    run, tries = RunFolder(given.run_folder), []
+
+    def ends(*_args: object, **_more: object) -> object:
+        tries.append(run.done())
+        if len(tries) == 1:  # it has seen one of them, and comes to its end
+            run.write_progress(until=1)
+            run.mark_done(reason="")
+        if len(tries) == 3 and by_another:
+            run.write_progress(until=2)
+        if len(tries) < 4:
+            raise RunBusy("its processes end")
+        return "begun"
+
+    monkeypatch.setattr(submit, "submit_run", ends)
+    sweep = submit.submit_trials(given, cluster="local", who="me", command="test", tell=lambda _: None)
+    assert tries == [None] * (3 if by_another else 4), "what has ended is complete no more"
+    assert (sweep.added.new, sweep.made) == (2, None if by_another else "begun")
