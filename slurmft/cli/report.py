@@ -266,14 +266,13 @@ def _facts(outcome: Projection) -> dict[str, object]:
         "finished": outcome.finished,
         "first_order_ettr": outcome.formula,
         "shares": _shares(outcome),
-        "hours_of_roles": {
-            role: {"mean": cost.mean, "half_width": cost.half_width} for role, cost in outcome.of_roles.items()
-        },
-        **{
-            name: {"mean": getattr(outcome, name).mean, "half_width": getattr(outcome, name).half_width}
-            for name in ("ettr", "goodput", *_COLUMNS)
-        },
+        "hours_of_roles": {role: _both(cost) for role, cost in outcome.of_roles.items()},
+        **{name: _both(getattr(outcome, name)) for name in ("ettr", "goodput", *_COLUMNS)},
     }
+
+
+def _both(estimate: Estimate) -> dict[str, float]:
+    return {"mean": estimate.mean, "half_width": estimate.half_width}
 
 
 # --- The verb ``advise`` ---

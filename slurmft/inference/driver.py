@@ -675,22 +675,31 @@ class HttpEngine(Engine):
             Again: it refuses, or has other ones afterwards.
             TimeoutError: no answer within ``update_timeout_s``.
         """
+        assert weights.update_path is not None
+        limit_s, at = weights.update_timeout_s, weights.version_path
+        await self._told("POST", weights.update_path, limit_s, body=weights.body_for(path, version))
+        if at is not None and (found := version_in(await self._told("GET", at, limit_s))) != version:
+            raise Again(f"GET {at}: it has version {found} after an update to {version}")
+
+    async def _told(self, method: str, at: str, limit_s: float, *, body: str | None = None) -> str:
+        """What the engine answers to a call that is no request of a client.
+
+        Raises:
+            Again: it refuses, or does not answer.
+            TimeoutError: no answer within ``limit_s``.
+        """
         import aiohttp
 
-        assert self._session is not None and weights.update_path is not None
-        limit = aiohttp.ClientTimeout(total=weights.update_timeout_s)
-        asks = [("POST", weights.update_path, weights.body_for(path, version)), ("GET", weights.version_path, None)]
+        assert self._session is not None
+        limit, headers = aiohttp.ClientTimeout(total=limit_s), {"Content-Type": "application/json"} if body else {}
         try:
-            for method, at, body in asks[: 1 + (weights.version_path is not None)]:
-                headers = {"Content-Type": "application/json"} if body else {}
-                async with self._session.request(
-                    method, f"{self._base}{at}", data=body, headers=headers, timeout=limit, allow_redirects=False
-                ) as response:
-                    text = (await _content(response)).decode(errors="replace")
-                    if response.status >= 300:
-                        raise Again(f"{method} {at}: HTTP {response.status}: {text[:MAX_TOLD]}")
-                    if body is None and (found := version_in(text)) != version:
-                        raise Again(f"{method} {at}: it has version {found} after an update to {version}")
+            async with self._session.request(
+                method, f"{self._base}{at}", data=body, headers=headers, timeout=limit, allow_redirects=False
+            ) as response:
+                text = (await _content(response)).decode(errors="replace")
+                if response.status >= 300:
+                    raise Again(f"{method} {at}: HTTP {response.status}: {text[:MAX_TOLD]}")
+                return text
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:

@@ -200,7 +200,7 @@ class ServingDriver:
         """Give the engine the newest published weights, again and again; returns why where it hangs over them.
 
         Routers begin nothing on it from the first look at a publication until the engine has it: after an update that
-        failed nobody knows what it has.
+        failed what it has is unknown.
         """
         assert self._config.serving is not None
         settings, failed, told = self._config.serving.weights, 0, ""

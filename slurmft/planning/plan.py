@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from slurmft.config.base import Positive, Section
-from slurmft.config.run import RunConfig, load, load_section, roles_of
+from slurmft.config.run import Role, RunConfig, load, load_section, roles_of
 from slurmft.errors import UsageError
 from slurmft.operations.advise import counsel
 from slurmft.planning.simulation import DAY_S, Part, Projection, Scenario, as_one, shares, simulate
@@ -201,11 +201,15 @@ def scenario(
     )
 
 
+def _trainer_of(roles: Sequence[Role]) -> Role:
+    return max((role for role in roles if not role.is_endpoint), key=lambda role: role.nodes)
+
+
 def _parts(run: RunConfig, durations: DurationConfig) -> tuple[str, RunConfig, tuple[Part, ...]]:
     """The role that trains, its configuration, and the others that have nodes. Of an endpoint's replicas one fails at a
     time, and the training goes on as fast as the others feed it."""
     roles, first, parts = roles_of(run), 0, list[Part]()
-    trainer = max((role for role in roles if not role.is_endpoint), key=lambda role: role.nodes)
+    trainer = _trainer_of(roles)
     if unknown := set(durations.role_restart_s) - {role.name for role in roles}:
         raise UsageError(f"durations.role_restart_s: {run.name} has no role {', '.join(sorted(unknown))}")
     for role in roles:
@@ -275,7 +279,7 @@ def alternatives(
         run = load(config, [each for each in all_keys if not _is_plans(each)])
         plan = load_section(site, PlanConfig, [each for each in all_keys if _is_plans(each)])
         if measured is None:
-            measured = _measured(run)
+            measured = _measured(_trainer_of(roles_of(run)).config if run.roles else run)
         one = Alternative(name=name, scenario=scenario(run, plan, **measured), seeds=seeds or plan.seeds)
         found.append(one)
         if one.scenario.parts and name == AS_IT_IS:

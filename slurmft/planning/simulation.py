@@ -110,7 +110,7 @@ class Scenario:
 
 
 def as_one(found: Scenario) -> Scenario:
-    """The same job without roles: whatever fails, all of it begins again, and waits for the slowest part."""
+    """The same job without roles: after any failure all of it begins again, and waits for the slowest part."""
     slowest_s = max([found.restart_s, *(part.restart_s for part in found.parts)])
     return replace(found, parts=(), trainer="", restart_s=slowest_s)
 

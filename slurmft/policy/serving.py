@@ -546,7 +546,7 @@ class Served:
 def within_lag(served: Served | None, newest: Served | None, max_lag: int | None) -> bool:
     """Whether an engine's weights are at most ``max_lag`` versions behind the newest publication (None: any number).
 
-    Those of an earlier branch never are, whatever their version: their steps are not done any more. ``served`` is None
+    Those of an earlier branch never are, also with a higher version: their steps were given up. ``served`` is None
     for weights that were never published, and may be newer than ``newest``, which is read from time to time.
     """
     if newest is None or (served is not None and served >= newest):

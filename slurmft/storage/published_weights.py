@@ -1,8 +1,8 @@
 """Which weights the engines of an endpoint are to serve: the newest that a trainer has published.
 
 ``weights.json`` in the endpoint's run folder, replaced atomically under a lock. A trainer that begins again from a
-checkpoint begins a new branch: its versions may be lower, and weights of the branch before count no more, whatever
-their version.
+checkpoint begins a new branch: its versions may be lower, and weights of the branch before count no more, also with
+a higher version.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import yaml
 
 from slurmft.config.run import from_values, load, roles_of
 from slurmft.errors import ConfigError, UsageError
+from slurmft.planning import plan
 from slurmft.planning.plan import alternatives
 
 TRAINER = {"command": ["python", "train.py"], "nodes": 2}
@@ -83,7 +84,9 @@ def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
         config_of(roles, **more)
 
 
-def test_a_plan_knows_the_nodes_of_each_role_and_the_same_job_as_one(tmp_path):
+def test_a_plan_knows_the_nodes_of_each_role_and_the_same_job_as_one(tmp_path, monkeypatch):
+    asked, counsel = [], plan.counsel
+    monkeypatch.setattr(plan, "counsel", lambda run, *more: asked.append(run.run_folder) or counsel(run, *more))
     path = tmp_path / "rl.yaml"
     asks = {"command": "python ask.py", "needs": ["rollout"], "nodes": 0}
     roles = {
@@ -99,6 +102,7 @@ def test_a_plan_knows_the_nodes_of_each_role_and_the_same_job_as_one(tmp_path):
         ("judge", 0, 1, 1.0, 5.0), ("rollout", 1, 2, 0.25, 600.0),
     ]  # fmt: skip
     assert (apart.trainer, apart.size.nodes, apart.restart_s) == ("trainer", 5, 5.0)
+    assert asked == [tmp_path / "run" / "roles" / "trainer"], "the trainer's own saves were measured"
     assert (whole.parts, whole.size, whole.restart_s) == ((), apart.size, 600.0)
     with pytest.raises(UsageError, match="no role roll"):
         alternatives(path, None, overrides=["durations.role_restart_s={roll: 600}"], varied=[], seeds=None)

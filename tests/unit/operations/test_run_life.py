@@ -252,7 +252,7 @@ def test_a_job_that_slurm_holds_for_good_gives_way_to_another_one(world, monkeyp
     world.advance(10)
     start.end(Cause.PREEMPTED)
     (held,) = world.jobs("PENDING")
-    held.reason, held.submitted = HELD_FOR_GOOD, held.submitted + 5  # nobody of ours has seen it since
+    held.reason, held.submitted = HELD_FOR_GOOD, held.submitted + 5  # the run has not seen it since
     monkeypatch.setattr(world.run, "script", Path(held.script))  # as of a sweep: its script is the job's
     submit, cancel = own_jobs.submit_script, own_jobs.cancel
 
