@@ -40,7 +40,7 @@ from slurmft.operations.run_configuration import configuration_of, refuse_moved
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
-from slurmft.policy.verdict import GOES_ON, Evidence, Kind, Suspect
+from slurmft.policy.verdict import GOES_ON, Cause, Evidence, Kind, Suspect
 from slurmft.scheduler import nodes, own_jobs
 from slurmft.scheduler.nodes import NotPermitted, Refusal, compress
 from slurmft.scheduler.parsing import (
@@ -617,7 +617,7 @@ def _as_submitted(events: Sequence[Event]) -> dict[str, str]:
 
 
 def is_unfinished(events: Sequence[Event], job: str) -> bool:
-    """Whether the newest attempt, of ``job``, ended without a decision, or was to continue and did not.
+    """Whether the newest attempt, of ``job``, ended with no decision and no stop by its user, or did not continue.
 
     By the order of the lines: the clocks of hosts differ. A user who submits the run again revokes earlier decisions;
     decisions of another attempt do not matter for this one.
@@ -628,7 +628,8 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
     newest = events[started[-1]].attempt
     unfinished = True
     for event in events[started[-1] + 1 :]:
-        if event.event == EventName.CANCELLED:
+        stopped = event.details.get("cause") == Cause.STOPPED_BY_USER or event.event == EventName.WILL_NOT_CONTINUE
+        if event.event == EventName.CANCELLED or (stopped and event.attempt == newest):
             unfinished = False
         elif event.event == EventName.SUBMITTED:
             unfinished = True

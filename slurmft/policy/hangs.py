@@ -152,13 +152,17 @@ def used(look: WorkerLook, limits: Limits) -> float:
     return max((held_s / limit_s for _, held_s, limit_s in _clocks(look, limits) if limit_s > 0), default=0.0)
 
 
-def find_culprit(looks: Sequence[WorkerLook], first: Exceeded, limits: Limits) -> Hang:
+def find_culprit(looks: Sequence[WorkerLook], first: Exceeded, limits: Limits, *, ranks: int = 0) -> Hang:
     """Find the culprit of the hang that ``first`` reports, among all ranks that could be looked at.
+
+    Where those are no more than half of ``ranks``, none is singled out by its node: the others may be further behind.
 
     A rank that waits for another in a collective hangs as well. The culprit shows by, in this order: a stopped process,
     no call of slurmft, fewer steps, own work that is not done, other open sections than most, the oldest sign of life.
     Where ranks do not differ, all that have exceeded a limit are named, and all in the same place.
     """
+    if 2 * len(looks) <= ranks:
+        looks = [replace(look, node="") for look in looks]
     over = {first.rank: first} | {each.rank: each for look in looks if (each := exceeded(look, limits)) is not None}
     for split in _SPLITS:
         found, why = split(looks)

@@ -542,6 +542,7 @@ def _requeue_only(job: OwnJob, restart: int, patience_s: float) -> None:
             time.sleep(REQUEUE_PAUSE_S)
         except SlurmError as error:
             if "pending execution" in error.what:
+                show(job)  # which may have lost its number since
                 return
             if "presently disabled" in error.what:
                 raise RequeueDisabled(f"requeueing job {job} is switched off") from error

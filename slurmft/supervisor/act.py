@@ -351,6 +351,7 @@ def keep_ended(
             return
         except SlurmError as error:
             log.warning("cannot tell whether Slurm would requeue job %s: %s", cluster.own, error.what)
+            journal.append(EventName.REQUEUE_STAYS_ON, job=cluster.own.job_id, reason=error.what)
             job = None
         if reason := why_no_requeue(end, job, was_preempted=was_preempted(history, cluster.attempt)):
             _switch_off(cluster.own, journal, reason)

@@ -23,7 +23,7 @@ from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
 from slurmft.ipc.zygote_start import as_variable
 from slurmft.policy import container as policy
 from slurmft.policy.container import Container
-from slurmft.policy.job_identity import JobIdentity, OwnJob, merged
+from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job, merged
 from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import nodes as scheduler_nodes
@@ -338,6 +338,15 @@ class SlurmCluster:
             return
         seen = own_jobs.identity_of(text, self.job.identity.cluster)
         self.own = OwnJob(self.job.job_id, merged(self.own.known, seen))
+
+    def recall(self, recorded: Sequence[OwnJob]) -> None:
+        """Add what the run has recorded of a job of its own script. It counts where Slurm shows another one under its
+        number: a controller that was restored from an older state gives numbers again.
+        """
+        known = next((job.known for job in recorded if job.job_id == self.job.job_id), None)
+        if known is not None and known.own_script:
+            is_another = is_same_job(known, self.own.known) is False
+            self.own = OwnJob(self.job.job_id, known if is_another else merged(known, self.own.known))
 
     def is_newest_start(self) -> bool | None:
         """From scontrol: the job runs here, and was not requeued since."""

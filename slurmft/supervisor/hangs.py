@@ -365,7 +365,8 @@ class Hangs:
         looks = await self.looks()
         if first.rank not in {look.rank for look in looks}:
             looks.append(WorkerLook(rank=first.rank, node=link.host))
-        self.found = find_culprit(looks, first, self.limits_now())
+        ranks = len(self._pool.members) * self._config.nproc_per_node
+        self.found = find_culprit(looks, first, self.limits_now(), ranks=ranks)
         self._start.journal.append(EventName.WORKER_HUNG, **_story(self.found))
         if first.section == HEARTBEAT:
             log.warning("Did not get subsequent heartbeat. Waited %.2f seconds.", first.held_s)

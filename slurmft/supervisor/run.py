@@ -423,6 +423,7 @@ def _begin(
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
     if claim.held is None and isinstance(cluster, SlurmCluster):
+        cluster.recall(run.own_jobs())
         queued = cluster.own.known.submitted[-1:]
         if (over := superfluous(history, cluster.attempt, queued[0] if queued else None)) is not None:
             return over

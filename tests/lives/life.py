@@ -183,7 +183,8 @@ def _judge(world: World, code: int) -> None:
         world.violate("the journal is whole", f"generations {sorted({*world.starts} - known)} are not in it")
     if world.slurm is not None and len(left := world.slurm.mine()) > 0 and world.run.done() is not None:
         world.violate("one continuation", f"jobs {[job.job_id for job in left]} are left of a complete run")
-    if code != 0 and not world.stop_asked_s and not world.most_starts:
+    # a job that is gone before slurmft has begun in it looks like one that its user has cancelled in the queue
+    if code != 0 and not world.stop_asked_s and not world.most_starts and world.run.owner() is not None:
         decided = [event.details.get("reason") for event in events if event.event == EventName.DECISION][-1:]
         world.violate("the run goes on", f"it ends with {code}: {decided}")
     elif code == 0 and world.saved != world.until:

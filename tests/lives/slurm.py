@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from lives.world import World
 
 COMMAND_S = 0.03
+RACE_S = 1.0
+"""A job may lose its number between a look at it and the next command: nobody can ask Slurm for both at once."""
+
 CRON_S = 60.0
 GIVEN_UP_S = 900.0
 """A run without a job for so long, although cron looks every minute, has ended."""
@@ -76,6 +79,9 @@ class Controller(FakeSlurm):
 
         self.moods: list[tuple[str, str, int]] = []
         """Beginning of a command from which on it is in a mood; which one, and for how many commands."""
+
+        self._seen: dict[str, tuple[Job, float]] = {}
+        """By number, the job that was shown last, and when."""
 
         self.down: set[str] = set()
         self.jobs_of_run: list[Job] = []
@@ -222,14 +228,12 @@ class Controller(FakeSlurm):
             self._world.timeline.call_later(0.5, look)
 
     def _is_left(self, job: Job) -> bool:
-        world = self._world
-        running = (
-            world.job is job
-            and world.supervisor is not None
-            and world.supervisor.alive
-            and not self._is_lost(job.batch_host)
-        )
+        running = self._has_script(job) and not self._is_lost(job.batch_host)
         return running or any(agent.is_there and agent.host not in self.down for agent in self._agents(job))
+
+    def _has_script(self, job: Job) -> bool:
+        world = self._world
+        return world.job is job and world.supervisor is not None and world.supervisor.alive
 
     def _is_lost(self, host: str) -> bool:
         return host in self._world.off or host in self.down
@@ -292,12 +296,15 @@ class Controller(FakeSlurm):
             world.timeline.call_later(self.unnoticed_s, notice)
 
     def see_back(self, host: str) -> None:
-        """A node answers again: slurmd ends what is not to run there."""
+        """A node answers again: slurmd ends what is not to run there, and Slurm a job whose batch script is missing."""
 
         def look() -> None:
             if self._world.network.is_cut(host):
                 return
             self.down.discard(host)
+            for job in self.mine():
+                if job.state == "RUNNING" and host == job.batch_host and not self._has_script(job):
+                    self.requeue(job) if job.may_requeue else self._end_running(job, "NODE_FAIL")
             for agent in self._world.agents:
                 job = agent.job
                 if agent.host == host and agent.is_there and job is not None and not (
@@ -363,6 +370,7 @@ class Controller(FakeSlurm):
         return text.removesuffix("\n") if "\x1e" in text else text
 
     def _shown(self, job: Job) -> str:  # type: ignore[override]
+        self._seen[job.job_id] = job, self._world.timeline.now_s
         text = super()._shown(job).rstrip("\n")
         minutes = f"{job.limit_s // 3600:02}:{job.limit_s % 3600 // 60:02}:{job.limit_s % 60:02}"
         pairs = {"JobState": job.shown, "Requeue": str(int(job.may_requeue)), "TimeLimit": minutes,
@@ -372,6 +380,12 @@ class Controller(FakeSlurm):
         words = [f"{word.split('=')[0]}={pairs[word.split('=')[0]]}" if word.split("=")[0] in pairs else word
                  for word in text.split(" ")]  # fmt: skip
         return " ".join(words) + "\n"
+
+    def _mine(self, job_id: str, act: str) -> Job | None:  # type: ignore[override]
+        seen, at_s = self._seen.get(job_id, (None, 0.0))
+        if seen is not None and id(seen) not in self.foreign and self._world.timeline.now_s - at_s < RACE_S:
+            return self.state.jobs.get(job_id)  # type: ignore[return-value]
+        return super()._mine(job_id, act)  # type: ignore[return-value]
 
     def _act(self, act: str, job_id: str) -> tuple[str, str]:
         job = self.state.jobs.get(job_id)

@@ -80,6 +80,14 @@ def test_a_guardian_does_nothing_to_the_job_that_has_got_its_number() -> None:
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_start_knows_its_job_by_what_was_submitted(seed: int) -> None:
+    """It took the identity of the job that had the number by then into the run folder, and cron waited for that one."""
+    faults = [(0.04, give_number_again), (0.04, kill_supervisor)]
+    world = lived(faults, until=40, seed=seed, nodes=2, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
 def test_a_supervisor_whose_job_was_lost_forbids_nothing_to_another_run() -> None:
     """Asked whether Slurm would requeue it, it heard of another run's job, and switched the requeue of that one off."""
     faults = [(2.0, requeue_job), (14.0, give_number_again), (15.0, ask_for_requeue)]

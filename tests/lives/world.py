@@ -278,7 +278,8 @@ class World:
         if order.generation not in self._trainings:
             self.note(f"generation {order.generation} starts on {order.nodelist}")
             self._check_start(order)
-            if self.stop_asked_s and self.timeline.now_s > self.stop_asked_s + STOP_KNOWN_S:
+            seen_s = max(self.stop_asked_s, self.stale_until_s)
+            if self.stop_asked_s and self.timeline.now_s > seen_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
             if 0 < self.most_starts < len(self._trainings):
@@ -643,7 +644,7 @@ class _Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self._world.note(f"log: {text[:200]}")
-        if "internal error" in text or record.exc_info:
+        if "Killed()" not in text and ("internal error" in text or record.exc_info):
             import traceback
 
             trace = "".join(traceback.format_exception(*record.exc_info)[-3:]) if record.exc_info else ""

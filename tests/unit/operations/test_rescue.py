@@ -33,6 +33,7 @@ def history(*lines: tuple[str, str] | tuple[str, str, dict[str, object]]) -> lis
 STARTED = ("7.0.0", "attempt started")
 STEP = ("7.0.0", "first step")
 CONTINUES = ("7.0.0", "decision", {"action": "continue"})
+STOPPED = ("7.0.0", "stop requested", {"cause": "stopped by user"})
 
 
 @of_each(
@@ -46,6 +47,11 @@ CONTINUES = ("7.0.0", "decision", {"action": "continue"})
         ([STARTED, STEP, ("7.0.0", "decision", {"action": "stop"})], False),
         ([STARTED, STEP, ("7.0.0", "decision", {"action": "finish"})], False),
         ([STARTED, STEP, ("", "cancelled")], False),
+        ([STARTED, STEP, STOPPED], False),
+        ([STARTED, STEP, ("7.0.0", "stop requested", {"cause": "preempted"})], True),
+        ([STARTED, STEP, ("7.0.0", "stop requested", {"cause": "preempted"}), ("7.0.0", "will not continue")], False),
+        ([STARTED, STEP, STOPPED, ("", "submitting"), ("", "submitted")], True),
+        ([STARTED, STOPPED, ("7.1.0", "attempt started")], True),
         ([STARTED, STEP, CONTINUES, ("", "submitting"), ("", "submitted")], True),
         ([STARTED, CONTINUES, ("7.1.0", "attempt started")], True),
         ([STARTED, CONTINUES, ("8.0.0", "attempt started")], False),

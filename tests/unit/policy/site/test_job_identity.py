@@ -162,6 +162,21 @@ def test_nothing_is_done_to_a_job_that_has_our_number_and_nothing_it_says_is_bel
     act(MINE)
 
 
+def test_a_waiting_job_that_has_got_our_number_since_we_looked_is_not_placed(monkeypatch):
+    slurm = Slurm(monkeypatch, shown=SHOWN)
+
+    def lost(argv, **rest) -> str:
+        if "requeue" in argv:
+            slurm.shown = FOREIGN
+            raise SlurmError("Job is pending execution")
+        return slurm.run(argv, **rest)
+
+    monkeypatch.setattr(scheduler_slurm, "run", lost)
+    with pytest.raises(own_jobs.ForeignJob):
+        own_jobs.requeue(MINE, restart=2, delay_s=2, patience_s=0)
+    assert slurm.acts == []
+
+
 def test_a_job_of_another_run_counts_as_gone(monkeypatch):
     slurm = Slurm(monkeypatch, squeue=line(script="/other.sh"), shown=FOREIGN)
     assert own_jobs.find([MINE]) == {}

@@ -192,6 +192,13 @@ def test_whose_limit_runs_out_first_is_no_more_to_blame_than_the_others():
     assert find_culprit(starting, FIRST, LIMITS).ranks == (0, 1)
 
 
+@pytest.mark.parametrize(("ranks", "suspects"), [(3, 1), (4, 0), (6, 0)])
+def test_a_rank_is_no_suspect_where_most_could_not_be_looked_at(ranks: int, suspects: int):
+    seen = [look(0, ("step", 11.0), step=5), look(1, ("step", 11.0), step=3)]
+    hang = find_culprit(seen, FIRST, LIMITS, ranks=ranks)
+    assert (hang.ranks, len(hang.suspects)) == ((1,), suspects)
+
+
 def test_ranks_whose_collectives_nobody_can_see_are_not_behind():
     seen = [look(0, ("step", 11.0), own_work=0), look(1, ("step", 11.0), own_work=9)]
     assert find_culprit(seen, FIRST, LIMITS).ranks == (0, 1)

@@ -118,11 +118,11 @@ def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     monkeypatch.setattr(act, "TELL_S", 0.2)
 
     def call(
-        recording: str, *, end: End = End.STOPPED, update: str = "exit 0", continue_by: str = "auto"
+        recording: str, *, end: End = End.STOPPED, update: str = "exit 0", continue_by: str = "auto", show: str = ""
     ) -> tuple[list[Event], list[str]]:
         shown = RECORDED / f"{recording}.txt"
         script.write_text(
-            f'#!/bin/bash\n[[ $1 == update ]] || exec cat {shown}\n'
+            f'#!/bin/bash\n[[ $1 == update ]] || {show or f"exec cat {shown}"}\n'
             f'cat {tmp_path}/journal.jsonl >> {calls}.journal; echo "$*" >> {calls}\n{update}\n'
         )  # fmt: skip
         script.chmod(0o755)
@@ -171,6 +171,12 @@ def test_a_slurm_that_does_not_take_it_delays_the_end_for_a_limited_time_and_is_
     assert time.monotonic() - began < 20
     assert [event.event for event in events] == ["switching requeue off", "requeue stays on"]
     assert words in events[1].details["reason"]
+
+
+def test_a_slurm_that_says_nothing_may_requeue_what_its_user_has_stopped(keep_ended: Callable) -> None:
+    events, updates = keep_ended("26.05/job-grace", show="{ echo 'Unable to contact slurm controller' >&2; exit 1; }")
+    assert ([event.event for event in events], updates) == (["requeue stays on"], [])
+    assert superfluous(journal(STARTED, STOP, first("requeue stays on")), SECOND, None) is not None
 
 
 def test_a_machine_without_slurm_is_left_alone(tmp_path: Path) -> None:
