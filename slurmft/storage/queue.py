@@ -155,6 +155,9 @@ class Queue:
         self._ended_with: set[bytes] | None = None
         """Digests of all items, once one was put after the end."""
 
+        self._found: set[bytes] | None = None
+        """Digests of those that were there when one was looked for first."""
+
         self._keep_items = keep_items
         self.position = 0
         """Items that this reader has got, from the beginning of the queue on."""
@@ -200,14 +203,28 @@ class Queue:
 
     def _was_put(self, id: str) -> bool:
         if self._ended_with is None:
-            orders = Series(self.folder, ORDER, must_exist=True)
-            items = (record.value.get("id") for name in names_in(self._segments, _SEGMENT, must_exist=True)
-                     for record in read(self._segments / name))  # fmt: skip
-            entries = [record.value for number in orders.numbers() for record in read(orders.path(number))]
-            taken = (each for entry in entries for each in (*(item[3] for item in entry.get("items", ())),
-                                                            *entry.get("dropped", ())))  # fmt: skip
-            self._ended_with = {_digest(each) for each in (*items, *taken) if isinstance(each, str)}
+            self._ended_with = self._put_so_far()
         return _digest(id) in self._ended_with
+
+    def __contains__(self, id: str) -> bool:
+        """Whether the item was put before this was asked for the first time: a program that begins again need not make
+        it again. All that is in the queue is read then.
+
+        Raises:
+            StorageUnavailable: the filesystem was away for longer than ``patience_s``.
+        """
+        if self._found is None:
+            self._found = patiently(self._put_so_far, patience_s=self._patience_s)
+        return _digest(id) in self._found
+
+    def _put_so_far(self) -> set[bytes]:
+        orders = Series(self.folder, ORDER, must_exist=True)
+        items = (record.value.get("id") for name in names_in(self._segments, _SEGMENT, must_exist=True)
+                 for record in read(self._segments / name))  # fmt: skip
+        entries = [record.value for number in orders.numbers() for record in read(orders.path(number))]
+        taken = (each for entry in entries for each in (*(item[3] for item in entry.get("items", ())),
+                                                        *entry.get("dropped", ())))  # fmt: skip
+        return {_digest(each) for each in (*items, *taken) if isinstance(each, str)}
 
     def end(self) -> None:
         """Say that nothing more will be put by anybody: ``take`` returns what is left, then empty lists."""

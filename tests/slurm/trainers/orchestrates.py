@@ -2,7 +2,7 @@
 
     python orchestrates.py STEPS RANKS
 
-It knows nothing of slurmft's restarts: begun again, it asks for everything again.
+It knows nothing of slurmft's restarts: begun again, it asks for what is not in the queue yet.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ steps, ranks = map(int, sys.argv[1:])
 with Queue("rollouts", max_waiting=16) as queue:
     for step in range(steps):
         for rank in range(ranks):
+            if f"{step}-{rank}" in queue:
+                continue
             text = ask(f"step {step} rank {rank}")
             queue.put(f"{step}-{rank}", [int(text[at : at + 2], 16) / 256 for at in range(0, 16, 2)])
 print("orchestrated", steps, flush=True)

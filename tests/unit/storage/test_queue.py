@@ -161,6 +161,18 @@ def test_a_writer_that_begins_again_after_the_end_puts_nothing_new(tmp_path):
     assert names(resumed(tmp_path, 1), 5) == ["q1", "q2"]
 
 
+def test_a_writer_that_begins_again_knows_what_is_there(tmp_path):
+    assert "q0" not in Queue(tmp_path)
+    filled(tmp_path, 3)
+    names(Queue(tmp_path), 1)
+    again = Queue(tmp_path)
+    assert [name in again for name in ("q0", "q2", "q3")] == [True, True, False]
+    filled(tmp_path, 4)
+    assert "q3" not in again, "as it was at the first look"
+    again.end()
+    again.put("q3", 1)
+
+
 def test_while_a_job_stops_nobody_waits_for_items(tmp_path):
     queue = filled(tmp_path / "queues/q", 2)
     stop_taking(tmp_path / "queues")
