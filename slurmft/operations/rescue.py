@@ -622,20 +622,20 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
     By the order of the lines: the clocks of hosts differ. A user who submits the run again revokes earlier decisions;
     decisions of another attempt do not matter for this one.
     """
-    started = [index for index, event in enumerate(events) if event.event == EventName.ATTEMPT_STARTED]
-    if not started or not events[started[-1]].attempt.startswith(f"{job}."):
-        return False
-    newest = events[started[-1]].attempt
-    unfinished = True
-    for event in events[started[-1] + 1 :]:
+    begun, newest, unfinished = set[str](), "", False
+    for event in events:
         stopped = event.details.get("cause") == Cause.STOPPED_BY_USER or event.event == EventName.WILL_NOT_CONTINUE
-        if event.event == EventName.CANCELLED or (stopped and event.attempt == newest):
+        # a supervisor may be lost before its first line
+        if event.event in (EventName.ATTEMPT_STARTED, EventName.SUPERVISOR_LOST) and event.attempt not in begun:
+            begun.add(newest := event.attempt)
+            unfinished = True
+        elif event.event == EventName.CANCELLED or (stopped and event.attempt == newest):
             unfinished = False
         elif event.event == EventName.SUBMITTED:
             unfinished = True
         elif event.event == EventName.DECISION and event.attempt == newest:
             unfinished = str(event.details.get("action")) in GOES_ON
-    return unfinished
+    return unfinished and newest.startswith(f"{job}.")
 
 
 def rescues_without_progress(events: Sequence[Event]) -> int:

@@ -738,7 +738,8 @@ class AttemptEnd:
             self.journal.append(
                 EventName.REQUEUED_MEANWHILE, reason=outside[1]
             )  # the next start finds the KILL, and ends
-        else:  # only now: a stop must outlive an attempt that could not finish it
+        # only now: a stop must outlive an attempt that could not finish it, and a decision that is in no journal yet
+        elif not self.journal.unwritten():
             in_folder(self.start, lambda: self.run.take_request("KILL"))
         if decision.action is Action.STOP:
             return decision.exit_code

@@ -321,18 +321,19 @@ def to_keep_off(
 ) -> frozenset[str]:
     """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them.
 
-    By the same rules as ``next_placement``: a node that cannot be avoided does not count.
+    By the same rules as ``next_placement``: a node that cannot be avoided does not count. Where Slurm does not say
+    which those are, the run keeps off all of them if it has enough others.
     """
     exclusions = read_exclusions(config)
-    if not set(allocated) & excluded_now(config, exclusions):
+    if not (excluded := frozenset(allocated) & excluded_now(config, exclusions)):
         return frozenset()
     try:
         suspects = sorted(duty_of(history).undecided)
         named = named_by_user(config, job=job, history=history)
         found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
     except (SlurmError, StorageError) as error:
-        log.warning("Slurm does not report its nodes, so the run stays where it is: %s", error.what)
-        return frozenset()
+        log.warning("Slurm does not report its nodes, so the run stays on its own: %s", error.what)
+        return excluded if len(allocated) - len(excluded) >= config.size.minimum else frozenset()
     return frozenset(allocated) & set(found.nodes)
 
 

@@ -242,6 +242,11 @@ class Stops:
         elif not await self._slurm.is_ending():
             self._own_signals = 0
             self.on_signal(name, "the supervisor")
+        else:  # steps that are begun after Slurm's signal to all of them do not get it
+            if self.began:
+                await asyncio.sleep(LOOK_AGAIN_S)
+            if self.planned is None:
+                self.on_signal(name, "the supervisor")
 
     def on_signal(self, name: str, where: str) -> None:
         """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""

@@ -298,7 +298,8 @@ def forget(world: World) -> None:
 def give_number_again(world: World) -> None:
     """The controller was restored from an older state: the job is not in it, and another run gets its number."""
     slurm, job = world.slurm, world.job
-    if slurm is not None and job is not None and slurm.state.jobs.get(job.job_id) is job and job.state == "RUNNING":
+    newest = slurm is not None and str(slurm.state.next_id - 1)
+    if slurm and job and job.job_id == newest and slurm.state.jobs.get(newest) is job and job.state == "RUNNING":
         world.note(f"the controller has lost job {job.job_id}, and gives its number again")
         slurm.errs = True
         slurm.lose_job(job, after_s=world.chance.choice((3.0, 60.0)))

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from lives.faults import (
+    ask_for_stop,
+    cancel_job,
     give_number_again,
     jump_clock,
     kill_agent,
@@ -86,6 +88,22 @@ def test_a_start_knows_its_job_by_what_was_submitted(seed: int) -> None:
     faults = [(0.04, give_number_again), (0.04, kill_supervisor)]
     world = lived(faults, until=40, seed=seed, nodes=2, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("full_s", [20.0, 100.0])
+def test_a_stop_that_no_journal_could_take_is_one(full_s: float) -> None:
+    """Cron saw an attempt without a decision, and put the job back."""
+    faults = [(3.0, ask_for_stop), (3.0, run_folder_is("full", full_s))]
+    world = lived(faults, until=60, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+    assert world.starts == [1]
+
+
+def test_a_job_that_is_cancelled_while_it_starts_trains_nothing() -> None:
+    """Its steps began after Slurm's signal to all of them, and ran until KillWait was over."""
+    world = lived([(0.2, cancel_job)], until=60, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+    assert world.starts == []
 
 
 def test_a_supervisor_whose_job_was_lost_forbids_nothing_to_another_run() -> None:

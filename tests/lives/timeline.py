@@ -306,6 +306,7 @@ class Network:
         self.listeners: dict[int, tuple[Process, Callable[[Any, Any], Coroutine[Any, Any, None]]]] = {}
         self.on_change: Callable[[], object] = lambda: None
         self.slow: dict[str, float] = {}
+        self.healed_s: dict[str, float] = {}
         """By how many seconds messages of a node are late."""
 
     def latency_s(self, *nodes: str) -> float:
@@ -328,6 +329,7 @@ class Network:
         since_s = self._cut.pop(node, None)
         if since_s is None:
             return
+        self.healed_s[node] = self.timeline.now_s
         is_late = self.timeline.now_s - since_s > self.PATIENCE_S
         for end in self._ends:
             if end.node != end.peer.node and node in (end.node, end.peer.node):

@@ -59,6 +59,9 @@ SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED,
 
 STOPPED_LOOK_S = 0.5
 
+HEALED_S = 2.0
+"""A node that can be reached again is told what it has missed within this time."""
+
 PINGED_S = 20.0
 """An agent that can be reached hears of its supervisor within this time; no lease is as short."""
 
@@ -365,21 +368,29 @@ class World:
         is_there = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
         is_there = is_there and self.network.listeners[agent.port][0] is self.supervisor  # not of one before it
         is_there = is_there and not self.is_suspended and not agent.process.stopped
+        if [event.event for event in self.events()[-1:]] == [EventName.DECISION]:
+            return False  # which has been carried out: it waits for the run folder
         is_reached = not self.network.is_cut(agent.host) and agent.host not in self.network.slow
         return is_there and is_reached and self.timeline.now_s - self.disturbed_s > PINGED_S
 
     def check_requeue(self) -> None:
         """Nothing of a job runs any more when its supervisor puts it back into the queue."""
         for agent in self.agents:
-            is_reached = not self.network.is_cut(agent.host) and not agent.process.stopped
+            since_s = self.timeline.now_s - self.network.healed_s.get(agent.host, -HEALED_S)
+            is_reached = not self.network.is_cut(agent.host) and since_s >= HEALED_S and not agent.process.stopped
             if agent.is_there and agent.job is self.job and is_reached and agent.host not in self.network.slow:
                 self.violate("agents end before the requeue", f"{agent.process.name} lives")
 
     def _check_start(self, order: StartWorkers) -> None:
         if self.run.done() is not None:
             self.violate("the end is the end", f"generation {order.generation} starts after the run was complete")
+        if self.slurm is not None and self.job is not None and not self.slurm.errs and not self.full_until_s:
+            others = [job.job_id for job in self.slurm.mine() if job.job_id != self.job.job_id and not job.completing]
+            if others:
+                self.violate("one continuation", f"generation {order.generation} starts, and jobs {others} wait")
         barred = self.excluded & set(expand(order.nodelist))
-        if barred and not any(event.event in SAYS_WHY for event in self.events()):
+        knows = self.slurm is None or self.slurm.mood != "silent" or self.slurm.mood_lasts <= 0  # which can be avoided
+        if barred and knows and not any(event.event in SAYS_WHY for event in self.events()):
             self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
             return

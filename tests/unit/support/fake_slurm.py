@@ -131,7 +131,7 @@ class FakeSlurm:
     def forget(self) -> None:
         """MinJobAge is over."""
         for job_id, job in list(self.state.jobs.items()):
-            if job.is_over:
+            if job.is_over and not getattr(job, "completing", False):
                 del self.state.jobs[job_id]
 
     def write_state(self) -> None:

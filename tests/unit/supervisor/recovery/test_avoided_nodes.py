@@ -22,7 +22,7 @@ from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor import avoided_nodes
+from slurmft.supervisor import avoided_nodes, placement
 from slurmft.supervisor.avoided_nodes import (
     Avoidance,
     cluster_name,
@@ -382,6 +382,19 @@ def test_a_suspect_that_the_request_cannot_do_without_is_said_before_the_job_is_
     assert found is not None
     assert found.excluded == {"n4"}
     assert why in found.impossible
+
+
+@pytest.mark.parametrize(("nodes", "keep_off"), [(["n1", "n2", "n3"], {"n2"}), (["n2", "n3"], set())])
+def test_a_slurm_that_does_not_answer_keeps_no_run_on_a_node_that_it_need_not_have(
+    run_in_slurm, monkeypatch, nodes, keep_off
+):
+    def silent(*_args, **_more):
+        raise SlurmUnavailable("no answer")
+
+    listed(run_in_slurm, seen("n2"))
+    monkeypatch.setattr(placement, "named_by_user", silent)
+    config = run_in_slurm.model_copy(update={"nodes": 2})
+    assert to_keep_off(config, partition="low", job=OwnJob("7"), history=HISTORY, allocated=nodes) == keep_off
 
 
 def test_what_cannot_be_kept_away_from_has_not_escaped(run_in_slurm):
