@@ -239,12 +239,11 @@ class Stops:
         is_ctrl_c = name == "SIGINT" != self._section.signal
         if self._cluster.name == "local" and is_ctrl_c and self.planned is None:
             self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
-        elif not await self._slurm.is_ending():
+        elif not self.began or not await self._slurm.is_ending():
             self._own_signals = 0
             self.on_signal(name, "the supervisor")
-        else:  # steps that are begun after Slurm's signal to all of them do not get it
-            if self.began:
-                await asyncio.sleep(LOOK_AGAIN_S)
+        else:  # steps that were begun after Slurm's signal to all of them have not got it
+            await asyncio.sleep(LOOK_AGAIN_S)
             if self.planned is None:
                 self.on_signal(name, "the supervisor")
 
