@@ -180,7 +180,7 @@ def stop_supervisor(world: World) -> None:
 
         def go_on() -> None:
             world.disturb()
-            world.is_suspended = False
+            world.resumed_s, world.is_suspended = world.timeline.now_s, False
             world.note("the supervisor goes on")
             supervisor.go_on()
 

@@ -171,8 +171,8 @@ class World:
         self.disturbed_s = 0.0
         """When a fault has kept an agent and its supervisor apart the last time."""
 
-        self.is_suspended = False
-        """Whether the supervisor is stopped by a fault."""
+        self.is_suspended, self.resumed_s = False, 0.0
+        """Whether the supervisor is stopped by a fault, and when the last one of these was over."""
 
         self.excluded: set[str] = set()
         self.excluded_next: set[str] = set()
@@ -281,7 +281,7 @@ class World:
         if order.generation not in self._trainings:
             self.note(f"generation {order.generation} starts on {order.nodelist}")
             self._check_start(order)
-            seen_s = max(self.stop_asked_s, self.stale_until_s)
+            seen_s = max(self.stop_asked_s, self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
             if self.stop_asked_s and self.timeline.now_s > seen_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
