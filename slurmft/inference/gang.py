@@ -26,9 +26,11 @@ from slurmft.ipc.channel import (
     Name,
     OpenPort,
     Rank,
+    Words,
     accept,
     connect,
     keep_alive,
+    read,
 )
 from slurmft.ipc.messages import ReplicaPlace
 
@@ -67,6 +69,36 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     code: ExitCode
 
 
+class Tries(Message, frozen=True, kw_only=True, tag="tries"):
+    """All start their ranks of a trial, whose parameters are in its folder."""
+
+    number: Count
+    """Of the head's tries."""
+
+    trial: str
+    result: str
+    """Name of the file for rank 0's result; those of other ranks count for nothing."""
+
+    head_port: OpenPort
+
+
+class Asks(Message, frozen=True, kw_only=True, tag="asks"):
+    """The ranks of a try are to save and end by themselves, or to end at once."""
+
+    save: bool
+
+
+class TryEnded(Message, frozen=True, kw_only=True, tag="try ended"):
+    """A member has nothing left of a try."""
+
+    number: Count
+    code: ExitCode
+    """That of the first of its ranks that has failed; 0: none has."""
+
+    text: Words
+    """The end of what that rank said."""
+
+
 class Head:
     """The head's side, in its driver.
 
@@ -81,6 +113,12 @@ class Head:
     def __init__(self, key: bytes, *, nodes: int, config: str, host: str | None, tell: Callable[..., None]) -> None:
         self._key, self._nodes, self._config, self._host, self._tell = key, nodes, config, host, tell
         self._members: dict[int, Channel] = {}
+        self._hosts: dict[int, str] = {}
+        self._ends: dict[int, asyncio.Future[TryEnded]] = {}
+        self._number = 0
+        self.address = ""
+        """At which the members find this node, once all are there."""
+
         loop = asyncio.get_running_loop()
         self._whole: asyncio.Future[int] = loop.create_future()
         self.broken: asyncio.Future[int] = loop.create_future()
@@ -102,11 +140,30 @@ class Head:
         if self.broken.done():
             raise LaunchError("a member of the engine was lost before all were there (inference.engine.nodes)")
         # the address at which the first member has found this node
+        self.address = self._members[1].own_address.removeprefix("::ffff:")
         starts = Starts(config=self._config, nodes=self._nodes, head_port=free_port(self._host or ""),
-                        head=self._members[1].own_address.removeprefix("::ffff:"))  # fmt: skip
-        for channel in self._members.values():
-            channel.send(starts)
+                        head=self.address)  # fmt: skip
+        self._send(starts)
         return starts.words(0)
+
+    def begin_try(self, number: int, trial: str, result: str) -> tuple[int, list[asyncio.Future[TryEnded]]]:
+        """Have the members start their ranks of a trial; returns a port that is free here, and the members' ends."""
+        self._number, port = number, free_port(self._host or "")
+        self._ends = {rank: asyncio.get_running_loop().create_future() for rank in sorted(self._members)}
+        self._send(Tries(number=number, trial=trial, result=result, head_port=port))
+        return port, list(self._ends.values())
+
+    def ask(self, *, save: bool) -> None:
+        """Have the members' ranks of the last try save and end, or end at once."""
+        self._send(Asks(save=save))
+
+    def blame(self, rank: int, code: int) -> None:
+        """The end of the engine is due to the node of this member."""
+        self._tell(kind="broken", rank=rank, host=self._hosts[rank], code=code)
+
+    def _send(self, message: Message) -> None:
+        for channel in self._members.values():
+            channel.send(message)
 
     def close(self) -> None:
         """End the gang, for a reason of this side's."""
@@ -124,11 +181,15 @@ class Head:
             if not 0 < joins.rank < self._nodes or joins.rank in self._members:
                 raise BadMessage(f"{joins.host} says it is member {joins.rank}, which there is already or never was")
             keep_alive(writer)
-            member, self._members[joins.rank] = joins, channel
+            member, self._members[joins.rank], self._hosts[joins.rank] = joins, channel, joins.host
             if len(self._members) == self._nodes - 1:
                 self._whole.set_result(self._nodes)
             while (body_or_end := await channel.receive()) is not None:
-                code = Ended.parse(body_or_end, "what a member says").code
+                match read(body_or_end, Ended | TryEnded, "what a member says"):
+                    case Ended(code=code):
+                        pass
+                    case TryEnded(number=self._number) as end if not self._ends[joins.rank].done():
+                        self._ends[joins.rank].set_result(end)
         except (BadMessage, TimeoutError, OSError) as error:
             log.warning("a member: %s", error)
         finally:

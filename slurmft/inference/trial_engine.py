@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -18,12 +19,14 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.inference.gang import Asks, Head, Starts, Tries, TryEnded, free_port
 from slurmft.inference.trials import CANCEL, folder_of_trial
+from slurmft.ipc.channel import Channel, read
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
+from slurmft.policy.inference import EXIT_NODE, TrialEnd, end_of_trial, filled_with
 from slurmft.system.background import end_child
 from slurmft.system.files import open_regular, read_part, replace_atomically
 from slurmft.system.processes import adopt_orphans, die_with_parent, kill_left, reap_adopted, session_members, view
@@ -48,8 +51,7 @@ CANCELLED: Mapping[str, Any] = {"error": {"code": "cancelled", "message": "by th
 LEFT_S, OUTPUT_S = 10.0, 2.0
 """For what a trial leaves running to be gone, and for the end of its output."""
 
-EXIT_NODE = 70
-"""EX_SOFTWARE of sysexits.h: trials fail for what their node has."""
+LOCAL = "127.0.0.1"
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +65,15 @@ class TrialEngine:
 
     Args:
         owner: names the replica and its life, so that no two tries share a result.
+        head: gathers the other nodes of trials that have several.
     """
 
     request_path = ""
     at_once = 1
 
-    def __init__(self, config: InferenceConfig, run_folder: Path, owner: str) -> None:
-        assert config.engine.process is not None
-        self._config, self._command, self._run_folder, self._owner = config, config.engine.process, run_folder, owner
-        self._stop_signal = signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, config: InferenceConfig, run_folder: Path, owner: str, head: Head | None = None) -> None:
+        self._config, self._run_folder, self._owner, self._head = config, run_folder, owner, head
+        self._part = _Part(config, run_folder)
         self._stopping = asyncio.Event()
         self._is_cut_off = self._is_cancelled = False
         self._signalled_s = -SIGNALLED_S
@@ -80,11 +81,13 @@ class TrialEngine:
         self._node_failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Nothing is to be started before the first trial."""
+        """Nothing is to be started before the first trial, once all of its nodes are there."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        for number in {self._stop_signal, signal.SIGTERM}:
+        for number in {self._part.stop_signal, signal.SIGTERM}:
             loop.add_signal_handler(number, self._note_signal)
+        if self._head is not None:
+            await self._head.gather()
 
     async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The results of trials, or why they have none.
@@ -99,12 +102,16 @@ class TrialEngine:
         return time.monotonic()
 
     async def ended(self) -> int:
-        """Return when trials fail for what this node has."""
-        return await self._node_failed
+        """Return when trials fail for what this node has, or another node of theirs is gone."""
+        waits: list[asyncio.Future[int]] = [self._node_failed, *([] if self._head is None else [self._head.broken])]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return next(each for each in waits if each in done).result()
 
     async def close(self) -> None:
         """End the trial."""
-        await self._end_all()
+        if self._head is not None:
+            self._head.close()
+        await self._part.end_all()
 
     def stop(self) -> None:
         """Ask the trial to save and end, where it has a handler for that; another one may come to its end in time."""
@@ -112,23 +119,17 @@ class TrialEngine:
         self._ask_to_save()
 
     def _ask_to_save(self) -> bool:
-        """Whether the trial, or a process of it, has a handler for the signal, which it gets."""
-        able = list[int]()
-        if self._process is not None and self._process.returncode is None:
-            leader = self._process.pid
-            members = [view(pid) for pid in sorted(session_members(leader))]
-            able = [each.pid for each in members if each is not None and each.catches(self._stop_signal)]
-            for pid in [leader] if leader in able else able:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, self._stop_signal)
-        return bool(able)
+        """Whether the trial, or a process of it on this node, has a handler for the signal, which it gets."""
+        if self._head is not None:
+            self._head.ask(save=True)
+        return self._part.ask_to_save()
 
     def cut_off(self) -> None:
         """Another lease is to run the trial anew: end it now."""
-        if self._process is not None and self._process.returncode is None:
-            self._is_cut_off = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._is_cut_off = True
+        self._part.kill()
+        if self._head is not None:
+            self._head.ask(save=False)
 
     def _note_signal(self) -> None:
         self._signalled_s = time.monotonic()
@@ -158,12 +159,11 @@ class TrialEngine:
                 code, text, last = await self._try(name, folder, result, request["body"])
             finally:
                 watching.cancel()
-            is_signalled = -code == self._stop_signal or time.monotonic() - self._signalled_s < SIGNALLED_S
+            is_signalled = -code == self._part.stop_signal or time.monotonic() - self._signalled_s < SIGNALLED_S
             if is_signalled and not result.exists() and not self._stopping.is_set():  # that comes before its reason
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), OUTSIDE_S)
-            is_asked = self._stopping.is_set() or self._is_cut_off or self._is_cancelled
-            end = end_of_trial(code, has_result=result.exists(), is_stopping=is_asked, text=text)
+            end = self._meaning(code, text, has_result=result.exists())
             why = _how(code, text)
             if end is TrialEnd.RESULT:
                 try:
@@ -186,65 +186,220 @@ class TrialEngine:
             log.info("try %d of trial %s: %s", failed + 1, name, why)
         return {"error": {"code": "trial_failed", "message": why[:MAX_TOLD]}}
 
-    async def _try(self, name: str, folder: Path, result: Path, parameters: Mapping[str, Any]) -> tuple[int, str, str]:
-        """The exit code of one process, the end of its output, and the last line of its standard output."""
+    async def _try(self, name: str, folder: Path, result: Path, parameters: Mapping[str, Any]) -> _End:
+        """How it ended on all of its nodes, of which none has anything left of it then."""
         text = json.dumps(parameters, ensure_ascii=False)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
         await asyncio.to_thread(replace_atomically, folder / "parameters.json", text)
-        environment = {
-            **os.environ, "SLURMFT_TRIAL_NAME": name, "SLURMFT_TRIAL_FOLDER": str(folder),
-            "SLURMFT_TRIAL_RESULT": str(result), "SLURMFT_TRIAL_PARAMETERS": str(folder / "parameters.json"),
-            "SLURMFT_CHECKPOINT_DIR": str(folder / "checkpoints"),
-        }  # fmt: skip
-        if len(text.encode(errors="replace")) < MAX_VARIABLE_BYTES:
-            environment["SLURMFT_TRIAL"] = text
-        words = {"trial_name": name, "trial_folder": str(folder), **parameters}
-        argv = [filled_with(word, words) for word in self._command]
-        kept = _KeptOutput(folder / "log.txt", self._config.engine.log_bytes)
-        # pipes of our own: asyncio takes a process for running while others hold the pipes that it has made
-        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
-        pumps = [await _pumped(kept, out, is_stdout=True), await _pumped(kept, err)]
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
-                preexec_fn=die_with_parent, env=environment,
-            )  # fmt: skip
-        except (OSError, ValueError) as error:  # also a parameter with a null character
-            return 127, f"cannot start {argv[0]!r}: {getattr(error, 'strerror', None) or error}", ""
-        finally:
-            os.close(to_out)
-            os.close(to_err)
+        place, members = _Place(0, LOCAL, free_port(LOCAL)), list[asyncio.Future[TryEnded]]()
+        if self._head is not None:
+            port, members = self._head.begin_try(self._tries, name, result.name)
+            place = _Place(0, self._head.address, port)
+        own = asyncio.create_task(self._part.run(name, result, place))
+        parts: list[asyncio.Future[Any]] = [own, *members]
         try:
             async with asyncio.timeout(self._limit_s):
-                code = await self._process.wait()
+                first = await _first_to_fail(parts)
+                if first == 0:
+                    return own.result()
+                end = members[first - 1].result()
         except TimeoutError:
-            await self._end_all()
-            code = -signal.SIGKILL
-            kept.note(f"slurmft: it took longer than {self._limit_s:g} s (trials.timeout_s)")
+            own.cancel()
+            await asyncio.wait({own})
+            told = f"slurmft: it took longer than {self._limit_s:g} s (trials.timeout_s)"
+            with contextlib.closing(_KeptOutput(folder / "log.txt", self._config.engine.log_bytes)) as kept:
+                kept.note(told)
+            return _End(-signal.SIGKILL, told, "")
         finally:
-            await self._end_all()
-            await asyncio.wait(pumps, timeout=OUTPUT_S)
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            kept.close()
-        return code, kept.tail, kept.last_line
+            if self._head is not None:
+                self._head.ask(save=False)
+            if not own.done():
+                own.cancel()
+            await asyncio.wait(parts, timeout=2 * LEFT_S)
+        if self._head is not None and self._meaning(end.code, end.text) is TrialEnd.NODE:
+            self._head.blame(first, EXIT_NODE)
+        return _End(end.code, end.text, "")
+
+    def _meaning(self, code: int, text: str, *, has_result: bool = False) -> TrialEnd:
+        is_asked = self._stopping.is_set() or self._is_cut_off or self._is_cancelled
+        return end_of_trial(code, has_result=has_result, is_stopping=is_asked, text=text)
 
     @property
     def _limit_s(self) -> float | None:
         is_given = "request_timeout_s" in self._config.model_fields_set
         return self._config.request_timeout_s if is_given else None
 
-    async def _end_all(self) -> None:
-        """End the trial's process and everything that comes from it, in any session."""
-        if (process := self._process) is None:
+
+class _End(NamedTuple):
+    """How a part of a trial ended: the code of the first rank that failed, or 0; the end of that rank's output; and the
+    last line of rank 0's standard output."""
+
+    code: int
+    text: str
+    last: str
+
+
+class _Place(NamedTuple):
+    """Where the ranks of a trial on one node are: which of its nodes that is, and at which address of the first node,
+    with which port, they find each other."""
+
+    node: int
+    head: str
+    port: int
+
+
+async def _first_to_fail(parts: Sequence[asyncio.Future[Any]]) -> int:
+    """Which of these ends with another code than 0 first; 0 when none does, and all have ended."""
+    waiting = set(parts)
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for number, part in enumerate(parts):
+            if part in done and part.result().code:
+                return number
+    return 0
+
+
+async def follow(channel: Channel, starts: Starts, node: int, config: InferenceConfig, run_folder: Path) -> None:
+    """A member's side: its ranks of one try after the other, until the head is gone."""
+    adopt_orphans()
+    part, trying = _Part(config, run_folder), None
+    for number in {part.stop_signal, signal.SIGTERM}:  # the head hears of a stop
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+
+    def tell(number: int, ended: asyncio.Task[_End]) -> None:
+        error = None if ended.cancelled() else ended.exception()
+        end = ended.result() if not ended.cancelled() and error is None else _End(1, str(error or ""), "")
+        channel.send(TryEnded(number=number, code=end.code, text=end.text[-MAX_TOLD:]))
+
+    try:
+        while (told := await channel.receive()) is not None:
+            match read(told, Tries | Asks, "what the head says"):
+                case Tries() as tries:
+                    if trying is not None:  # its end took longer than the head waits
+                        await asyncio.wait({trying})
+                    result = folder_of_trial(run_folder, tries.trial) / tries.result
+                    place = _Place(node, starts.head, tries.head_port)
+                    trying = asyncio.create_task(part.run(tries.trial, result, place))
+                    trying.add_done_callback(functools.partial(tell, tries.number))
+                case Asks(save=True):
+                    part.ask_to_save()
+                case Asks() if trying is not None and not trying.cancelling():  # twice would cut its end short
+                    trying.cancel()
+    finally:
+        if trying is not None:
+            if not trying.cancelling():
+                trying.cancel()
+            await asyncio.wait({trying})
+
+
+class _Part:
+    """The ranks of one try on one node."""
+
+    def __init__(self, config: InferenceConfig, run_folder: Path) -> None:
+        assert config.engine.process is not None
+        self._command, self._engine, self._run_folder = config.engine.process, config.engine, run_folder
+        self.stop_signal = signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def run(self, name: str, result: Path, place: _Place) -> _End:
+        """Run them until one fails, all have ended, or this is cancelled; nothing of them is left then."""
+        count, folder = self._engine.nproc_per_node, result.parent
+        text = await asyncio.to_thread((folder / "parameters.json").read_text, encoding="utf-8")
+        words = {"trial_name": name, "trial_folder": str(folder), **json.loads(text)}
+        argv = [filled_with(word, words) for word in self._command]
+        environment = {
+            **os.environ, "SLURMFT_TRIAL_NAME": name, "SLURMFT_TRIAL_FOLDER": str(folder),
+            "SLURMFT_TRIAL_PARAMETERS": str(folder / "parameters.json"),
+            "SLURMFT_CHECKPOINT_DIR": str(folder / "checkpoints"),
+        }  # fmt: skip
+        if len(text.encode(errors="replace")) < MAX_VARIABLE_BYTES:
+            environment["SLURMFT_TRIAL"] = text
+        kept, pumps, results = list[_KeptOutput](), list[asyncio.Task[None]](), list[Path]()
+        first, codes = 0, list[asyncio.Task[_End]]()
+        try:
+            for local in range(count):
+                rank = place.node * count + local
+                own = result if rank == 0 else result.with_name(f"{result.name}-{rank}")
+                mine = {**environment, **self._for_torch(local, place), "SLURMFT_TRIAL_RESULT": str(own)}
+                results += [own] * (rank > 0)
+                kept.append(_KeptOutput(folder / (f"log-{rank}.txt" if rank else "log.txt"), self._engine.log_bytes))
+                # pipes of our own: asyncio takes a process for running while others hold the pipes that it has made
+                (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+                try:
+                    pumps += [await _pumped(kept[-1], out, is_stdout=True), await _pumped(kept[-1], err)]
+                    process = await asyncio.create_subprocess_exec(
+                        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
+                        preexec_fn=die_with_parent, env=mine,
+                    )  # fmt: skip
+                except (OSError, ValueError) as error:  # also a parameter with a null character
+                    why = getattr(error, "strerror", None) or error
+                    return _End(127, f"cannot start {argv[0]!r}: {why}", "")
+                finally:
+                    os.close(to_out)
+                    os.close(to_err)
+                self._processes.append(process)
+                codes.append(asyncio.create_task(_code_of(process)))
+            first = await _first_to_fail(codes)
+            code = codes[first].result().code
+        finally:
+            await self.end_all()
+            await asyncio.gather(*codes, return_exceptions=True)
+            await asyncio.wait(pumps, timeout=OUTPUT_S)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for each in kept:
+                each.close()
+            for path in results:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+        return _End(code, kept[first].tail, kept[0].last_line)
+
+    def _for_torch(self, local: int, place: _Place) -> dict[str, str]:
+        """What each of several ranks is told."""
+        nodes, per_node = self._engine.nodes, self._engine.nproc_per_node
+        if nodes * per_node == 1:
+            return {}
+        values = {"RANK": place.node * per_node + local, "WORLD_SIZE": nodes * per_node, "LOCAL_RANK": local,
+                  "LOCAL_WORLD_SIZE": per_node, "NODE_RANK": place.node, "MASTER_ADDR": place.head,
+                  "MASTER_PORT": place.port}  # fmt: skip
+        return {name: str(value) for name, value in values.items()}
+
+    def ask_to_save(self) -> bool:
+        """Whether a process of them has a handler for the signal of a stop, which it gets."""
+        able = list[int]()
+        for leader in [each.pid for each in self._processes if each.returncode is None]:
+            members = [view(pid) for pid in sorted(session_members(leader))]
+            catching = [each.pid for each in members if each is not None and each.catches(self.stop_signal)]
+            able += [leader] if leader in catching else catching
+        for pid in able:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self.stop_signal)
+        return bool(able)
+
+    def kill(self) -> None:
+        """End them at once."""
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    async def end_all(self) -> None:
+        """End them and everything that comes from them, in any session."""
+        if not (processes := self._processes):
             return
-        if process.returncode is None:
-            await end_child(process, LEFT_S)
-        await asyncio.to_thread(kill_left, {process.pid: ""}, LEFT_S, ())
+        self.kill()
+        for process in processes:
+            if process.returncode is None:
+                await end_child(process, LEFT_S)
+        await asyncio.to_thread(kill_left, {each.pid: "" for each in processes}, LEFT_S, ())
         reap_adopted(())
-        self._process = None
+        self._processes = []
+
+
+async def _code_of(process: asyncio.subprocess.Process) -> _End:
+    return _End(await process.wait(), "", "")
 
 
 class _KeptOutput:
@@ -294,7 +449,7 @@ class _KeptOutput:
                 self._size = os.fstat(self._stream.fileno()).st_size
             if self._size > self._half:
                 self._stream.close()
-                self._path.replace(self._path.with_name("log.1.txt"))
+                self._path.replace(self._path.with_suffix(".1.txt"))
                 self._stream, self._size = self._opened(), 0
             self._size += self._stream.write(part)
 
