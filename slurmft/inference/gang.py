@@ -76,9 +76,6 @@ class Tries(Message, frozen=True, kw_only=True, tag="tries"):
     """Of the head's tries."""
 
     trial: str
-    result: str
-    """Name of the file for rank 0's result; those of other ranks count for nothing."""
-
     head_port: OpenPort
 
 
@@ -146,11 +143,11 @@ class Head:
         self._send(starts)
         return starts.words(0)
 
-    def begin_try(self, number: int, trial: str, result: str) -> tuple[int, list[asyncio.Future[TryEnded]]]:
+    def begin_try(self, number: int, trial: str) -> tuple[int, list[asyncio.Future[TryEnded]]]:
         """Have the members start their ranks of a trial; returns a port that is free here, and the members' ends."""
         self._number, port = number, free_port(self._host or "")
         self._ends = {rank: asyncio.get_running_loop().create_future() for rank in sorted(self._members)}
-        self._send(Tries(number=number, trial=trial, result=result, head_port=port))
+        self._send(Tries(number=number, trial=trial, head_port=port))
         return port, list(self._ends.values())
 
     def ask(self, *, save: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import io
 import json
 import logging
@@ -192,34 +191,31 @@ class TrialEngine:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
         await asyncio.to_thread(replace_atomically, folder / "parameters.json", text)
-        place, members = _Place(0, LOCAL, free_port(LOCAL)), list[asyncio.Future[TryEnded]]()
+        head, port, members = LOCAL, free_port(LOCAL), list[asyncio.Future[TryEnded]]()
         if self._head is not None:
-            port, members = self._head.begin_try(self._tries, name, result.name)
-            place = _Place(0, self._head.address, port)
-        own = asyncio.create_task(self._part.run(name, result, place))
-        parts: list[asyncio.Future[Any]] = [own, *members]
+            head, (port, members) = self._head.address, self._head.begin_try(self._tries, name)
+        own = asyncio.create_task(self._part.run(name, head, port, result))
+        parts, first = list[asyncio.Future[Any]]([own, *members]), -1
         try:
-            async with asyncio.timeout(self._limit_s):
-                first = await _first_to_fail(parts)
-                if first == 0:
-                    return own.result()
-                end = members[first - 1].result()
-        except TimeoutError:
-            own.cancel()
-            await asyncio.wait({own})
-            told = f"slurmft: it took longer than {self._limit_s:g} s (trials.timeout_s)"
-            with contextlib.closing(_KeptOutput(folder / "log.txt", self._config.engine.log_bytes)) as kept:
-                kept.note(told)
-            return _End(-signal.SIGKILL, told, "")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limit_s):
+                    first = await _first_to_fail(parts)
         finally:
             if self._head is not None:
                 self._head.ask(save=False)
-            if not own.done():
-                own.cancel()
+            own.cancel()
             await asyncio.wait(parts, timeout=2 * LEFT_S)
+        if first < 0:
+            told = f"slurmft: it took longer than {self._limit_s:g} s (trials.timeout_s)"
+            with contextlib.closing(_KeptOutput(folder / "log.txt", self._config.engine.log_bytes)) as kept:
+                kept.note(told)
+            return _End(-signal.SIGKILL, told)
+        if first == 0:
+            return own.result()
+        end = members[first - 1].result()
         if self._head is not None and self._meaning(end.code, end.text) is TrialEnd.NODE:
             self._head.blame(first, EXIT_NODE)
-        return _End(end.code, end.text, "")
+        return _End(end.code, end.text)
 
     def _meaning(self, code: int, text: str, *, has_result: bool = False) -> TrialEnd:
         is_asked = self._stopping.is_set() or self._is_cut_off or self._is_cancelled
@@ -232,21 +228,12 @@ class TrialEngine:
 
 
 class _End(NamedTuple):
-    """How a part of a trial ended: the code of the first rank that failed, or 0; the end of that rank's output; and the
-    last line of rank 0's standard output."""
+    """How ranks ended: the code of the first that failed, or 0; the end of its output; and the last line of rank 0's
+    standard output."""
 
     code: int
     text: str
-    last: str
-
-
-class _Place(NamedTuple):
-    """Where the ranks of a trial on one node are: which of its nodes that is, and at which address of the first node,
-    with which port, they find each other."""
-
-    node: int
-    head: str
-    port: int
+    last: str = ""
 
 
 async def _first_to_fail(parts: Sequence[asyncio.Future[Any]]) -> int:
@@ -263,14 +250,18 @@ async def _first_to_fail(parts: Sequence[asyncio.Future[Any]]) -> int:
 async def follow(channel: Channel, starts: Starts, node: int, config: InferenceConfig, run_folder: Path) -> None:
     """A member's side: its ranks of one try after the other, until the head is gone."""
     adopt_orphans()
-    part, trying = _Part(config, run_folder), None
+    part, trying = _Part(config, run_folder, node), None
     for number in {part.stop_signal, signal.SIGTERM}:  # the head hears of a stop
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
 
-    def tell(number: int, ended: asyncio.Task[_End]) -> None:
-        error = None if ended.cancelled() else ended.exception()
-        end = ended.result() if not ended.cancelled() and error is None else _End(1, str(error or ""), "")
-        channel.send(TryEnded(number=number, code=end.code, text=end.text[-MAX_TOLD:]))
+    async def run(tries: Tries) -> None:
+        end = _End(1, "")
+        try:
+            end = await part.run(tries.trial, starts.head, tries.head_port)
+        except (OSError, ValueError) as error:
+            end = _End(1, str(error))
+        finally:
+            channel.send(TryEnded(number=tries.number, code=end.code, text=end.text[-MAX_TOLD:]))
 
     try:
         while (told := await channel.receive()) is not None:
@@ -278,10 +269,8 @@ async def follow(channel: Channel, starts: Starts, node: int, config: InferenceC
                 case Tries() as tries:
                     if trying is not None:  # its end took longer than the head waits
                         await asyncio.wait({trying})
-                    result = folder_of_trial(run_folder, tries.trial) / tries.result
-                    place = _Place(node, starts.head, tries.head_port)
-                    trying = asyncio.create_task(part.run(tries.trial, result, place))
-                    trying.add_done_callback(functools.partial(tell, tries.number))
+                    trying = asyncio.create_task(run(tries))
+                    await asyncio.sleep(0)  # one that is cancelled before it begins would say nothing
                 case Asks(save=True):
                     part.ask_to_save()
                 case Asks() if trying is not None and not trying.cancelling():  # twice would cut its end short
@@ -296,15 +285,21 @@ async def follow(channel: Channel, starts: Starts, node: int, config: InferenceC
 class _Part:
     """The ranks of one try on one node."""
 
-    def __init__(self, config: InferenceConfig, run_folder: Path) -> None:
+    def __init__(self, config: InferenceConfig, run_folder: Path, node: int = 0) -> None:
         assert config.engine.process is not None
-        self._command, self._engine, self._run_folder = config.engine.process, config.engine, run_folder
+        self._command, self._engine = config.engine.process, config.engine
+        self._run_folder, self._node = run_folder, node
         self.stop_signal = signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]
         self._processes: list[asyncio.subprocess.Process] = []
 
-    async def run(self, name: str, result: Path, place: _Place) -> _End:
-        """Run them until one fails, all have ended, or this is cancelled; nothing of them is left then."""
-        count, folder = self._engine.nproc_per_node, result.parent
+    async def run(self, name: str, head: str, port: int, result: Path | None = None) -> _End:
+        """Run them until one fails, all have ended, or this is cancelled; nothing of them is left then.
+
+        Args:
+            head, port: where ranks find each other.
+            result: for rank 0; what others write counts for nothing.
+        """
+        nodes, count, folder = self._engine.nodes, self._engine.nproc_per_node, folder_of_trial(self._run_folder, name)
         text = await asyncio.to_thread((folder / "parameters.json").read_text, encoding="utf-8")
         words = {"trial_name": name, "trial_folder": str(folder), **json.loads(text)}
         argv = [filled_with(word, words) for word in self._command]
@@ -315,14 +310,17 @@ class _Part:
         }  # fmt: skip
         if len(text.encode(errors="replace")) < MAX_VARIABLE_BYTES:
             environment["SLURMFT_TRIAL"] = text
-        kept, pumps, results = list[_KeptOutput](), list[asyncio.Task[None]](), list[Path]()
-        first, codes = 0, list[asyncio.Task[_End]]()
+        kept, pumps, codes = list[_KeptOutput](), list[asyncio.Task[None]](), list[asyncio.Task[_End]]()
+        first = 0
         try:
             for local in range(count):
-                rank = place.node * count + local
-                own = result if rank == 0 else result.with_name(f"{result.name}-{rank}")
-                mine = {**environment, **self._for_torch(local, place), "SLURMFT_TRIAL_RESULT": str(own)}
-                results += [own] * (rank > 0)
+                rank = self._node * count + local
+                mine = {**environment, "SLURMFT_TRIAL_RESULT": str(result or folder / f"result-{rank}.json")}
+                result = None
+                if nodes * count > 1:
+                    mine |= {"RANK": str(rank), "WORLD_SIZE": str(nodes * count), "LOCAL_RANK": str(local),
+                             "LOCAL_WORLD_SIZE": str(count), "NODE_RANK": str(self._node), "MASTER_ADDR": head,
+                             "MASTER_PORT": str(port)}  # fmt: skip
                 kept.append(_KeptOutput(folder / (f"log-{rank}.txt" if rank else "log.txt"), self._engine.log_bytes))
                 # pipes of our own: asyncio takes a process for running while others hold the pipes that it has made
                 (out, to_out), (err, to_err) = os.pipe(), os.pipe()
@@ -334,7 +332,7 @@ class _Part:
                     )  # fmt: skip
                 except (OSError, ValueError) as error:  # also a parameter with a null character
                     why = getattr(error, "strerror", None) or error
-                    return _End(127, f"cannot start {argv[0]!r}: {why}", "")
+                    return _End(127, f"cannot start {argv[0]!r}: {why}")
                 finally:
                     os.close(to_out)
                     os.close(to_err)
@@ -351,20 +349,7 @@ class _Part:
             await asyncio.gather(*pumps, return_exceptions=True)
             for each in kept:
                 each.close()
-            for path in results:
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
         return _End(code, kept[first].tail, kept[0].last_line)
-
-    def _for_torch(self, local: int, place: _Place) -> dict[str, str]:
-        """What each of several ranks is told."""
-        nodes, per_node = self._engine.nodes, self._engine.nproc_per_node
-        if nodes * per_node == 1:
-            return {}
-        values = {"RANK": place.node * per_node + local, "WORLD_SIZE": nodes * per_node, "LOCAL_RANK": local,
-                  "LOCAL_WORLD_SIZE": per_node, "NODE_RANK": place.node, "MASTER_ADDR": place.head,
-                  "MASTER_PORT": place.port}  # fmt: skip
-        return {name: str(value) for name, value in values.items()}
 
     def ask_to_save(self) -> bool:
         """Whether a process of them has a handler for the signal of a stop, which it gets."""
@@ -399,7 +384,7 @@ class _Part:
 
 
 async def _code_of(process: asyncio.subprocess.Process) -> _End:
-    return _End(await process.wait(), "", "")
+    return _End(await process.wait(), "")
 
 
 class _KeptOutput:
