@@ -258,7 +258,7 @@ dist.destroy_process_group()
 """
 
 
-def test_trials_over_two_nodes_have_each_result_once_though_a_node_and_an_agent_are_lost(
+def test_trials_over_two_nodes_have_each_result_once_though_an_agent_a_job_and_a_node_are_lost(
     lab: Lab, new_sweep: NewSweep
 ) -> None:
     given = [{"x": x, "phase": 0} for x in range(6)]
@@ -268,26 +268,32 @@ def test_trials_over_two_nodes_have_each_result_once_though_a_node_and_an_agent_
     nodes = run.wait_for_nodes(count=4)
     own = set(expand(lab.run(["squeue", "-h", "-j", job, "-o", "%N"]).stdout.strip()))
     first = run.wait_for("attempt started").details["host"]
-    assert len(own) == 2 and len(run.pilots()) == 1, run.story()
+    assert own < nodes and len(own) == 2 and len(run.pilots()) == 1, run.story()
 
     second = next(iter(own - {first}))
     lab.run_on_as_admin(second, ["kill", "-KILL", *run.pids_of(second, f".*slurmft agent {run.path}")])
-    run.wait_for("agent lost")
-    eventually(lambda: len(run.events("gang formed")) > 2 and own <= run.nodes(), PATIENCE_S, run.story)
-    victim = sorted(nodes - own)[-1]
+    run.wait_for("gang formed", 3)
+    run.wait_for_nodes(count=4)
+    lab.run_as_admin(["scontrol", "requeue", *run.pilots()])
+    run.wait_for("gang formed", 4)
+    victim = sorted(run.wait_for_nodes(count=4) - own)[-1]
+    before = len(run.events("agent lost"))
     lab.kill_node(victim)
     try:
-        run.wait_for("agent lost", 2)
-        run.go(0)
-        run.wait_until_done()
+        run.wait_for("agent lost", before + 1)
+        eventually(lambda: run.nodes() == own, PATIENCE_S, run.story)
     finally:
         lab.start_node(victim)
+    run.wait_for("gang formed", 5)
+    assert run.wait_for_nodes(count=4) == nodes
+    run.go(0)
+    run.wait_until_done()
     found = run.rows()
     told = [(row["state"], row["result"] and row["result"]["sum"]) for row in found]
     assert told == [("done", 10 * x) for x in range(6)], run.story()
-    assert all(len(set(row["result"]["nodes"])) == 2 for row in found), found
+    assert all(set(row["result"]["nodes"]) in (own, nodes - own) for row in found), found
     starts = [[len((Path(row["folder"]) / f"starts-{rank}").read_text()) for rank in range(4)] for row in found]
-    assert all(max(each) < 3 for each in starts) and sum(map(sum, starts)) <= 4 * (6 + 2), starts
+    assert sum(map(max, starts)) <= 6 + 3, starts  # one for each fault
     run.wait_until_out_of_queue(job)
     eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
     eventually(lambda: not run.nodes(), 30, run.story)
