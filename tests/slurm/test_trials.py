@@ -239,13 +239,19 @@ def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submissio
 
 
 TRAINING = """
-import json, os, pathlib, socket, sys, time
+import json, os, pathlib, signal, socket, sys, time
 import torch.distributed as dist
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 rank, world, local, local_world, node = (int(os.environ[name]) for name in names)
 assert (world, local_world, rank) == (4, 2, 2 * node + local), dict(os.environ)
-with open(pathlib.Path(os.environ["SLURMFT_TRIAL_FOLDER"]) / f"starts-{rank}", "a") as stream:
+folder = pathlib.Path(os.environ["SLURMFT_TRIAL_FOLDER"])
+with open(folder / f"starts-{rank}", "a") as stream:
     stream.write("s")
+def save(*_):
+    time.sleep(1)
+    (folder / f"saved-{rank}").touch()
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
 dist.init_process_group("gloo")
 assert dist.get_world_size() == world
 while not (pathlib.Path(__file__).parent / "go-0").exists():
@@ -294,6 +300,8 @@ def test_trials_over_two_nodes_have_each_result_once_though_an_agent_a_job_and_a
     assert all(set(row["result"]["nodes"]) in (own, nodes - own) for row in found), found
     starts = [[len((Path(row["folder"]) / f"starts-{rank}").read_text()) for rank in range(4)] for row in found]
     assert sum(map(max, starts)) <= 6 + 3, starts  # one for each fault
+    saved = [len([*Path(row["folder"]).glob("saved-*")]) for row in found]
+    assert 4 in saved, (saved, run.story())  # of the job that was requeued
     run.wait_until_out_of_queue(job)
     eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
     eventually(lambda: not run.nodes(), 30, run.story)

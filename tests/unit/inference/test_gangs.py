@@ -43,6 +43,12 @@ def test_gangs_stay_as_they_are_and_new_ones_are_of_nodes_in_none(gangs, nodes, 
     assert gangs_of(gangs, nodes, size=2, most=2, jobs={}) == found
 
 
+def test_no_gang_has_nodes_of_two_jobs() -> None:
+    jobs = {0: "", 1: "7", 2: "", 3: "8", 4: "7"}
+    assert gangs_of([], [0, 1, 3], size=2, most=3, jobs=jobs) == []
+    assert gangs_of([], [0, 1, 2, 3, 4], size=2, most=3, jobs=jobs) == [(0, 2), (1, 4)]
+
+
 class Supervisor:
     """The gangs of a supervisor, and what agents were told last."""
 

@@ -411,22 +411,21 @@ pathlib.Path(os.environ["SLURMFT_TRIAL_RESULT"]).write_text(json.dumps([rank, wo
 """
 
 
-def in_gang(folder: Path, script: str, then: Any = None, **trials: Any) -> Any:
+def in_gang(folder: Path, script: str = "", then: Any = None, *, config: Any = None, **trials: Any) -> Any:
     """What becomes of one trial over two nodes, of which each is a task of this process."""
 
     async def run() -> Any:
         tasks = asyncio.all_tasks()
-        config = config_of(folder, script, nodes=2, **trials).inference
-        assert config is not None
+        section = (config or config_of(folder, script, nodes=2, **trials)).inference
         told = list[dict[str, Any]]()
         head = Head(b"k" * 64, nodes=2, config="c", host="127.0.0.1", tell=lambda **each: told.append(each))
-        engine = TrialEngine(config, folder / "run", "1-0-0-1", head)
+        engine = TrialEngine(section, folder / "run", "1-0-0-1", head)
         starting = asyncio.create_task(engine.start())
         await until_async(lambda: bool(told))
         place = ReplicaPlace(name="head", hosts=("127.0.0.1",), port=told[0]["port"])
         channel = await join(place, 1, b"k" * 64)
         starts = Starts.parse(await channel.receive() or {}, "the head")
-        member = asyncio.create_task(follow(channel, starts, 1, config, folder / "run"))
+        member = asyncio.create_task(follow(channel, starts, 1, section, folder / "run"))
         await starting
         task = asyncio.create_task(_answer(engine))
         try:
@@ -453,6 +452,18 @@ def test_ranks_of_one_node_and_of_two_know_their_places_and_rank_zero_has_the_re
     folder = folder_of_trial(tmp_path / "run", "t")
     assert [(folder / name).read_text() for name in ("log.txt", "log-3.txt")] == ["rank 0\n", "rank 3\n"]
     assert not list(folder.glob(".result*")) and json.loads((folder / "result.json").read_text()) == [0, 4]
+
+
+def test_a_callable_is_called_in_each_rank_and_that_of_rank_zero_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ranks_here.py").write_text("import os\ndef rank():\n    return int(os.environ['RANK'])\n")
+    monkeypatch.chdir(tmp_path)
+    trials = {"list": [{"x": 1}], "callable": "ranks_here:rank", "nodes": 2}
+    config = from_values({"run_folder": str(tmp_path / "run"), "trials": trials}, source="test")
+    answer = in_gang(tmp_path, config=config)[0]
+    assert answer["response"]["body"]["result"] == 0
+    assert json.loads((folder_of_trial(tmp_path / "run", "t") / "result-1.json").read_text()) == 1
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
