@@ -1315,7 +1315,8 @@ class Member:
                 following = asyncio.create_task(follow(channel, starts, mine.rank, config, self._run_folder))
                 await asyncio.wait({hearing, following}, return_when=asyncio.FIRST_COMPLETED)
                 following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
                 return 0
             engine = HttpEngine(config, mine.replica)
             await engine.launch(starts.words(mine.rank))

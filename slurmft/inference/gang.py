@@ -3,7 +3,8 @@
 The driver of the head, which alone has an address and speaks with its agent as any replica's, listens for as many
 members as are missing. Their agents start one driver each, which proves that it holds the run's key, and starts the
 engine's command once the head says that all are there. That connection is the gang's life: when it breaks, or one
-engine ends, all end, and the head begins another one.
+engine ends, all end, and the head begins another one. An engine for trials has no command of its own: its head says
+when a trial begins, and it outlives them.
 """
 
 from __future__ import annotations
@@ -110,12 +111,8 @@ class Head:
     def __init__(self, key: bytes, *, nodes: int, config: str, host: str | None, tell: Callable[..., None]) -> None:
         self._key, self._nodes, self._config, self._host, self._tell = key, nodes, config, host, tell
         self._members: dict[int, Channel] = {}
-        self._hosts: dict[int, str] = {}
         self._ends: dict[int, asyncio.Future[TryEnded]] = {}
         self._number = 0
-        self.address = ""
-        """At which the members find this node, once all are there."""
-
         loop = asyncio.get_running_loop()
         self._whole: asyncio.Future[int] = loop.create_future()
         self.broken: asyncio.Future[int] = loop.create_future()
@@ -137,26 +134,21 @@ class Head:
         if self.broken.done():
             raise LaunchError("a member of the engine was lost before all were there (inference.engine.nodes)")
         # the address at which the first member has found this node
-        self.address = self._members[1].own_address.removeprefix("::ffff:")
         starts = Starts(config=self._config, nodes=self._nodes, head_port=free_port(self._host or ""),
-                        head=self.address)  # fmt: skip
+                        head=self._members[1].own_address.removeprefix("::ffff:"))  # fmt: skip
         self._send(starts)
         return starts.words(0)
 
-    def begin_try(self, number: int, trial: str) -> tuple[int, list[asyncio.Future[TryEnded]]]:
-        """Have the members start their ranks of a trial; returns a port that is free here, and the members' ends."""
-        self._number, port = number, free_port(self._host or "")
-        self._ends = {rank: asyncio.get_running_loop().create_future() for rank in sorted(self._members)}
+    def begin_try(self, number: int, trial: str, port: int) -> list[asyncio.Future[TryEnded]]:
+        """Have the members start their ranks of a trial; returns their ends."""
+        self._number, loop = number, asyncio.get_running_loop()
+        self._ends = {rank: loop.create_future() for rank in sorted(self._members)}
         self._send(Tries(number=number, trial=trial, head_port=port))
-        return port, list(self._ends.values())
+        return list(self._ends.values())
 
     def ask(self, *, save: bool) -> None:
         """Have the members' ranks of the last try save and end, or end at once."""
         self._send(Asks(save=save))
-
-    def blame(self, rank: int, code: int) -> None:
-        """The end of the engine is due to the node of this member."""
-        self._tell(kind="broken", rank=rank, host=self._hosts[rank], code=code)
 
     def _send(self, message: Message) -> None:
         for channel in self._members.values():
@@ -178,13 +170,13 @@ class Head:
             if not 0 < joins.rank < self._nodes or joins.rank in self._members:
                 raise BadMessage(f"{joins.host} says it is member {joins.rank}, which there is already or never was")
             keep_alive(writer)
-            member, self._members[joins.rank], self._hosts[joins.rank] = joins, channel, joins.host
+            member, self._members[joins.rank] = joins, channel
             if len(self._members) == self._nodes - 1:
                 self._whole.set_result(self._nodes)
             while (body_or_end := await channel.receive()) is not None:
                 match read(body_or_end, Ended | TryEnded, "what a member says"):
                     case Ended(code=code):
-                        pass
+                        break
                     case TryEnded(number=self._number) as end if not self._ends[joins.rank].done():
                         self._ends[joins.rank].set_result(end)
         except (BadMessage, TimeoutError, OSError) as error:

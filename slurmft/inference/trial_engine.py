@@ -16,12 +16,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.gang import Asks, Head, Starts, Tries, TryEnded, free_port
+from slurmft.inference.gang import Asks, Ended, Head, Starts, Tries, TryEnded, free_port
 from slurmft.inference.trials import CANCEL, folder_of_trial
 from slurmft.ipc.channel import Channel, read
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
@@ -50,8 +50,6 @@ CANCELLED: Mapping[str, Any] = {"error": {"code": "cancelled", "message": "by th
 LEFT_S, OUTPUT_S = 10.0, 2.0
 """For what a trial leaves running to be gone, and for the end of its output."""
 
-LOCAL = "127.0.0.1"
-
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +70,7 @@ class TrialEngine:
 
     def __init__(self, config: InferenceConfig, run_folder: Path, owner: str, head: Head | None = None) -> None:
         self._config, self._run_folder, self._owner, self._head = config, run_folder, owner, head
-        self._part = _Part(config, run_folder)
+        self._part, self._address = _Part(config, run_folder), "127.0.0.1"
         self._stopping = asyncio.Event()
         self._is_cut_off = self._is_cancelled = False
         self._signalled_s = -SIGNALLED_S
@@ -86,7 +84,7 @@ class TrialEngine:
         for number in {self._part.stop_signal, signal.SIGTERM}:
             loop.add_signal_handler(number, self._note_signal)
         if self._head is not None:
-            await self._head.gather()
+            self._address = (await self._head.gather())["{head}"]
 
     async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The results of trials, or why they have none.
@@ -162,7 +160,8 @@ class TrialEngine:
             if is_signalled and not result.exists() and not self._stopping.is_set():  # that comes before its reason
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), OUTSIDE_S)
-            end = self._meaning(code, text, has_result=result.exists())
+            is_asked = self._stopping.is_set() or self._is_cut_off or self._is_cancelled
+            end = end_of_trial(code, has_result=result.exists(), is_stopping=is_asked, text=text)
             why = _how(code, text)
             if end is TrialEnd.RESULT:
                 try:
@@ -191,15 +190,15 @@ class TrialEngine:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
         await asyncio.to_thread(replace_atomically, folder / "parameters.json", text)
-        head, port, members = LOCAL, free_port(LOCAL), list[asyncio.Future[TryEnded]]()
+        port, members = free_port(""), list[asyncio.Future[TryEnded]]()
         if self._head is not None:
-            head, (port, members) = self._head.address, self._head.begin_try(self._tries, name)
-        own = asyncio.create_task(self._part.run(name, head, port, result))
+            members = self._head.begin_try(self._tries, name, port)
+        own = asyncio.create_task(self._part.run(name, self._address, port, result))
         parts, first = list[asyncio.Future[Any]]([own, *members]), -1
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limit_s):
-                    first = await _first_to_fail(parts)
+                    first = await _first_to_fail(parts, lambda end: end.code)
         finally:
             if self._head is not None:
                 self._head.ask(save=False)
@@ -212,14 +211,7 @@ class TrialEngine:
             return _End(-signal.SIGKILL, told)
         if first == 0:
             return own.result()
-        end = members[first - 1].result()
-        if self._head is not None and self._meaning(end.code, end.text) is TrialEnd.NODE:
-            self._head.blame(first, EXIT_NODE)
-        return _End(end.code, end.text)
-
-    def _meaning(self, code: int, text: str, *, has_result: bool = False) -> TrialEnd:
-        is_asked = self._stopping.is_set() or self._is_cut_off or self._is_cancelled
-        return end_of_trial(code, has_result=has_result, is_stopping=is_asked, text=text)
+        return _End(parts[first].result().code, parts[first].result().text)
 
     @property
     def _limit_s(self) -> float | None:
@@ -236,13 +228,13 @@ class _End(NamedTuple):
     last: str = ""
 
 
-async def _first_to_fail(parts: Sequence[asyncio.Future[Any]]) -> int:
+async def _first_to_fail(parts: Sequence[asyncio.Future[Any]], code: Callable[[Any], int]) -> int:
     """Which of these ends with another code than 0 first; 0 when none does, and all have ended."""
     waiting = set(parts)
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for number, part in enumerate(parts):
-            if part in done and part.result().code:
+            if part in done and code(part.result()):
                 return number
     return 0
 
@@ -261,7 +253,9 @@ async def follow(channel: Channel, starts: Starts, node: int, config: InferenceC
         except (OSError, ValueError) as error:
             end = _End(1, str(error))
         finally:
-            channel.send(TryEnded(number=tries.number, code=end.code, text=end.text[-MAX_TOLD:]))
+            meaning = end_of_trial(end.code, has_result=False, is_stopping=False, text=end.text)
+            ended = TryEnded(number=tries.number, code=end.code, text=end.text[-MAX_TOLD:])
+            channel.send(Ended(code=EXIT_NODE) if meaning is TrialEnd.NODE else ended)
 
     try:
         while (told := await channel.receive()) is not None:
@@ -310,7 +304,7 @@ class _Part:
         }  # fmt: skip
         if len(text.encode(errors="replace")) < MAX_VARIABLE_BYTES:
             environment["SLURMFT_TRIAL"] = text
-        kept, pumps, codes = list[_KeptOutput](), list[asyncio.Task[None]](), list[asyncio.Task[_End]]()
+        kept, pumps, codes = list[_KeptOutput](), list[asyncio.Task[None]](), list[asyncio.Task[int]]()
         first = 0
         try:
             for local in range(count):
@@ -337,9 +331,9 @@ class _Part:
                     os.close(to_out)
                     os.close(to_err)
                 self._processes.append(process)
-                codes.append(asyncio.create_task(_code_of(process)))
-            first = await _first_to_fail(codes)
-            code = codes[first].result().code
+                codes.append(asyncio.create_task(process.wait()))
+            first = await _first_to_fail(codes, int)
+            code = codes[first].result()
         finally:
             await self.end_all()
             await asyncio.gather(*codes, return_exceptions=True)
@@ -381,10 +375,6 @@ class _Part:
         await asyncio.to_thread(kill_left, {each.pid: "" for each in processes}, LEFT_S, ())
         reap_adopted(())
         self._processes = []
-
-
-async def _code_of(process: asyncio.subprocess.Process) -> _End:
-    return _End(await process.wait(), "")
 
 
 class _KeptOutput:

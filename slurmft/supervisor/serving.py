@@ -328,9 +328,8 @@ class Lenders:
         self, config: RunConfig, start: Start, slurm: SlurmNotices, *, is_patient: bool = False, spread: bool = True,
         nodes: int = 1,
     ) -> None:  # fmt: skip
-        self._nodes = nodes
         self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
-        self._is_patient, self._spread = is_patient, spread
+        self._is_patient, self._spread, self._nodes = is_patient, spread, nodes
         self.jobs: dict[str, JobRecord | None] = {}
         """Those that wait, or have a node; None for one that was submitted just now."""
 

@@ -214,25 +214,24 @@ class SweepAttempt(InferenceAttempt):
                 kept = needed, now_s
             taken = () if self._shares else expand(self._cluster.job.nodes)
             for link in await pilots.balance_agents(
-                links, {*taken, *self._cluster.lost},
-                lambda node: self._held(self._head_of(node)),
+                links, {*taken, *self._cluster.lost}, self._held,
                 needed=needed, wanted=kept[0], own=own, hoped=max(own, mine),
             ):  # fmt: skip
                 self._let_go(link)
 
-    def _head_of(self, node: int) -> int:
-        return node if self._gangs is None else self._gangs.head_of(node)
-
     async def _part_with(self, link: AgentLink) -> None:
-        """Also of a job that lends several nodes no trial ends before its time."""
-        head, until_s = self._head_of(link.node), time.monotonic() + LENT_S
-        while head != link.node and head in self._joined and self._held(head) and time.monotonic() < until_s:
+        """Of a job that lends several nodes, each stays until their trial has ended, as long as there is time."""
+        until_s = time.monotonic() + LENT_S
+        while self._head_of(link.node) != link.node and self._held(link.node) and time.monotonic() < until_s:
             await asyncio.sleep(ASK_S)
         await super()._part_with(link)
 
     def _held(self, node: int) -> bool:
         assert isinstance(self._coordinator, Coordinator)
-        return bool(self._coordinator.requests.held(node))
+        return bool(self._coordinator.requests.held(self._head_of(node)))
+
+    def _head_of(self, node: int) -> int:
+        return node if self._gangs is None else self._gangs.head_of(node)
 
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         if report.code == EXIT_NODE:  # not the trial's fault, alone as it was
