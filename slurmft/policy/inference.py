@@ -155,11 +155,8 @@ def all_down(phases: Collection[str], *, least: int) -> bool:
 def gangs_of(
     gangs: Sequence[tuple[int, ...]], nodes: Collection[int], *, size: int, most: int, jobs: Mapping[int, str]
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """The gangs of which all nodes are left, and new ones of nodes that are in none, each with its head first.
-
-    Args:
-        jobs: of nodes; none has nodes of two. Those without one are of the same.
-    """
+    """The gangs of which all nodes are left, and new ones of nodes that are in none and of one of the ``jobs``, where
+    that has them (others are of one), each with its head first."""
     whole = [gang for gang in gangs if set(gang) <= set(nodes)]
     left = sorted(set(nodes).difference(*whole))
     for job in sorted({jobs.get(node, "") for node in left}):
