@@ -223,6 +223,9 @@ class EngineConfig(Section):
     """A program that is started anew for each request and ends with its answer, as trials of a sweep are (``trials``):
     ``{name}`` becomes the value of that name in the request's body. See docs/how-to/trials.md."""
 
+    nproc_per_node: Annotated[Positive, AfterValidator(plain.at_most(64))] = 1
+    """Ranks of one ``process`` on each of its nodes."""
+
     log_bytes: Annotated[Count, Field(ge=4096)] = 16 << 20
     """Most of the output of one ``process`` that is kept, its end."""
 
@@ -263,7 +266,8 @@ class EngineConfig(Section):
             raise ValueError(f"give one of command, callable, process and url; given: {', '.join(given) or 'none'}")
         if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
             raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
-        if self.nodes > 1 and not any(word in part for part in self.command or () for word in GANG_WORDS):
+        words = (self.process and GANG_WORDS) or self.command or ()
+        if self.nodes > 1 and not any(word in part for part in words for word in GANG_WORDS):
             raise ValueError(f"nodes: an engine over several needs a command with some of {', '.join(GANG_WORDS)}")
         for path in self.stage_in_memory:
             if not re.match(r"/+[^/]", path) or with_another_path(self.command or (), path, "") == (self.command or ()):

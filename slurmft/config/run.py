@@ -335,8 +335,12 @@ def _with_trials(config: RunConfig) -> RunConfig:
     """A sweep as the batch of requests that it is, on as many nodes as its jobs have."""
     if (trials := config.trials) is None:
         return config
-    most = max(config.elastic.max_nodes or 0, config.nodes + trials.max_jobs - 1)
-    update = {"inference": trials.as_inference(config.command, config.run_folder),
+    nodes = config.nodes if "nodes" in config.model_fields_set else trials.nodes
+    if nodes % trials.nodes:
+        raise ConfigError(f"trials: nodes ({nodes}) is no multiple of trials.nodes ({trials.nodes})",
+                          hint="without nodes the run's own job has as many as one trial")  # fmt: skip
+    most = max(config.elastic.max_nodes or 0, nodes + (trials.max_jobs - 1) * trials.nodes)
+    update = {"nodes": nodes, "inference": trials.as_inference(config.command, config.run_folder),
               "elastic": config.elastic.model_copy(update={"max_nodes": most})}  # fmt: skip
     return config.model_copy(update=update)
 

@@ -57,14 +57,22 @@ class TrialsConfig(Section):
     """``package.module:name`` of a function to call with the parameters, in place of ``command``; what it returns is
     the result."""
 
+    nodes: Annotated[Positive, AfterValidator(plain.at_most(64))] = 1
+    """Nodes of one trial, all of one job. Each job of the sweep has so many, the run's own a multiple of it where
+    ``nodes`` says so; with more than 1 ``per_node`` is 1."""
+
+    nproc_per_node: Annotated[Positive, AfterValidator(plain.at_most(64))] = 1
+    """Ranks of one trial on each of its nodes; several in all have the variables of torch: ``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR`` and so on. Rank 0's result is the trial's."""
+
     per_node: Annotated[Positive, AfterValidator(plain.at_most(1024))] = 1
     """Trials at a time on each node."""
 
     gpus: Annotated[Count, AfterValidator(plain.at_most(64))] = Field(default=0, ge=0)
-    """GPUs that each trial sees; 0: all of its node."""
+    """GPUs that each trial sees, on each of its nodes; 0: all of them."""
 
     max_jobs: Annotated[Positive, AfterValidator(plain.at_most(MAX_JOBS))] = 1
-    """Most jobs at a time: the run's own, and more of one node each, as long as there are trials for them."""
+    """Most jobs at a time: the run's own, and more of ``nodes`` each, as long as there are trials for them."""
 
     retries: Count = Field(default=0, ge=0)
     """Further tries of a trial that fails by itself. What a lost node or a stop has cut off is no try."""
@@ -99,6 +107,8 @@ class TrialsConfig(Section):
             raise ValueError(f"grid: {count} trials are more than {MAX_TRIALS}; ask for them with next, or sample")
         if self.grid is not None and not all(self.grid.values()):
             raise ValueError("grid: each parameter needs a value")
+        if self.nodes > 1 and self.per_node > 1:
+            raise ValueError(f"per_node ({self.per_node}) must be 1 with nodes ({self.nodes}) above 1")
         return self
 
     def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
@@ -109,7 +119,8 @@ class TrialsConfig(Section):
         """The batch that a sweep is: each trial a request, whose engine is a process of its own."""
         if self.callable is not None:
             command = (sys.executable, "-m", "slurmft.inference.trial_call", self.callable)
-        engine = EngineConfig(process=command, continue_from_prefix="never", log_bytes=self.log_bytes)
+        engine = EngineConfig(process=command, continue_from_prefix="never", log_bytes=self.log_bytes,
+                              nodes=self.nodes, nproc_per_node=self.nproc_per_node)  # fmt: skip
         timeout: dict[str, Any] = {} if self.timeout_s is None else {"request_timeout_s": self.timeout_s}
         return InferenceConfig(
             input=run_folder / "inference" / "requests.jsonl", engine=engine, replicas_per_node=self.per_node,

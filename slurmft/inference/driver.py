@@ -40,7 +40,7 @@ from slurmft.inference.gang import Ended, Head, Starts, free_port, join
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
 from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, folder_of, segment_name
-from slurmft.inference.trial_engine import Stopped, TrialEngine
+from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import JoinGang, ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
@@ -512,7 +512,7 @@ def engine_of(
         device = device or default_device()
         return CallableEngine(config.engine.callable, device, config.concurrency, partials if keeps else None)
     if config.engine.process is not None:
-        return TrialEngine(config, run_folder, owner)
+        return TrialEngine(config, run_folder, owner, head)
     return HttpEngine(config, replica, partials, head)
 
 
@@ -1311,6 +1311,13 @@ class Member:
                 or (config := load(self._run_folder / starts.config).inference) is None
             ):
                 raise LaunchError(f"{starts.config} is no configuration of this run")
+            if config.engine.process is not None:
+                following = asyncio.create_task(follow(channel, starts, mine.rank, config, self._run_folder))
+                await asyncio.wait({hearing, following}, return_when=asyncio.FIRST_COMPLETED)
+                following.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
+                return 0
             engine = HttpEngine(config, mine.replica)
             await engine.launch(starts.words(mine.rank))
             ended, over = asyncio.create_task(engine.ended()), asyncio.create_task(channel.receive())

@@ -3,7 +3,8 @@
 The driver of the head, which alone has an address and speaks with its agent as any replica's, listens for as many
 members as are missing. Their agents start one driver each, which proves that it holds the run's key, and starts the
 engine's command once the head says that all are there. That connection is the gang's life: when it breaks, or one
-engine ends, all end, and the head begins another one.
+engine ends, all end, and the head begins another one. An engine for trials has no command of its own: its head says
+when a trial begins, and it outlives them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from slurmft.ipc.channel import (
     Name,
     OpenPort,
     Rank,
+    Words,
     accept,
     connect,
     keep_alive,
+    read,
 )
 from slurmft.ipc.messages import ReplicaPlace
 
@@ -67,6 +70,33 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     code: ExitCode
 
 
+class Tries(Message, frozen=True, kw_only=True, tag="tries"):
+    """All start their ranks of a trial, whose parameters are in its folder."""
+
+    number: Count
+    """Of the head's tries."""
+
+    trial: str
+    head_port: OpenPort
+
+
+class Asks(Message, frozen=True, kw_only=True, tag="asks"):
+    """The ranks of a try are to save and end by themselves, or to end at once."""
+
+    save: bool
+
+
+class TryEnded(Message, frozen=True, kw_only=True, tag="try ended"):
+    """A member has nothing left of a try."""
+
+    number: Count
+    code: ExitCode
+    """That of the first of its ranks that has failed; 0: none has."""
+
+    text: Words
+    """The end of what that rank said."""
+
+
 class Head:
     """The head's side, in its driver.
 
@@ -81,6 +111,8 @@ class Head:
     def __init__(self, key: bytes, *, nodes: int, config: str, host: str | None, tell: Callable[..., None]) -> None:
         self._key, self._nodes, self._config, self._host, self._tell = key, nodes, config, host, tell
         self._members: dict[int, Channel] = {}
+        self._ends: dict[int, asyncio.Future[TryEnded]] = {}
+        self._number = 0
         loop = asyncio.get_running_loop()
         self._whole: asyncio.Future[int] = loop.create_future()
         self.broken: asyncio.Future[int] = loop.create_future()
@@ -104,9 +136,23 @@ class Head:
         # the address at which the first member has found this node
         starts = Starts(config=self._config, nodes=self._nodes, head_port=free_port(self._host or ""),
                         head=self._members[1].own_address.removeprefix("::ffff:"))  # fmt: skip
-        for channel in self._members.values():
-            channel.send(starts)
+        self._send(starts)
         return starts.words(0)
+
+    def begin_try(self, number: int, trial: str, port: int) -> list[asyncio.Future[TryEnded]]:
+        """Have the members start their ranks of a trial; returns their ends."""
+        self._number, loop = number, asyncio.get_running_loop()
+        self._ends = {rank: loop.create_future() for rank in sorted(self._members)}
+        self._send(Tries(number=number, trial=trial, head_port=port))
+        return list(self._ends.values())
+
+    def ask(self, *, save: bool) -> None:
+        """Have the members' ranks of the last try save and end, or end at once."""
+        self._send(Asks(save=save))
+
+    def _send(self, message: Message) -> None:
+        for channel in self._members.values():
+            channel.send(message)
 
     def close(self) -> None:
         """End the gang, for a reason of this side's."""
@@ -128,7 +174,11 @@ class Head:
             if len(self._members) == self._nodes - 1:
                 self._whole.set_result(self._nodes)
             while (body_or_end := await channel.receive()) is not None:
-                code = Ended.parse(body_or_end, "what a member says").code
+                match read(body_or_end, Ended | TryEnded, "what a member says"):
+                    case Ended(code=code):
+                        break
+                    case TryEnded(number=self._number) as end if not self._ends[joins.rank].done():
+                        self._ends[joins.rank].set_result(end)
         except (BadMessage, TimeoutError, OSError) as error:
             log.warning("a member: %s", error)
         finally:

@@ -29,6 +29,7 @@ from slurmft.ipc.messages import (
     RequestsWanted,
     Sent,
 )
+from slurmft.policy.inference import EXIT_NODE
 from slurmft.policy.verdict import EXIT_USAGE
 from slurmft.system.background import Background, overslept_s
 
@@ -302,6 +303,10 @@ class ReplicaPool:
             else:
                 self._later(replica, 0.0 if replica.why == RENEWED else 1.0)
             return
+        if replica.ended_first and code != EXIT_NODE and self._config.engine.process is not None:
+            self._return(lost)  # a trial would have said why it ends: the member's node, or its agent, is gone
+            self._give_back()
+            lost = begun = []
         self._queue.extendleft(reversed([index for index in lost if index not in begun]))
         # a request may only have been long: an engine has to answer for a hang where it has answered nothing, twice
         is_excused = replica.is_hung and (replica.last.worked or not replica.hung_before)

@@ -16,14 +16,16 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.inference.gang import Asks, Ended, Head, Starts, Tries, TryEnded, free_port
 from slurmft.inference.trials import CANCEL, folder_of_trial
+from slurmft.ipc.channel import Channel, read
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
+from slurmft.policy.inference import EXIT_NODE, TrialEnd, end_of_trial, filled_with
 from slurmft.system.background import end_child
 from slurmft.system.files import open_regular, read_part, replace_atomically
 from slurmft.system.processes import adopt_orphans, die_with_parent, kill_left, reap_adopted, session_members, view
@@ -48,9 +50,6 @@ CANCELLED: Mapping[str, Any] = {"error": {"code": "cancelled", "message": "by th
 LEFT_S, OUTPUT_S = 10.0, 2.0
 """For what a trial leaves running to be gone, and for the end of its output."""
 
-EXIT_NODE = 70
-"""EX_SOFTWARE of sysexits.h: trials fail for what their node has."""
-
 log = logging.getLogger(__name__)
 
 
@@ -63,16 +62,15 @@ class TrialEngine:
 
     Args:
         owner: names the replica and its life, so that no two tries share a result.
+        head: gathers the other nodes of trials that have several.
     """
 
     request_path = ""
     at_once = 1
 
-    def __init__(self, config: InferenceConfig, run_folder: Path, owner: str) -> None:
-        assert config.engine.process is not None
-        self._config, self._command, self._run_folder, self._owner = config, config.engine.process, run_folder, owner
-        self._stop_signal = signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, config: InferenceConfig, run_folder: Path, owner: str, head: Head | None = None) -> None:
+        self._config, self._run_folder, self._owner, self._head = config, run_folder, owner, head
+        self._part, self._address = _Part(config, run_folder), "127.0.0.1"
         self._stopping = asyncio.Event()
         self._is_cut_off = self._is_cancelled = False
         self._signalled_s = -SIGNALLED_S
@@ -80,11 +78,13 @@ class TrialEngine:
         self._node_failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Nothing is to be started before the first trial."""
+        """Nothing is to be started before the first trial, once all of its nodes are there."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        for number in {self._stop_signal, signal.SIGTERM}:
+        for number in {self._part.stop_signal, signal.SIGTERM}:
             loop.add_signal_handler(number, self._note_signal)
+        if self._head is not None:
+            self._address = (await self._head.gather())["{head}"]
 
     async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The results of trials, or why they have none.
@@ -99,12 +99,16 @@ class TrialEngine:
         return time.monotonic()
 
     async def ended(self) -> int:
-        """Return when trials fail for what this node has."""
-        return await self._node_failed
+        """Return when trials fail for what this node has, or another node of theirs is gone."""
+        waits: list[asyncio.Future[int]] = [self._node_failed, *([] if self._head is None else [self._head.broken])]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return next(each for each in waits if each in done).result()
 
     async def close(self) -> None:
         """End the trial."""
-        await self._end_all()
+        if self._head is not None:
+            self._head.close()
+        await self._part.end_all()
 
     def stop(self) -> None:
         """Ask the trial to save and end, where it has a handler for that; another one may come to its end in time."""
@@ -112,23 +116,17 @@ class TrialEngine:
         self._ask_to_save()
 
     def _ask_to_save(self) -> bool:
-        """Whether the trial, or a process of it, has a handler for the signal, which it gets."""
-        able = list[int]()
-        if self._process is not None and self._process.returncode is None:
-            leader = self._process.pid
-            members = [view(pid) for pid in sorted(session_members(leader))]
-            able = [each.pid for each in members if each is not None and each.catches(self._stop_signal)]
-            for pid in [leader] if leader in able else able:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, self._stop_signal)
-        return bool(able)
+        """Whether the trial, or a process of it on this node, has a handler for the signal, which it gets."""
+        if self._head is not None:
+            self._head.ask(save=True)
+        return self._part.ask_to_save()
 
     def cut_off(self) -> None:
         """Another lease is to run the trial anew: end it now."""
-        if self._process is not None and self._process.returncode is None:
-            self._is_cut_off = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._is_cut_off = True
+        self._part.kill()
+        if self._head is not None:
+            self._head.ask(save=False)
 
     def _note_signal(self) -> None:
         self._signalled_s = time.monotonic()
@@ -158,7 +156,7 @@ class TrialEngine:
                 code, text, last = await self._try(name, folder, result, request["body"])
             finally:
                 watching.cancel()
-            is_signalled = -code == self._stop_signal or time.monotonic() - self._signalled_s < SIGNALLED_S
+            is_signalled = -code == self._part.stop_signal or time.monotonic() - self._signalled_s < SIGNALLED_S
             if is_signalled and not result.exists() and not self._stopping.is_set():  # that comes before its reason
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), OUTSIDE_S)
@@ -186,65 +184,197 @@ class TrialEngine:
             log.info("try %d of trial %s: %s", failed + 1, name, why)
         return {"error": {"code": "trial_failed", "message": why[:MAX_TOLD]}}
 
-    async def _try(self, name: str, folder: Path, result: Path, parameters: Mapping[str, Any]) -> tuple[int, str, str]:
-        """The exit code of one process, the end of its output, and the last line of its standard output."""
+    async def _try(self, name: str, folder: Path, result: Path, parameters: Mapping[str, Any]) -> _End:
+        """How it ended on all of its nodes, of which none has anything left of it then."""
         text = json.dumps(parameters, ensure_ascii=False)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
         await asyncio.to_thread(replace_atomically, folder / "parameters.json", text)
-        environment = {
-            **os.environ, "SLURMFT_TRIAL_NAME": name, "SLURMFT_TRIAL_FOLDER": str(folder),
-            "SLURMFT_TRIAL_RESULT": str(result), "SLURMFT_TRIAL_PARAMETERS": str(folder / "parameters.json"),
-            "SLURMFT_CHECKPOINT_DIR": str(folder / "checkpoints"),
-        }  # fmt: skip
-        if len(text.encode(errors="replace")) < MAX_VARIABLE_BYTES:
-            environment["SLURMFT_TRIAL"] = text
-        words = {"trial_name": name, "trial_folder": str(folder), **parameters}
-        argv = [filled_with(word, words) for word in self._command]
-        kept = _KeptOutput(folder / "log.txt", self._config.engine.log_bytes)
-        # pipes of our own: asyncio takes a process for running while others hold the pipes that it has made
-        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
-        pumps = [await _pumped(kept, out, is_stdout=True), await _pumped(kept, err)]
+        port, members = free_port(""), list[asyncio.Future[TryEnded]]()
+        if self._head is not None:
+            members = self._head.begin_try(self._tries, name, port)
+        own = asyncio.create_task(self._part.run(name, self._address, port, result))
+        parts, first = list[asyncio.Future[Any]]([own, *members]), -1
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
-                preexec_fn=die_with_parent, env=environment,
-            )  # fmt: skip
-        except (OSError, ValueError) as error:  # also a parameter with a null character
-            return 127, f"cannot start {argv[0]!r}: {getattr(error, 'strerror', None) or error}", ""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limit_s):
+                    first = await _first_to_fail(parts, lambda end: end.code)
         finally:
-            os.close(to_out)
-            os.close(to_err)
-        try:
-            async with asyncio.timeout(self._limit_s):
-                code = await self._process.wait()
-        except TimeoutError:
-            await self._end_all()
-            code = -signal.SIGKILL
-            kept.note(f"slurmft: it took longer than {self._limit_s:g} s (trials.timeout_s)")
-        finally:
-            await self._end_all()
-            await asyncio.wait(pumps, timeout=OUTPUT_S)
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            kept.close()
-        return code, kept.tail, kept.last_line
+            if self._head is not None:
+                self._head.ask(save=False)
+            own.cancel()
+            await asyncio.wait(parts, timeout=2 * LEFT_S)
+        if first < 0:
+            told = f"slurmft: it took longer than {self._limit_s:g} s (trials.timeout_s)"
+            with contextlib.closing(_KeptOutput(folder / "log.txt", self._config.engine.log_bytes)) as kept:
+                kept.note(told)
+            return _End(-signal.SIGKILL, told)
+        if first == 0:
+            return own.result()
+        return _End(parts[first].result().code, parts[first].result().text)
 
     @property
     def _limit_s(self) -> float | None:
         is_given = "request_timeout_s" in self._config.model_fields_set
         return self._config.request_timeout_s if is_given else None
 
-    async def _end_all(self) -> None:
-        """End the trial's process and everything that comes from it, in any session."""
-        if (process := self._process) is None:
+
+class _End(NamedTuple):
+    """How ranks ended: the code of the first that failed, or 0; the end of its output; and the last line of rank 0's
+    standard output."""
+
+    code: int
+    text: str
+    last: str = ""
+
+
+async def _first_to_fail(parts: Sequence[asyncio.Future[Any]], code: Callable[[Any], int]) -> int:
+    """Which of these ends with another code than 0 first; 0 when none does, and all have ended."""
+    waiting = set(parts)
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for number, part in enumerate(parts):
+            if part in done and code(part.result()):
+                return number
+    return 0
+
+
+async def follow(channel: Channel, starts: Starts, node: int, config: InferenceConfig, run_folder: Path) -> None:
+    """A member's side: its ranks of one try after the other, until the head is gone."""
+    adopt_orphans()
+    part, trying = _Part(config, run_folder, node), None
+    for number in {part.stop_signal, signal.SIGTERM}:  # the head hears of a stop
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+
+    async def run(tries: Tries) -> None:
+        end = _End(1, "")
+        try:
+            end = await part.run(tries.trial, starts.head, tries.head_port)
+        except (OSError, ValueError) as error:
+            end = _End(1, str(error))
+        finally:
+            meaning = end_of_trial(end.code, has_result=False, is_stopping=False, text=end.text)
+            ended = TryEnded(number=tries.number, code=end.code, text=end.text[-MAX_TOLD:])
+            channel.send(Ended(code=EXIT_NODE) if meaning is TrialEnd.NODE else ended)
+
+    try:
+        while (told := await channel.receive()) is not None:
+            match read(told, Tries | Asks, "what the head says"):
+                case Tries() as tries:
+                    if trying is not None:  # its end took longer than the head waits
+                        await asyncio.wait({trying})
+                    trying = asyncio.create_task(run(tries))
+                    await asyncio.sleep(0)  # one that is cancelled before it begins would say nothing
+                case Asks(save=True):
+                    part.ask_to_save()
+                case Asks() if trying is not None and not trying.cancelling():  # twice would cut its end short
+                    trying.cancel()
+    finally:
+        if trying is not None:
+            if not trying.cancelling():
+                trying.cancel()
+            await asyncio.wait({trying})
+
+
+class _Part:
+    """The ranks of one try on one node."""
+
+    def __init__(self, config: InferenceConfig, run_folder: Path, node: int = 0) -> None:
+        assert config.engine.process is not None
+        self._command, self._engine = config.engine.process, config.engine
+        self._run_folder, self._node = run_folder, node
+        self.stop_signal = signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def run(self, name: str, head: str, port: int, result: Path | None = None) -> _End:
+        """Run them until one fails, all have ended, or this is cancelled; nothing of them is left then.
+
+        Args:
+            head, port: where ranks find each other.
+            result: for rank 0; what others write counts for nothing.
+        """
+        nodes, count, folder = self._engine.nodes, self._engine.nproc_per_node, folder_of_trial(self._run_folder, name)
+        text = await asyncio.to_thread((folder / "parameters.json").read_text, encoding="utf-8")
+        words = {"trial_name": name, "trial_folder": str(folder), **json.loads(text)}
+        argv = [filled_with(word, words) for word in self._command]
+        environment = {
+            **os.environ, "SLURMFT_TRIAL_NAME": name, "SLURMFT_TRIAL_FOLDER": str(folder),
+            "SLURMFT_TRIAL_PARAMETERS": str(folder / "parameters.json"),
+            "SLURMFT_CHECKPOINT_DIR": str(folder / "checkpoints"),
+        }  # fmt: skip
+        if len(text.encode(errors="replace")) < MAX_VARIABLE_BYTES:
+            environment["SLURMFT_TRIAL"] = text
+        kept, pumps, codes = list[_KeptOutput](), list[asyncio.Task[None]](), list[asyncio.Task[int]]()
+        first = 0
+        try:
+            for local in range(count):
+                rank = self._node * count + local
+                mine = {**environment, "SLURMFT_TRIAL_RESULT": str(result or folder / f"result-{rank}.json")}
+                result = None
+                if nodes * count > 1:
+                    mine |= {"RANK": str(rank), "WORLD_SIZE": str(nodes * count), "LOCAL_RANK": str(local),
+                             "LOCAL_WORLD_SIZE": str(count), "NODE_RANK": str(self._node), "MASTER_ADDR": head,
+                             "MASTER_PORT": str(port)}  # fmt: skip
+                kept.append(_KeptOutput(folder / (f"log-{rank}.txt" if rank else "log.txt"), self._engine.log_bytes))
+                # pipes of our own: asyncio takes a process for running while others hold the pipes that it has made
+                (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+                try:
+                    pumps += [await _pumped(kept[-1], out, is_stdout=True), await _pumped(kept[-1], err)]
+                    process = await asyncio.create_subprocess_exec(
+                        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
+                        preexec_fn=die_with_parent, env=mine,
+                    )  # fmt: skip
+                except (OSError, ValueError) as error:  # also a parameter with a null character
+                    why = getattr(error, "strerror", None) or error
+                    return _End(127, f"cannot start {argv[0]!r}: {why}")
+                finally:
+                    os.close(to_out)
+                    os.close(to_err)
+                self._processes.append(process)
+                codes.append(asyncio.create_task(process.wait()))
+            first = await _first_to_fail(codes, int)
+            code = codes[first].result()
+        finally:
+            await self.end_all()
+            await asyncio.gather(*codes, return_exceptions=True)
+            await asyncio.wait(pumps, timeout=OUTPUT_S)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for each in kept:
+                each.close()
+        return _End(code, kept[first].tail, kept[0].last_line)
+
+    def ask_to_save(self) -> bool:
+        """Whether a process of them has a handler for the signal of a stop, which it gets."""
+        able = list[int]()
+        for leader in [each.pid for each in self._processes if each.returncode is None]:
+            members = [view(pid) for pid in sorted(session_members(leader))]
+            catching = [each.pid for each in members if each is not None and each.catches(self.stop_signal)]
+            able += [leader] if leader in catching else catching
+        for pid in able:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self.stop_signal)
+        return bool(able)
+
+    def kill(self) -> None:
+        """End them at once."""
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    async def end_all(self) -> None:
+        """End them and everything that comes from them, in any session."""
+        if not (processes := self._processes):
             return
-        if process.returncode is None:
-            await end_child(process, LEFT_S)
-        await asyncio.to_thread(kill_left, {process.pid: ""}, LEFT_S, ())
+        self.kill()
+        for process in processes:
+            if process.returncode is None:
+                await end_child(process, LEFT_S)
+        await asyncio.to_thread(kill_left, {each.pid: "" for each in processes}, LEFT_S, ())
         reap_adopted(())
-        self._process = None
+        self._processes = []
 
 
 class _KeptOutput:
@@ -294,7 +424,7 @@ class _KeptOutput:
                 self._size = os.fstat(self._stream.fileno()).st_size
             if self._size > self._half:
                 self._stream.close()
-                self._path.replace(self._path.with_name("log.1.txt"))
+                self._path.replace(self._path.with_suffix(".1.txt"))
                 self._stream, self._size = self._opened(), 0
             self._size += self._stream.write(part)
 

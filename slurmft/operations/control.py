@@ -291,7 +291,8 @@ def _serve(config: RunConfig, crew: Attempt, job: SlurmJob, environment: Mapping
     from slurmft.agent.workers import LENDER_VARIABLE
     from slurmft.supervisor.cluster import agents_argv, environment_for
 
-    argv = agents_argv(config, environment, job.node_count, crew)
+    together = config.trials is not None and config.trials.nodes > 1
+    argv = agents_argv(config, environment, job.node_count, crew, together=together)
     log.info("lending %s to run %s", job.nodes, config.name)
     try:
         with subprocess.Popen(

@@ -79,6 +79,10 @@ def retry_after_s(header: str | None, *, longest_s: float) -> float | None:
     return min(seconds, longest_s) if math.isfinite(seconds) and seconds >= 0 else None
 
 
+EXIT_NODE = 70
+"""EX_SOFTWARE of sysexits.h: trials fail for what their node has."""
+
+
 class TrialEnd(StrEnum):
     """The meaning of the end of a process that was started for one request."""
 
@@ -149,13 +153,16 @@ def all_down(phases: Collection[str], *, least: int) -> bool:
 
 
 def gangs_of(
-    gangs: Sequence[tuple[int, ...]], nodes: Collection[int], *, size: int, most: int
+    gangs: Sequence[tuple[int, ...]], nodes: Collection[int], *, size: int, most: int, jobs: Mapping[int, str]
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """The gangs of which all nodes are left, and new ones of nodes that are in none, each with its head first."""
+    """The gangs of which all nodes are left, and new ones of nodes that are in none and of one of the ``jobs``, where
+    that has them (others are of one), each with its head first."""
     whole = [gang for gang in gangs if set(gang) <= set(nodes)]
-    free = sorted(set(nodes).difference(*whole))
-    while len(whole) < most and len(free) >= size:
-        whole, free = [*whole, tuple(free[:size])], free[size:]
+    left = sorted(set(nodes).difference(*whole))
+    for job in sorted({jobs.get(node, "") for node in left}):
+        free = [node for node in left if jobs.get(node, "") == job]
+        while len(whole) < most and len(free) >= size:
+            whole, free = [*whole, tuple(free[:size])], free[size:]
     return whole
 
 

@@ -371,20 +371,22 @@ def for_srun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def agents_argv(
-    config: RunConfig, environment: Mapping[str, str], count: int, attempt: Attempt, *, host: str = ""
-) -> list[str]:
-    """The srun that starts the agents: one task on each of ``count`` nodes; no task's end ends the others.
+    config: RunConfig, environment: Mapping[str, str], count: int, attempt: Attempt, *, host: str = "",
+    together: bool = False,
+) -> list[str]:  # fmt: skip
+    """The srun that starts the agents: one task on each of ``count`` nodes. No task's end ends the others, except where
+    they are of use only ``together``.
 
     Raises:
         LaunchError: the container's bundle cannot be used.
     """
     nodes = str(count)
-    argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
+    argv = ["srun", "--overlap", f"--kill-on-bad-exit={int(together)}", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
     # since 22.05 srun does not inherit it from sbatch
     if cpus := environment.get("SLURM_CPUS_PER_TASK"):
         argv += ["--cpus-per-task", cpus]
-    if config.survives_nodes:
+    if config.survives_nodes and not together:
         argv.append("--no-kill")
     argv += ["--nodelist", host] if host else []
     launch = launch_of(config, attempt, with_srun=True)

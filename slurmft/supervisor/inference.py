@@ -181,7 +181,9 @@ class Gangs:
     def __init__(self, config: RunConfig, start: Start, joined: Mapping[int, AgentLink], *, outlived: bool) -> None:
         assert config.inference is not None
         self._size, self._journal, self._joined = config.inference.engine.nodes, start.journal, joined
-        self._most, self._times = config.nodes // self._size, config.fault_tolerance
+        self._apart = config.trials is not None  # jobs of a sweep come and go, each with all of a trial's nodes
+        self._most = (config.size.maximum if self._apart else config.nodes) // self._size
+        self._times = config.fault_tolerance
         self._gangs = gangs_in(start.history, start.cluster.attempt) if outlived else []
         self._awaited = {node for gang in self._gangs for node in gang}
         """Nodes of them whose agents have not reported yet."""
@@ -237,7 +239,8 @@ class Gangs:
     def _settle(self, lost: str = "") -> None:
         before = self._gangs
         nodes = {*(node for node in self._epochs if node in self._joined), *self._awaited}
-        self._gangs = gangs_of(before, nodes, size=self._size, most=self._most)
+        jobs = {node: link.lender for node, link in self._joined.items()} if self._apart else {}
+        self._gangs = gangs_of(before, nodes, size=self._size, most=self._most, jobs=jobs)
         for gang in before:
             if gang not in self._gangs:
                 self._note(EventName.GANG_BROKEN, gang, lost=lost)

@@ -314,19 +314,22 @@ BEGIN_S = 5.0
 
 
 class Lenders:
-    """Jobs that lend a node each to this endpoint. They are found by their name, so that none is ever forgotten: not
-    those of a supervisor before this one, of the job before, or whose submission got no answer.
+    """Jobs that lend a node each to this endpoint, or the nodes of a trial to a sweep. They are found by their name, so
+    that none is ever forgotten: not those of a supervisor before this one, of the job before, or whose submission got
+    no answer.
 
     Args:
         is_patient: a job may wait for its node as long as it has to.
         spread: no two on one node.
+        nodes: of each job.
     """
 
     def __init__(
-        self, config: RunConfig, start: Start, slurm: SlurmNotices, *, is_patient: bool = False, spread: bool = True
-    ) -> None:
+        self, config: RunConfig, start: Start, slurm: SlurmNotices, *, is_patient: bool = False, spread: bool = True,
+        nodes: int = 1,
+    ) -> None:  # fmt: skip
         self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
-        self._is_patient, self._spread = is_patient, spread
+        self._is_patient, self._spread, self._nodes = is_patient, spread, nodes
         self.jobs: dict[str, JobRecord | None] = {}
         """Those that wait, or have a node; None for one that was submitted just now."""
 
@@ -357,13 +360,17 @@ class Lenders:
             nodes: of the run's own job, and those that are lost.
             is_used: whether anything is, or ends, on the node of this number.
         """
-        lent = {link.lender: link for link in links if link.lender in self.jobs and not link.leaving}
+        found: dict[str, list[AgentLink]] = {}
+        for link in links:
+            if link.lender in self.jobs and not link.leaving:
+                found.setdefault(link.lender, []).append(link)
+        lent = {job: mine for job, mine in found.items() if len(mine) >= self._nodes}
         given_back = await self.balance(
-            {job: is_used(link.node) for job, link in lent.items()},
+            {job: any(is_used(link.node) for link in mine) for job, mine in lent.items()},
             {*nodes, *(link.host for link in links if self._spread)},
             needed=needed, wanted=wanted, own=own, hoped=hoped,
         )  # fmt: skip
-        return [lent[job] for job in given_back if job in lent]
+        return [link for job in given_back for link in lent.get(job, ())]
 
     async def balance(
         self, serving: Mapping[str, bool], beside: Collection[str], *, needed: int, wanted: int, own: int, hoped: int
@@ -421,15 +428,17 @@ class Lenders:
             return
         name, options = own_jobs.lenders_name(self._run), {} if end is None else {"time": int(left_s / 60)}
         avoid = await asyncio.to_thread(avoided_nodes.for_submission, self._config, options, os.environ)
-        argv = own_jobs.lending_command(self._config, self._run, nodes=1, options={**options, "job-name": name},
-                                         avoid=frozenset({*beside, *avoid.nodes}))  # fmt: skip
-        self._journal.append(EventName.BORROWING, nodes=count, name=name)
+        argv = own_jobs.lending_command(
+            self._config, self._run, nodes=self._nodes, options={**options, "job-name": name},
+            avoid=frozenset({*beside, *avoid.nodes}),
+        )  # fmt: skip
+        self._journal.append(EventName.BORROWING, nodes=count * self._nodes, name=name)
         if not await asyncio.to_thread(self._journal.flush, FLUSH_S):
             return  # what is not noted is not submitted
         for _ in range(count):
             job = await asyncio.to_thread(own_jobs.submit_lender, argv)
             self.jobs[job], self._since_s[job], self._problem = None, time.monotonic(), ""
-            self._journal.append(EventName.JOINING, job=job, nodes=1, who="the supervisor")
+            self._journal.append(EventName.JOINING, job=job, nodes=self._nodes, who="the supervisor")
 
     async def _cancel(self, job: str, reason: str) -> None:
         record = self.jobs[job]

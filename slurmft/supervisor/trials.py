@@ -21,16 +21,16 @@ from slurmft.errors import LaunchError, RunBusy, SlurmftError, StorageError, Sto
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.ledger import AnswersSoFar
 from slurmft.inference.requests import Batch, folder_of, load
-from slurmft.inference.trial_engine import EXIT_NODE
 from slurmft.inference.trials import Added, Known, add, add_values, rows
 from slurmft.ipc.messages import ReplicaDied
+from slurmft.policy.inference import EXIT_NODE
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Verdict
 from slurmft.scheduler.nodes import expand
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.agents import AgentLink
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.inference import InferenceAttempt
+from slurmft.supervisor.inference import LENT_S, InferenceAttempt
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.serving import Lenders, end_lenders
 from slurmft.system.background import end_child
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class SweepAttempt(InferenceAttempt):
-    """Runs trials in this job, and in others of one node each while there are enough of them."""
+    """Runs trials in this job, and in others while there are enough of them."""
 
     def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         super().__init__(config, start, sender, crew)
@@ -60,7 +60,8 @@ class SweepAttempt(InferenceAttempt):
         if isinstance(self._cluster, SlurmCluster) and config.size.maximum > config.nodes:
             # of trials that have a job each, two jobs may share a node
             self._shares = self._section.replicas_per_node == 1
-            self._pilots = Lenders(config, start, self._slurm, is_patient=True, spread=not self._shares)
+            self._pilots = Lenders(config, start, self._slurm, is_patient=True, spread=not self._shares,
+                                   nodes=self._section.engine.nodes)  # fmt: skip
         self._asking: asyncio.subprocess.Process | None = None
         self._is_complete = config.trials is None or config.trials.next is None
         self._failed = set[str]()
@@ -155,7 +156,7 @@ class SweepAttempt(InferenceAttempt):
             env={**os.environ, **self._config.environment}, preexec_fn=die_with_parent,
         )  # fmt: skip
         assert asking.stdin is not None and asking.stdout is not None
-        room, vain = self._config.size.maximum * self._section.replicas_per_node, 0
+        room, vain = self._section.replicas_on(self._config.size.maximum), 0
         while vain < MAX_VAIN:
             while coordinator.requests.total - coordinator.requests.done >= room:
                 await asyncio.sleep(ASK_S)
@@ -197,25 +198,40 @@ class SweepAttempt(InferenceAttempt):
     async def _keep_pilots(self, pilots: Lenders) -> None:
         """Have other jobs lend nodes, as many as there are trials for, and end those that have none."""
         assert isinstance(self._cluster, SlurmCluster) and isinstance(self._coordinator, Coordinator)
-        requests, kept = self._coordinator.requests, (self._config.nodes, 0.0)
+        size = self._section.engine.nodes  # nodes that are counted below are as many together
+        requests, mine, most = self._coordinator.requests, self._config.nodes // size, self._config.size.maximum // size
+        kept = mine, 0.0
         while True:
             await asyncio.sleep(LOOK_S)
             if self.stops.planned is not None or self._over.is_set():
                 return
             links = list(self._joined.values())
-            own = pilots.own(links)
+            own = pilots.own(links) // size
             nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
-            needed = max(self._config.nodes, min(self._config.size.maximum, nodes))
+            needed = max(mine, min(most, nodes))
             now_s = time.monotonic()
             if needed >= kept[0] or now_s - kept[1] > KEEP_S or self._is_complete:
                 kept = needed, now_s
             taken = () if self._shares else expand(self._cluster.job.nodes)
             for link in await pilots.balance_agents(
-                links, {*taken, *self._cluster.lost},
-                lambda node: bool(requests.held(node)),
-                needed=needed, wanted=kept[0], own=own, hoped=max(own, self._config.nodes),
+                links, {*taken, *self._cluster.lost}, self._held,
+                needed=needed, wanted=kept[0], own=own, hoped=max(own, mine),
             ):  # fmt: skip
                 self._let_go(link)
+
+    async def _part_with(self, link: AgentLink) -> None:
+        """Of a job that lends several nodes, each stays until their trial has ended, as long as there is time."""
+        until_s = time.monotonic() + LENT_S
+        while self._head_of(link.node) != link.node and self._held(link.node) and time.monotonic() < until_s:
+            await asyncio.sleep(ASK_S)
+        await super()._part_with(link)
+
+    def _held(self, node: int) -> bool:
+        assert isinstance(self._coordinator, Coordinator)
+        return bool(self._coordinator.requests.held(self._head_of(node)))
+
+    def _head_of(self, node: int) -> int:
+        return node if self._gangs is None else self._gangs.head_of(node)
 
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         if report.code == EXIT_NODE:  # not the trial's fault, alone as it was

@@ -16,6 +16,7 @@ import yaml
 
 from slurm.conftest import PATIENCE_S, Run, eventually, preempt
 from slurmft.lab.cluster import Lab
+from slurmft.scheduler.nodes import expand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -235,3 +236,72 @@ def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submissio
     found = run.rows()
     assert [(row["state"], row["result"]) for row in found] == [("done", x**2) for x in range(40)], run.story()
     assert [len((Path(row["folder"]) / "starts").read_text()) for row in found][:20] == [1] * 20, "no one runs again"
+
+
+TRAINING = """
+import json, os, pathlib, signal, socket, sys, time
+import torch.distributed as dist
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+rank, world, local, local_world, node = (int(os.environ[name]) for name in names)
+assert (world, local_world, rank) == (4, 2, 2 * node + local), dict(os.environ)
+folder = pathlib.Path(os.environ["SLURMFT_TRIAL_FOLDER"])
+with open(folder / f"starts-{rank}", "a") as stream:
+    stream.write("s")
+def save(*_):
+    time.sleep(1)
+    (folder / f"saved-{rank}").touch()
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+dist.init_process_group("gloo")
+assert dist.get_world_size() == world
+while not (pathlib.Path(__file__).parent / "go-0").exists():
+    time.sleep(0.05)
+total, nodes = dist.torch.tensor(int(sys.argv[1]) * (rank + 1)), [None] * world
+dist.all_reduce(total)
+dist.all_gather_object(nodes, socket.gethostname())
+pathlib.Path(os.environ["SLURMFT_TRIAL_RESULT"]).write_text(json.dumps({"sum": total.item(), "nodes": nodes}))
+dist.destroy_process_group()
+"""
+
+
+def test_trials_over_two_nodes_have_each_result_once_though_an_agent_a_job_and_a_node_are_lost(
+    lab: Lab, new_sweep: NewSweep
+) -> None:
+    given = [{"x": x, "phase": 0} for x in range(6)]
+    run = new_sweep({"list": given, "nodes": 2, "nproc_per_node": 2, "max_jobs": 2})
+    (run.path.parent / "trial.py").write_text(TRAINING)
+    job = run.submit()
+    nodes = run.wait_for_nodes(count=4)
+    own = set(expand(lab.run(["squeue", "-h", "-j", job, "-o", "%N"]).stdout.strip()))
+    first = run.wait_for("attempt started").details["host"]
+    assert own < nodes and len(own) == 2 and len(run.pilots()) == 1, run.story()
+
+    second = next(iter(own - {first}))
+    lab.run_on_as_admin(second, ["kill", "-KILL", *run.pids_of(second, f".*slurmft agent {run.path}")])
+    run.wait_for("gang formed", 3)
+    run.wait_for_nodes(count=4)
+    lab.run_as_admin(["scontrol", "requeue", *run.pilots()])
+    run.wait_for("gang formed", 4)
+    victim = sorted(run.wait_for_nodes(count=4) - own)[-1]
+    before = len(run.events("agent lost"))
+    lab.kill_node(victim)
+    try:
+        run.wait_for("agent lost", before + 1)
+        eventually(lambda: run.nodes() == own, PATIENCE_S, run.story)
+    finally:
+        lab.start_node(victim)
+    run.wait_for("gang formed", 5)
+    assert run.wait_for_nodes(count=4) == nodes
+    run.go(0)
+    run.wait_until_done()
+    found = run.rows()
+    told = [(row["state"], row["result"] and row["result"]["sum"]) for row in found]
+    assert told == [("done", 10 * x) for x in range(6)], run.story()
+    assert all(set(row["result"]["nodes"]) in (own, nodes - own) for row in found), found
+    starts = [[len((Path(row["folder"]) / f"starts-{rank}").read_text()) for rank in range(4)] for row in found]
+    assert sum(map(max, starts)) <= 6 + 3, starts  # one for each fault
+    saved = [len([*Path(row["folder"]).glob("saved-*")]) for row in found]
+    assert 4 in saved, (saved, run.story())  # of the job that was requeued
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    eventually(lambda: not run.nodes(), 30, run.story)

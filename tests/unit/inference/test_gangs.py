@@ -40,7 +40,13 @@ COMMAND = ("engine", "{port}", "{node_rank}")
     ],
 )
 def test_gangs_stay_as_they_are_and_new_ones_are_of_nodes_in_none(gangs, nodes, found):
-    assert gangs_of(gangs, nodes, size=2, most=2) == found
+    assert gangs_of(gangs, nodes, size=2, most=2, jobs={}) == found
+
+
+def test_no_gang_has_nodes_of_two_jobs() -> None:
+    jobs = {0: "", 1: "7", 2: "", 3: "8", 4: "7"}
+    assert gangs_of([], [0, 1, 3], size=2, most=3, jobs=jobs) == []
+    assert gangs_of([], [0, 1, 2, 3, 4], size=2, most=3, jobs=jobs) == [(0, 2), (1, 4)]
 
 
 class Supervisor:
@@ -52,7 +58,7 @@ class Supervisor:
         journal = self.run.journal(self.attempt)
         section = InferenceConfig(input=folder, engine=EngineConfig(command=COMMAND, nodes=2))
         times = SimpleNamespace(launch_timeout_s=600.0, supervisor_lease_s=1.0)
-        config: Any = SimpleNamespace(inference=section, nodes=nodes, fault_tolerance=times)
+        config: Any = SimpleNamespace(inference=section, nodes=nodes, trials=None, fault_tolerance=times)
         start: Any = SimpleNamespace(
             journal=journal, history=journal.read_past(), cluster=SimpleNamespace(attempt=self.attempt)
         )

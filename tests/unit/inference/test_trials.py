@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,14 +18,19 @@ import pytest
 from waiting import until, until_async
 
 from slurmft.config.run import RunConfig, from_values
+from slurmft.config.run import load as load_config
 from slurmft.config.trials import TrialsConfig
 from slurmft.errors import ConfigError
+from slurmft.inference import trial_engine
+from slurmft.inference.gang import Head, Starts, join
 from slurmft.inference.ledger import open_ledger, segments_of
 from slurmft.inference.requests import Requests, extend, folder_of, load, records_of
-from slurmft.inference.trial_engine import EXIT_NODE, Stopped, TrialEngine
+from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.inference.trials import Known, add, add_values, cancel, folder_of_trial, name_of, retry_failed, rows
-from slurmft.policy.inference import TrialEnd, end_of_trial, filled_with
+from slurmft.ipc.messages import ReplicaPlace
+from slurmft.policy.inference import EXIT_NODE, TrialEnd, end_of_trial, filled_with
 from slurmft.storage.segments import SegmentWriter
+from slurmft.system.processes import kill_left
 
 BAD_NODE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
@@ -385,3 +391,143 @@ def test_a_trial_ends_with_the_process_that_looks_after_it(tmp_path: Path) -> No
 def test_appending_to_a_batch_of_nothing(tmp_path: Path) -> None:
     assert extend(tmp_path / "inference", [], digest="d").total == 0
     assert extend(tmp_path / "inference", [{"id": "a", "body": {}}], digest="e") == load(tmp_path / "inference")
+
+
+# Several ranks
+
+
+RANKS = """
+import json, os, pathlib, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+rank, world, local, locals_, node = (int(os.environ[name]) for name in names[:5])
+assert rank == node * locals_ + local and os.environ["MASTER_ADDR"] == "127.0.0.1", dict(os.environ)
+folder = pathlib.Path(os.environ["SLURMFT_TRIAL_FOLDER"])
+(folder / f"port-{rank}").write_text(os.environ["MASTER_PORT"])
+while len(ports := [each.read_text() for each in folder.glob("port-*")]) < world or "" in ports:
+    time.sleep(0.02)
+assert len(set(ports)) == 1, ports
+print("rank", rank)
+pathlib.Path(os.environ["SLURMFT_TRIAL_RESULT"]).write_text(json.dumps([rank, world]))
+"""
+
+
+def in_gang(folder: Path, script: str = "", then: Any = None, *, config: Any = None, **trials: Any) -> Any:
+    """What becomes of one trial over two nodes, of which each is a task of this process."""
+
+    async def run() -> Any:
+        tasks = asyncio.all_tasks()
+        section = (config or config_of(folder, script, nodes=2, **trials)).inference
+        told = list[dict[str, Any]]()
+        head = Head(b"k" * 64, nodes=2, config="c", host="127.0.0.1", tell=lambda **each: told.append(each))
+        engine = TrialEngine(section, folder / "run", "1-0-0-1", head)
+        starting = asyncio.create_task(engine.start())
+        await until_async(lambda: bool(told))
+        place = ReplicaPlace(name="head", hosts=("127.0.0.1",), port=told[0]["port"])
+        channel = await join(place, 1, b"k" * 64)
+        starts = Starts.parse(await channel.receive() or {}, "the head")
+        member = asyncio.create_task(follow(channel, starts, 1, section, folder / "run"))
+        await starting
+        task = asyncio.create_task(_answer(engine))
+        try:
+            return await (task if then is None else then(engine, channel, told, task))
+        finally:
+            await engine.close()
+            await asyncio.wait({member})
+            task.cancel()
+            await asyncio.wait({task})
+            channel.close()
+            await until_async(lambda: asyncio.all_tasks() == tasks)
+            assert not psutil.Process().children(recursive=True)
+
+    with pytest.MonkeyPatch.context() as patch:  # else each would end what is left of the other's, too
+        patch.setattr(trial_engine, "kill_left", lambda ended, within_s, _own: kill_left(ended, within_s))
+        patch.setattr(trial_engine, "reap_adopted", lambda _own: None)
+        return run_alone(run())
+
+
+def test_ranks_of_one_node_and_of_two_know_their_places_and_rank_zero_has_the_result(tmp_path: Path) -> None:
+    assert in_engine(tmp_path, RANKS, nproc_per_node=3)["response"]["body"]["result"] == [0, 3]
+    answer = in_gang(tmp_path, RANKS, nproc_per_node=2)[0]
+    assert answer["response"]["body"]["result"] == [0, 4]
+    folder = folder_of_trial(tmp_path / "run", "t")
+    assert [(folder / name).read_text() for name in ("log.txt", "log-3.txt")] == ["rank 0\n", "rank 3\n"]
+    assert not list(folder.glob(".result*")) and json.loads((folder / "result.json").read_text()) == [0, 4]
+
+
+def test_a_callable_is_called_in_each_rank_and_that_of_rank_zero_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ranks_here.py").write_text("import os\ndef rank():\n    return int(os.environ['RANK'])\n")
+    monkeypatch.chdir(tmp_path)
+    trials = {"list": [{"x": 1}], "callable": "ranks_here:rank", "nodes": 2}
+    config = from_values({"run_folder": str(tmp_path / "run"), "trials": trials}, source="test")
+    answer = in_gang(tmp_path, config=config)[0]
+    assert answer["response"]["body"]["result"] == 0
+    assert json.loads((folder_of_trial(tmp_path / "run", "t") / "result-1.json").read_text()) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_a_rank_that_fails_ends_all_and_each_try_is_of_all(tmp_path: Path, failing: int) -> None:
+    script = ("import os, sys, time\nrank = os.environ['RANK']\n"
+              "open(os.environ['SLURMFT_TRIAL_FOLDER'] + '/starts-' + rank, 'a').write('s')\n"
+              f"if rank == '{failing}': sys.exit('rank ' + rank + ' is tired')\ntime.sleep(600)")  # fmt: skip
+    answer = in_gang(tmp_path, script, nproc_per_node=2, retries=1)[0]
+    assert f"rank {failing} is tired" in answer["error"]["message"]
+    assert (folder_of_trial(tmp_path / "run", "t") / f"starts-{failing}").read_text() == "ss"
+
+
+def test_a_trial_of_two_nodes_ends_at_its_limit_at_a_stop_and_with_a_member(tmp_path: Path) -> None:
+    sleeps = "import os, time\nopen(os.environ['SLURMFT_TRIAL_FOLDER'] + '/up-' + os.environ['RANK'], 'w').close()\n"
+    assert "longer than 1 s" in in_gang(tmp_path / "a", sleeps + "time.sleep(600)", timeout_s=1)[0]["error"]["message"]
+
+    async def stopped(engine: Any, _channel: Any, _told: Any, task: Any) -> None:
+        await until_async(lambda: all((folder_of_trial(tmp_path / "b/run", "t") / f"up-{r}").exists() for r in (0, 1)))
+        engine.stop()
+        with pytest.raises(Stopped):
+            await task
+
+    saves = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\n"
+    in_gang(tmp_path / "b", saves + sleeps + "time.sleep(600)", stopped)
+
+    async def alone(engine: Any, channel: Any, told: Any, _task: Any) -> None:
+        await until_async((folder_of_trial(tmp_path / "c/run", "t") / "up-1").exists)
+        channel.close()
+        assert await engine.ended() == -9
+        assert (told[-1]["kind"], told[-1]["rank"]) == ("broken", 1)
+
+    in_gang(tmp_path / "c", sleeps + "time.sleep(600)", alone)
+
+
+def test_a_node_that_is_to_blame_is_named_also_where_it_is_a_members(tmp_path: Path) -> None:
+    async def ended(engine: Any, _channel: Any, told: Any, _task: Any) -> None:
+        assert await engine.ended() == EXIT_NODE
+        assert (told[-1]["kind"], told[-1]["rank"], told[-1]["code"]) == ("broken", 1, EXIT_NODE)
+
+    script = f"import os, time\nif os.environ['RANK'] == '1': raise SystemExit({BAD_NODE!r})\ntime.sleep(600)"
+    in_gang(tmp_path, script, ended)
+
+
+@pytest.mark.parametrize(
+    ("more", "trials", "says"),
+    [({}, {"nodes": 0}, "trials.nodes"), ({}, {"nodes": 2, "per_node": 2}, "per_node (2) must be 1"),
+     ({"nodes": 3}, {"nodes": 2}, "no multiple of trials.nodes (2)"), ({}, {"nproc_per_node": 0}, "nproc_per_node")],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, more: Any, trials: Any, says: str) -> None:
+    values = {"run_folder": str(tmp_path), "command": ["x"], "trials": {"list": [{"x": 1}], **trials}, **more}
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        from_values(values, source="test")
+
+
+@pytest.mark.parametrize(
+    ("more", "trials", "own", "most"),
+    [({}, {}, 1, 1), ({}, {"max_jobs": 3}, 1, 3), ({}, {"nodes": 2}, 2, 2), ({}, {"nodes": 2, "max_jobs": 3}, 2, 6),
+     ({"nodes": 4}, {"nodes": 2, "max_jobs": 2}, 4, 6), ({"nodes": 2}, {"per_node": 4, "max_jobs": 2}, 2, 3),
+     ({}, {"nodes": 2, "gpus": 4, "callable": "a:b"}, 2, 2)],
+)  # fmt: skip
+def test_nodes_of_the_jobs(tmp_path: Path, more: Any, trials: Any, own: int, most: int) -> None:
+    command = {} if "callable" in trials else {"command": ["x"]}
+    values = {"run_folder": str(tmp_path), **command, "trials": {"list": [{"x": 1}], **trials}, **more}
+    config = from_values(values, source="test")
+    assert (config.nodes, config.size.maximum) == (own, most)
+    (tmp_path / "again.yaml").write_text(config.as_yaml())
+    assert load_config(tmp_path / "again.yaml") == config

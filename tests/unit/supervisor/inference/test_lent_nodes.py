@@ -93,7 +93,7 @@ def start(tmp_path: Path, queue: Queue) -> Any:
     return SimpleNamespace(run=run, journal=queue, candidate=False, generation=1)
 
 
-def lenders_of(start: Any, *, end: float | None = None, **how: bool) -> Lenders:
+def lenders_of(start: Any, *, end: float | None = None, **how: Any) -> Lenders:
     config = validate({"run_folder": str(start.run.path), "nodes": 1, "elastic": {"max_nodes": 4},
                        "inference": {"engine": {"command": ["e", "{port}"]}, "serving": {"replicas": {"min": 0}}}},
                       source="here")  # fmt: skip
@@ -224,6 +224,25 @@ def test_those_that_need_not_be_spread_avoid_only_nodes_that_are_no_use(start: A
         excluded = next(word for word in queue.submitted[-1] if word.startswith("--exclude="))
         assert sorted(excluded.removeprefix("--exclude=").split(",")) == avoided.split(",")
         queue.jobs.clear()
+
+
+def test_jobs_of_two_nodes_serve_with_both_and_go_when_nothing_is_on_either(start: Any, queue: Queue) -> None:
+    lenders = lenders_of(start, nodes=2)
+
+    def balanced(links: list[Any], used: int, needed: int) -> list[Any]:
+        given = lenders.balance_agents(
+            links, (), lambda node: node == used, needed=needed, wanted=needed, own=1, hoped=1
+        )
+        return asyncio.run(given)
+
+    assert balanced([], 0, 3) == [] and [*queue.jobs] == ["101", "102"] and "--nodes=2" in queue.submitted[0]
+    links: list[Any] = [SimpleNamespace(lender=job, leaving=False, node=node, host=f"n{node}")
+                        for node, job in enumerate(("101", "102", "101", "102"))]  # fmt: skip
+    assert balanced(links, 2, 1) == [links[1], links[3]] and [*queue.jobs] == ["101"], (
+        "101 has work on one of its nodes"
+    )
+    assert balanced([links[0]], 9, 2) == [] and [*queue.jobs] == ["101"], "half of a job may become a whole one"
+    assert balanced([links[0], links[2]], 9, 1) == [links[0], links[2]] and not queue.jobs
 
 
 @pytest.mark.parametrize(("generation", "left"), [(1, []), (2, ["101"])], ids=["its own", "another owner's"])
