@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -93,7 +93,7 @@ class Attempts:
         self._config, self._log_file, self._outlived = config, log_file, outlived
         self._loop = LoopThread("agents")
         self._background = Background()
-        self._loop.call_soon(lambda: self._background.start(self._tell_folder()))
+        self._loop.call_soon(lambda: self._background.start(_tell_folder(lambda: self._present)))
         self._present: tuple[Start, Attempt] | None = None
         self._crew: Crew | None = None
         self._lost = False
@@ -160,18 +160,6 @@ class Attempts:
             keep(heard)  # they came when this attempt was over already: the next one stops for them
         return verdict
 
-    async def _tell_folder(self) -> None:
-        """Give signs of life, and write what the journal could not take: a rescue of the run looks at both."""
-        while True:
-            await asyncio.sleep(SIGN_OF_LIFE_S)
-            if self._present is None:
-                continue
-            start, attempt = self._present
-            start.journal.retry()
-            with contextlib.suppress(OSError, StorageError):
-                work = lambda run=start.run, attempt=attempt: run_folder.touch(run, attempt)  # noqa: E731
-                await asyncio.wrap_future(start.thread.submit(work))
-
     def _leave(self, ending: AttemptEnd, reason: str, *, called_off: bool) -> int:
         """End a candidate, which decides nothing for the run."""
         log.warning("this job does not take the run over: %s", reason)
@@ -201,6 +189,19 @@ class Attempts:
     ) -> None:
         self.dismiss()
         self._loop.close()
+
+
+async def _tell_folder(present: Callable[[], tuple[Start, Attempt] | None]) -> None:
+    """Give signs of life, and write what the journal could not take: a rescue of the run looks at both."""
+    while True:
+        await asyncio.sleep(SIGN_OF_LIFE_S)
+        if (now := present()) is None:
+            continue
+        start, attempt = now
+        start.journal.retry()
+        with contextlib.suppress(OSError, StorageError):
+            work = lambda run=start.run, attempt=attempt: run_folder.touch(run, attempt)  # noqa: E731
+            await asyncio.wrap_future(start.thread.submit(work))
 
 
 # --- ``slurmft run``: take the run over, run one attempt, act on its verdict ---
@@ -313,7 +314,12 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
         dismiss=lambda: None if outlived is None else outlived.end(), has_nodes=lambda: outlived is not None,
         outlived=outlived is not None,
     )  # fmt: skip
-    code = _act_in_its_place(ending, start, verdict)
+    loop, background, attempt = LoopThread("folder"), Background(), cluster.attempt
+    loop.call_soon(lambda: background.start(_tell_folder(lambda: (start, attempt))))
+    try:
+        code = _act_in_its_place(ending, start, verdict)
+    finally:
+        loop.close()
     if code is not None:
         _end_endpoint(config, start)
         return code
