@@ -44,6 +44,7 @@ from slurmft.operations.status import (
     account_of,
     exit_code_of,
     has_ended,
+    is_over,
     logs_of,
     oldest_first,
     overviews,
@@ -653,8 +654,8 @@ def _duration(seconds: float) -> str:
 
 # --- Live progress of a run until it ends, then a short report ---
 
-FAST_S, SLURM_S = 0.3, 3.0
-"""Reading the folder is cheap; Slurm is asked rarely."""
+FAST_S, ENDING_S, SLURM_S = 0.3, 3.0, 15.0
+"""Reading the folder is cheap; Slurm is asked rarely, and more often once the journal says that nothing follows."""
 
 PLAIN_LINE_S = 10.0
 """Without a terminal there is no bar; a line now and then shows progress."""
@@ -704,6 +705,7 @@ class _Following:
 
     def __init__(self, run: RunFolder, told: int) -> None:
         self._run, self._before, self._told = run, told, told
+        self._asks_slurm = bool(run.own_jobs(newest=1))
         self._began = time.time()
         self._console = console(width_in_pipe=80)
         self._last_line_at = time.monotonic()
@@ -722,7 +724,8 @@ class _Following:
                 time.sleep(FAST_S)
                 events = self._tell_news()
                 self._show_progress(progress, bar)
-                if self._run.done() is None and time.monotonic() - asked_slurm < SLURM_S:
+                every_s = SLURM_S if self._asks_slurm and not is_over(events) else ENDING_S
+                if self._run.done() is None and time.monotonic() - asked_slurm < every_s:
                     continue
                 asked_slurm = time.monotonic()
                 if (view := self._ended(events)) is not None:

@@ -361,7 +361,7 @@ def has_ended(view: Overview, events: Sequence[Event], *, since: float) -> bool:
         events: the journal since the submission.
         since: Unix time of the submission.
     """
-    if view.state == "finished" or (view.state == "stopped" and _is_over(events)):
+    if view.state == "finished" or (view.state == "stopped" and is_over(events)):
         return True
     return view.state in ("stopped", "new", "damaged") and time.time() - since > GIVE_UP_S
 
@@ -375,7 +375,7 @@ def exit_code_of(view: Overview, events: Sequence[Event]) -> int:
     return told if isinstance(told, int) else EXIT_TEMPORARY
 
 
-def _is_over(events: Sequence[Event]) -> bool:
+def is_over(events: Sequence[Event]) -> bool:
     """Whether nothing follows the newest decision; a run that goes on has no process for a moment."""
     decisions = [event for event in events if event.event == EventName.DECISION]
     if not decisions:
