@@ -61,7 +61,8 @@ def slow_node(world: World) -> None:
     if (agent := _agent(world)) is not None:
         host, late_s = agent.host, world.chance.choice((0.3, 1.2, 2.5))
         world.note(f"messages of {host} take {late_s} s")
-        world.accusable.add(("node lost", host))  # a handshake takes four of them, and its time is limited
+        far = [each.host for each in world.agents] if host == world.host else [host]
+        world.accusable |= {("node lost", each) for each in far}  # a handshake takes four, and its time is limited
         world.network.slow[host] = late_s
         world.timeline.call_later(world.chance.choice((1.0, 20.0)), world.network.slow.pop, host, None)
 
@@ -154,6 +155,7 @@ def stop_agent(world: World) -> None:
         def go_on() -> None:
             world.disturb()
             world.note(f"{agent.process.name} goes on")
+            world.network.healed_s[agent.host] = world.timeline.now_s
             agent.process.go_on()
 
         world.timeline.call_later(away_s, go_on)

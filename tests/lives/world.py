@@ -59,6 +59,9 @@ SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED,
 
 STOPPED_LOOK_S = 0.5
 
+LOOKED_S = 0.5
+"""An attempt looks for a request within this time of its beginning, and has begun no step by then."""
+
 HEALED_S = 2.0
 """A node that can be reached again is told what it has missed within this time."""
 
@@ -282,7 +285,9 @@ class World:
             self.note(f"generation {order.generation} starts on {order.nodelist}")
             self._check_start(order)
             seen_s = max(self.stop_asked_s, self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
-            if self.stop_asked_s and self.timeline.now_s > seen_s + STOP_KNOWN_S:
+            begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
+            looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
+            if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
             if 0 < self.most_starts < len(self._trainings):
@@ -320,7 +325,8 @@ class World:
     def on_kill(self, agent: Agent) -> None:
         """An agent was told to kill its workers: they must have been asked for their state."""
         living = [worker for worker in agent.workers.values() if worker.alive and worker.step > worker.resumed >= 0]
-        asked = agent.asked_to_keep == agent.generation
+        since_s = self.timeline.now_s - self.network.healed_s.get(agent.host, -HEALED_S)
+        asked = agent.asked_to_keep == agent.generation or since_s < HEALED_S
         # a stop that is overdue, or one before it could save, kills what cannot answer; a newer start has its state
         if (
             living
