@@ -1005,6 +1005,9 @@ def _append(path: Path, content: bytes) -> None:
 
 LEAVE_LOOK_S = 0.05
 SWEEP_S = 1.0
+PORT_S = 5.0
+"""How long a port is waited for that another process has."""
+
 KEPT_S = 75.0
 """How long a client's connection is kept for its next request."""
 
@@ -1060,10 +1063,11 @@ class RouterServer:
         """Begin; returns the port.
 
         Args:
+            port: waited for where another process has it: a router of before, whose agent has just ended.
             context: for HTTPS with a certificate that the configuration does not name.
 
         Raises:
-            SlurmftError: certificate and key cannot be used, or the port is taken.
+            SlurmftError: certificate and key cannot be used, or the port stays taken.
         """
         if self._serving.tls_certificate is not None and self._serving.tls_key is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -1074,11 +1078,17 @@ class RouterServer:
                 context.load_cert_chain(self._serving.tls_certificate, self._serving.tls_key)
             except (OSError, ssl.SSLError) as error:
                 raise UsageError(f"inference.serving.tls_certificate and tls_key cannot be used: {error}") from error
-        try:
-            self._listener = listening = listening_socket(host, port)
-            listening.listen(BACKLOG)
-        except OSError as error:
-            raise LaunchError(f"cannot listen on port {port}: {error.strerror or error}") from error
+        deadline_s = time.monotonic() + PORT_S
+        while True:
+            try:
+                listening = listening_socket(host, port)
+                listening.listen(BACKLOG)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                    raise LaunchError(f"cannot listen on port {port}: {error.strerror or error}") from error
+                await asyncio.sleep(LEAVE_LOOK_S)
+        self._listener = listening
         asyncio.get_running_loop().add_reader(listening, self._accept, listening, context)
         self._sweeping = asyncio.create_task(self._sweep())
         self.access.begin()

@@ -14,8 +14,9 @@ from serving_world import TOKEN, World, answers, never, run, serving, streams
 from waiting import until_async
 from yarl import URL
 
+from slurmft.errors import LaunchError
 from slurmft.inference import router
-from slurmft.inference.router import AccessLog
+from slurmft.inference.router import AccessLog, RouterServer
 from slurmft.ipc.messages import Members, ReplicaPlace
 
 PARTS = [f"data: {number}\n\n".encode() for number in range(5)]
@@ -548,5 +549,22 @@ def test_metrics_say_how_many_replicas_are_in_the_rotation_and_how_many_are_to_b
                 "slurmft_replicas_expected": 1.0,
                 "slurmft_replicas_wanted": 3.0,
             }
+
+    run(work())
+
+
+def test_a_port_that_the_router_of_before_still_has_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            after = RouterServer(world.router, world.config)
+            waiting = asyncio.create_task(after.listen("127.0.0.1", world.port))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await world.server.close()
+            assert await waiting == world.port
+            monkeypatch.setattr(router, "PORT_S", 0.1)
+            with pytest.raises(LaunchError, match=f"cannot listen on port {world.port}: Address already in use"):
+                await RouterServer(world.router, world.config).listen("127.0.0.1", world.port)
+            await after.close()
 
     run(work())
