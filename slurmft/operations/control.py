@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmft.errors import RunBusy, SlurmUnavailable, StorageError, UsageError
+from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action
 from slurmft.scheduler import own_jobs
@@ -233,11 +234,20 @@ def requeue(run: RunFolder, who: str) -> str:
 
 
 def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+    if record.reason in _FOR_ROOM and _may_begin_already(run, job):
+        return f"job {job} may begin already, and waits for nodes"
     if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
         own_jobs.release(job)
     own_jobs.begin_in(job, own_jobs.SOONEST_S)
     run.journal().append(EventName.BEGIN_NOW, job=job.job_id, who=who)
     return f"job {job} may begin now"
+
+
+def _may_begin_already(run: RunFolder, job: OwnJob) -> bool:
+    """Whether it was told so within the last minute, or so: again and again, Slurm would never come to begin it."""
+    told = [event.seconds() for event in run.journal().read()
+            if event.event == EventName.BEGIN_NOW and event.details.get("job") == job.job_id]  # fmt: skip
+    return time.time() - max(told, default=0.0) < GIVE_WAY_S
 
 
 # --- Inside a job that lends its nodes: agents there report to the run's supervisor, as long as both live ---
@@ -246,6 +256,12 @@ LEND_LOOK_S = 2.0
 _GOES_ON = (EventName.SUBMITTING, EventName.ATTEMPT_STARTED, EventName.REQUEUED_MEANWHILE)
 LEND_PATIENCE_S = 1800.0
 """How long a lending job waits for a run that is between two jobs, before it gives its nodes back."""
+
+GIVE_WAY_S = 60.0
+"""So long without a supervisor, a lending job looks whether the run's own job waits for a node, such as its own."""
+
+_FOR_ROOM = frozenset({"None", "Resources", "Priority"})
+"""Slurm's reasons of a job that would begin if it had nodes."""
 
 log = logging.getLogger(__name__)
 
@@ -264,8 +280,13 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
     if job is None:
         raise UsageError("this is not inside a Slurm job", hint=f"slurmft join {run.path}")
     config = configuration_of(run)
-    wanted_s = time.monotonic()
-    while run.done() is None and time.monotonic() - wanted_s < LEND_PATIENCE_S:
+    wanted_s = looked_s = time.monotonic()
+    while run.done() is None:
+        if (now_s := time.monotonic()) - looked_s > min(GIVE_WAY_S, LEND_PATIENCE_S):
+            looked_s, silent_s = now_s, _silence_s(run)
+            wanted_s = max(wanted_s, now_s - silent_s)
+            if now_s - wanted_s > LEND_PATIENCE_S or (silent_s > GIVE_WAY_S and _gives_way(run, job.job_id)):
+                return 0
         if (crew := crew_of(run)) is None:
             if _was_stopped(run):
                 return 0
@@ -274,9 +295,36 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
         code = _serve(config, crew, job, environment)
         if code == EXIT_TEMPORARY:  # the agents were notified that this job ends, and have given their nodes back
             return 0
-        wanted_s = time.monotonic()
         time.sleep(LEND_LOOK_S)
     return 0
+
+
+def _silence_s(run: RunFolder) -> float:
+    """How long ago the run's supervisor has given a sign of life; infinite where that is unknown."""
+    try:
+        owner = run.owner()
+        silent_s = None if owner is None else run_folder.silence_s(run, owner)
+    except (StorageError, OSError):
+        return math.inf
+    return math.inf if silent_s is None else silent_s
+
+
+def _gives_way(run: RunFolder, job: str) -> bool:
+    """Whether the run's own job waits for nodes, and this is the newest of the jobs that lend it some: one at a time
+    gives its nodes back. One that its user has submitted to lend nodes stays.
+    """
+    try:
+        if not any(each.waiting and each.reason in _FOR_ROOM for each in records_of(run).values()):
+            return False
+        lending = [each.job_id for each in own_jobs.lenders(run) if each.alive]
+        left = [event.seconds() for event in run.journal().read() if event.event == EventName.LENDER_GAVE_WAY]
+        if job not in lending or job != max(lending, key=int) or time.time() - max(left, default=0.0) < GIVE_WAY_S / 2:
+            return False
+        run.journal().append(EventName.LENDER_GAVE_WAY, job=job)
+    except (SlurmError, StorageError, OSError, ValueError) as error:
+        log.warning("cannot tell whether the run's job waits for this node: %s", error)
+        return False
+    return True
 
 
 def _was_stopped(run: RunFolder) -> bool:

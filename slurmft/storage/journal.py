@@ -53,6 +53,7 @@ class EventName(StrEnum):
     BORROWING = "borrowing"
     JOINING = "joining"
     LENDER_CANCELLED = "lender cancelled"
+    LENDER_GAVE_WAY = "lender gave way"
     STALE_REQUEST_DROPPED = "dropped a stale request"
     WAS_SUSPENDED = "was suspended"
 

@@ -1142,8 +1142,14 @@ def is_fresh(run: RunFolder, owner: Owner | Attempt) -> bool:
     Raises:
         StorageError: the run folder cannot be written, which is how the file server is asked for the time.
     """
+    silent_s = silence_s(run, owner)
+    return silent_s is not None and silent_s < FRESH_S
+
+
+def silence_s(run: RunFolder, owner: Owner | Attempt) -> float | None:
+    """How long ago the owner has given a sign of life; None where it has given none. Raises as ``is_fresh``."""
     now, at = _now(run.path), newest(run, owner)
-    return at is not None and now - at < FRESH_S
+    return None if at is None else now - at
 
 
 def seconds_since(run: RunFolder, path: Path) -> float | None:

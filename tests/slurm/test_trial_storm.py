@@ -69,7 +69,8 @@ class Strikes:
         self.counts = Counter[str]()
         self.undone: list[tuple[float, Undo]] = []
         self.follower: subprocess.Popen[bytes] | None = None
-        self.most_jobs = 0
+        self.most_jobs = self.resumed = 0
+        self.looked_s = time.monotonic()
 
     def jobs(self) -> dict[str, tuple[str, str]]:
         """Name and node of each job that runs."""
@@ -132,7 +133,17 @@ class Strikes:
         take(node)
         self.undone.append((time.monotonic() + self.chance.uniform(3, 15), lambda: give_back(node)))
 
+    def resume(self) -> None:
+        """As an administrator: Slurm drains a node that was cut off while its job began again ("Duplicate jobid")."""
+        self.looked_s = time.monotonic()
+        told = self.lab.run_as_admin(["sinfo", "-h", "-N", "-t", "drain", "-o", "%N"], check=False).stdout.split()
+        for node in sorted({*told}):
+            self.resumed += 1
+            self.lab.run_as_admin(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
+
     def undo(self, *, everything: bool = False) -> None:
+        if time.monotonic() - self.looked_s > 10 * CRON_S:
+            self.resume()
         for due_s, undo in list(self.undone):
             if everything or time.monotonic() > due_s:
                 try:
@@ -255,6 +266,7 @@ def test_every_result_once_in_a_storm(lab: Lab, new_sweep: NewSweep) -> None:
         f"| those in ten seconds | {10 * sum(requests.values()) / seconds:.2f}, "
         f"for each event {sum(requests.values()) / max(1, EVENTS):.2f} |",
         f"| squeue in ten seconds | {10 * requests['squeue'] / seconds:.2f} |",
+        f"| nodes that Slurm had drained (`Duplicate jobid`), resumed by the administrator | {strikes.resumed} |",
         f"| RPCs of the user (sdiag), those of srun and sbatch included | {users_requests(lab)} |",
         f"| starts of the run's supervisor | {len(run.events('attempt started'))} |",
     ]  # fmt: skip

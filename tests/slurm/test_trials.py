@@ -238,6 +238,29 @@ def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submissio
     assert [len((Path(row["folder"]) / "starts").read_text()) for row in found][:20] == [1] * 20, "no one runs again"
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_pilot_gives_its_node_to_the_run_s_own_job_where_there_is_no_other_one(lab: Lab, new_sweep: NewSweep) -> None:
+    """It held the only node for as long as its time limit."""
+    run = new_sweep({"list": [{"x": x, "phase": x // PHASE} for x in range(2 * PHASE)], "per_node": 2, "max_jobs": 2})
+    run.go(0)
+    job = run.submit()
+    own = run.wait_for("attempt started").details["host"]
+    [pilot] = run.wait_for_nodes(beside={own}, count=1)
+    run.wait_for_step(PHASE)
+    others = ",".join(sorted({*lab.nodes} - {pilot}))
+    lab.run_as_admin(["scontrol", "update", f"nodename={others}", "state=drain", "reason=test"])
+    try:
+        lab.run_as_admin(["scontrol", "requeue", job])
+        run.wait_for("lender gave way", within_s=2 * PATIENCE_S)
+        run.go(1)
+        assert run.wait_for("attempt started", 2).details["host"] == pilot
+        run.wait_until_done()
+    finally:
+        lab.run_as_admin(["scontrol", "update", f"nodename={others}", "state=resume"])
+    assert [row["result"] for row in run.rows()] == [x**2 for x in range(2 * PHASE)]
+
+
 TRAINING = """
 import json, os, pathlib, signal, socket, sys, time
 import torch.distributed as dist

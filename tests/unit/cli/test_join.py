@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from click.testing import CliRunner, Result
 from slurmft.cli.main import cli
 from slurmft.config.run import RunConfig, validate
 from slurmft.errors import StorageError, UsageError
+from slurmft.operations import control
 from slurmft.operations.control import lend
+from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler.own_jobs import lending_command
+from slurmft.scheduler.parsing import JobRecord
+from slurmft.storage import run_folder
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.agents import crew_of
 
@@ -107,6 +112,76 @@ def test_a_run_that_was_stopped_wants_no_nodes_until_it_is_queued_again(tmp_path
     monkeypatch.setattr("slurmft.operations.control.LEND_PATIENCE_S", 0.2)
     assert lend(run, {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n9"}) == 0
     assert bool(looks) != is_over
+
+
+def shown(job: str, state: str, reason: str = "None") -> JobRecord:
+    return JobRecord(job_id=job, state=state, reason=reason, nodes="", batch_host="", start=None, end=None,
+                     limit_s=None, partition="low")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "job", "left_ago_s", "gives_way"),
+    [
+        ("Resources", "12", None, True),
+        ("Priority", "12", 3600, True),
+        ("Resources", "12", 5, False),
+        ("Resources", "9", None, False),
+        ("Resources", "20", None, False),
+        ("BeginTime", "12", None, False),
+        ("JobHeldUser", "12", None, False),
+    ],
+    ids=["the newest", "another one long ago", "another one just now", "an older one", "a person's", "later", "held"],
+)
+def test_a_lender_gives_way_to_the_run_s_own_job(tmp_path, monkeypatch, reason, job, left_ago_s, gives_way):
+    run, _ = run_of(tmp_path)
+    lenders = [shown("9", "RUNNING"), shown("12", "RUNNING"), shown("13", "PENDING")]
+    monkeypatch.setattr(control, "records_of", lambda _: {OwnJob("7"): shown("7", "PENDING", reason)})
+    monkeypatch.setattr(control.own_jobs, "lenders", lambda _: lenders)
+    monkeypatch.setattr(control, "GIVE_WAY_S", 0.05 if left_ago_s is None else 20.0)
+    if left_ago_s is not None:
+        run.journal().append("lender gave way", job="14")
+        monkeypatch.setattr(control.time, "time", lambda now=time.time() + left_ago_s: now)  # noqa: B008
+        assert control._gives_way(run, job) is gives_way
+        return
+    monkeypatch.setattr(control, "LEND_PATIENCE_S", 0.5)
+    monkeypatch.setattr(control, "LEND_LOOK_S", 0.01)
+    assert lend(run, {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n9"}) == 0
+    assert [event.event for event in run.journal().read()] == ["lender gave way"] * gives_way
+
+
+def test_a_lender_stays_while_the_supervisor_gives_signs_of_life(tmp_path, monkeypatch):
+    run, _ = run_of(tmp_path)
+    own(run, 0)
+    asked: list[str] = []
+    monkeypatch.setattr(control, "_gives_way", lambda _run, job: asked.append(job))
+    monkeypatch.setattr(control, "GIVE_WAY_S", 0.1)
+    monkeypatch.setattr(control, "LEND_PATIENCE_S", 0.4)
+    monkeypatch.setattr(control, "LEND_LOOK_S", 0.01)
+    attempt = Attempt(job="7", restart=1, cycle=0)
+    run.attempt_folder(attempt)
+    until = time.monotonic() + 1.0
+    done = run.done
+
+    def lives() -> Any:
+        if time.monotonic() < until:
+            run_folder.touch(run, attempt)
+            assert asked == []
+        return done()
+
+    monkeypatch.setattr(run, "done", lives)
+    assert lend(run, {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n9"}) == 0
+    assert time.monotonic() > until
+    assert asked
+
+
+def test_a_job_that_may_begin_already_is_not_told_so_again_and_again(tmp_path, monkeypatch):
+    run, _ = run_of(tmp_path)
+    told: list[int] = []
+    monkeypatch.setattr(control.own_jobs, "begin_in", lambda _job, delay_s: told.append(delay_s))
+    for reason, count in (("BeginTime", 1), ("Resources", 1), ("BeginTime", 2), ("Dependency", 3)):
+        monkeypatch.setattr(control, "records_of", lambda _, it=reason: {OwnJob("7"): shown("7", "PENDING", it)})
+        control.requeue(run, "me")
+        assert len(told) == count
 
 
 def test_agents_find_the_supervisor_of_the_newest_crew(tmp_path):
