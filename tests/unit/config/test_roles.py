@@ -38,12 +38,13 @@ def test_what_the_run_says_is_each_roles_as_well_unless_it_says_otherwise():
     config = config_of(
         {"a": {**TRAINER, "fault_tolerance": {"num_in_job_restarts": 1}}, "b": TRAINER},
         fault_tolerance={"agent_timeout_s": 7, "num_in_job_restarts": 9}, environment={"X": "1"},
-        preemption={"signal_lead_s": 60},
+        preemption={"signal_lead_s": 60}, rerun={"wait_for_others": False},
     )  # fmt: skip
     a, b = (role.config for role in roles_of(config))
     assert (a.fault_tolerance.agent_timeout_s, b.fault_tolerance.agent_timeout_s) == (7, 7)
     assert (a.fault_tolerance.num_in_job_restarts, b.fault_tolerance.num_in_job_restarts) == (1, 9)
     assert a.environment == {"X": "1"} and a.preemption.signal_lead_s == 60
+    assert not a.rerun.wait_for_others
 
 
 def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
@@ -81,26 +82,12 @@ def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
         ({"a": TRAINER}, {"elastic": {"min_nodes": 1}}, "elastic: .* leave it out"),
         ({"a": TRAINER}, {"trials": {"callable": "m:f", "grid": {"a": [1, 2]}}}, "trials: .* leave it out"),
         ({"a": TRAINER}, {"checkpoint": {"keep_last_n": 5}}, r"give it to the role .*\(roles.NAME.checkpoint\)"),
-        ({"a": TRAINER}, {"launcher": "ray"}, "launcher: of no use next to roles; give"),
-        ({"a": TRAINER}, {"nproc_per_node": 8, "exit_actions": {"FAIL": "3"}}, "nproc_per_node: .*; exit_actions: "),
-        ({"a": TRAINER}, {"digests": {"interval_steps": 10}}, "roles.NAME.digests"),
-        ({"a": TRAINER}, {"ignore_nonlead_status": True}, "roles.NAME.ignore_nonlead_status"),
-        ({"a": TRAINER}, {"spares": "rehearse"}, "roles.NAME.spares"),
-        ({"a": TRAINER}, {"sync": [{"local": "/x", "remote": "/y"}]}, "sync"),
+        ({"a": TRAINER}, {"launcher": "ray", "exit_actions": {"FAIL": "3"}}, "launcher: .*; exit_actions: "),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
     with pytest.raises(ConfigError, match=said):
         config_of(roles, **more)
-
-
-def test_a_key_of_no_use_next_to_roles_may_have_its_default():
-    assert config_of({"a": TRAINER}, spare_nodes=0, checkpoint={}, launcher="agent").nodes == 2
-
-
-def test_rerun_is_each_roles_as_well():
-    (role,) = roles_of(config_of({"a": TRAINER}, rerun={"wait_for_others": False}))
-    assert not role.config.rerun.wait_for_others
 
 
 def test_a_plan_knows_the_nodes_of_each_role_and_the_same_job_as_one(tmp_path, monkeypatch):
