@@ -101,7 +101,7 @@ args = GRPOConfig(
 )  # fmt: skip
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(folder), processing_class=AutoTokenizer.from_pretrained(folder),
-    args=args, train_dataset=Dataset.from_dict({"prompt": [f"{number} is" for number in range(16)]}),
+    args=args, train_dataset=Dataset.from_dict({"prompt": [f"{number} is" for number in range(6)]}),
     reward_funcs=reward, rollout_func=rollout, callbacks=[SlurmftCallback()],
 )  # fmt: skip
 resumed = last_good_checkpoint(output)
