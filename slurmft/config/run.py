@@ -167,21 +167,27 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _has_one_task(self) -> Self:
+        if self.roles:
+            if self.command or self.inference is not None:
+                raise ValueError("roles: a run with roles has no command or inference of its own")
+            if of_no_use := [name for name in RunConfig.model_fields if name not in OF_RUN and self._says(name)]:
+                raise ValueError("; ".join(map(_of_no_use, of_no_use)))
+            return self
         if self.trials is not None:
             if self.inference is not None:
                 raise ValueError("trials: a run with a section inference has none; remove one of the two")
             if bool(self.command) == bool(self.trials.callable):
                 raise ValueError("trials: give one of command and trials.callable, which runs once for each trial")
             return self
-        if self.roles:
-            if self.command or self.inference is not None:
-                raise ValueError("roles: a run with roles has no command or inference of its own")
-            return self
         if self.inference is None and not self.command:
             raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
         if self.inference is not None and self.command:
             raise ValueError("command: a run with a section inference has no trainer; remove one of the two")
         return self
+
+    def _says(self, name: str) -> bool:
+        """Whether a key has another value than its default: a stored configuration has all keys."""
+        return bool(getattr(self, name) != RunConfig.model_fields[name].get_default(call_default_factory=True))
 
     @model_validator(mode="after")
     def _ray_starts_its_own_workers(self) -> Self:
@@ -420,9 +426,15 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
 
 # --- roles ---
 
-SHARED = ("environment", "working_directory", "container", "fault_tolerance", "nccl", "oom", "notices", "exclusions",
-          "straggler_detection", "notify")  # fmt: skip
+SHARED = ("environment", "working_directory", "container", "fault_tolerance", "nccl", "oom", "notices", "rerun",
+          "exclusions", "straggler_detection", "notify")  # fmt: skip
 """Keys of a run with roles that are those of each role as well, where that says nothing else."""
+
+OF_RUN = frozenset({*SHARED, "run_folder", "nodes", "slurm", "preemption", "metrics", "roles"})
+"""Keys that a run with roles may have itself."""
+
+NOT_OF_ROLES = frozenset({"run_folder", "slurm", "roles", "trials", "elastic", "spare_nodes"})
+"""Keys that a role may not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -444,6 +456,11 @@ class Role:
     def is_endpoint(self) -> bool:
         """Whether it answers requests until it is stopped."""
         return self.config.serving is not None
+
+
+def _of_no_use(name: str) -> str:
+    remedy = "leave it out" if name in NOT_OF_ROLES else f"give it to the role that it is for (roles.NAME.{name})"
+    return f"{name}: of no use next to roles; {remedy}"
 
 
 def roles_of(config: RunConfig) -> list[Role]:
@@ -479,7 +496,7 @@ def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mappin
     source = f"roles.{name}"
     own = {key: value for key, value in values.items() if value is not None}  # a key without a value: not given
     needs, ends_run, nodes = own.pop("needs", []), own.pop("ends_run", None), own.pop("nodes", 1)
-    if refused := {"run_folder", "slurm", "roles", "trials", "elastic", "spare_nodes"} & set(own):
+    if refused := NOT_OF_ROLES & set(own):
         raise ConfigError(
             f"{source}.{min(refused)}: not of a role: it belongs to the whole job, or to a run of its own"
         )

@@ -10,6 +10,7 @@ every rank, and ends the workers after the save where the run is to stop. Outsid
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -338,6 +339,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if args.should_save:
             folders.begin(Path(args.output_dir), step)
         wait_for_all()  # no rank saves before that
+        _pass_epochs(objects.get("train_dataloader"), int(state.epoch or 0))
         self._committed, self._is_at_epochs_end = step, False
         if self._wants_engine and SlurmftCallback._engine is not None:
             self._own = SlurmftCallback._engine
@@ -465,6 +467,20 @@ def last_good_checkpoint(output_dir: str | Path) -> str | None:
     if engine is None and has_folders(output):
         log.warning("%s was trained with engine='slurmft', and what that has saved is not looked at now", output)
     return str(Path(output_dir) / f"checkpoint-{steps[-1]}") if steps else None
+
+
+def _pass_epochs(loader: Any, epochs: int) -> None:
+    """Draw what a sampler with random numbers of its own has drawn before this epoch.
+
+    The Trainer saves no such numbers, and tells the epoch only to samplers with ``set_epoch``: TRL's ``RepeatSampler``
+    would begin again with the first epoch's order.
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    if getattr(sampler, "generator", None) is not None and not hasattr(sampler, "set_epoch"):
+        for _ in range(epochs):
+            collections.deque(sampler, maxlen=0)
 
 
 def _end_before_the_next_step() -> None:

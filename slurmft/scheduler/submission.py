@@ -212,7 +212,7 @@ def submit_here(config: RunConfig, run: RunFolder) -> int:
     executor = _SupervisorHere(run.submissions)
     executor.supervisor = RunSupervisor(run.config)
     executor.update_parameters(
-        timeout_min=_FOREVER_MINUTES, signal_delay_s=0, stderr_to_stdout=True, **_visible_gpus(config.nproc_per_node)
+        timeout_min=_FOREVER_MINUTES, signal_delay_s=0, stderr_to_stdout=True, **_visible_gpus(config)
     )
     inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
     with _without(inside), _ignoring(signal.SIGINT, signal.SIGHUP), _output_to(run.submissions / "controller.log"):
@@ -278,11 +278,13 @@ def _refuse_control_characters(name: str, value: str) -> None:
         raise UsageError(f"--{name} {value!r} holds a line break or control character")
 
 
-def _visible_gpus(count: int) -> dict[str, Any]:
+def _visible_gpus(config: RunConfig) -> dict[str, Any]:
+    """Of this machine: as many as a node's workers need, and all of them where roles choose among them."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         gpus = [int(part) for part in visible.split(",") if part.strip().isdecimal()]
     else:
         gpus = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*"))
+    count = len(gpus) if config.roles else config.nproc_per_node
     return {"gpus_per_node": min(count, len(gpus)), "visible_gpus": gpus[:count]} if gpus else {}
 
 

@@ -84,7 +84,7 @@ class _Live:
 
     @property
     def is_ready(self) -> bool:
-        """Whether those that need it may begin: an endpoint has routers with a replica behind them."""
+        """Whether those that need it may begin: an endpoint has routers, where requests wait for a replica."""
         if self.process is None:
             return False
         return not self.role.is_endpoint or self.code == 0 or HighAvailabilityCluster.read(self.run.path).available

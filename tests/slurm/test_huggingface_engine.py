@@ -71,7 +71,8 @@ def test_a_killed_rank_and_a_stop_cost_no_bit(tmp_path: Path, undisturbed: str) 
     run.submit("--wait")
 
     assert run.digest() == undisturbed
-    assert starts(run) == [6, agreed], run.story() + output(run)
+    resumed, stopped = starts(run)
+    assert resumed in (6, 12, 18) and stopped == agreed, run.story() + output(run)  # the kill may come some steps later
     assert step_folders(run.folder.path / "out") == {}, "the Trainer writes no folder of its own"
     assert "missing keys" not in output(run)
     steps = [entry.step for entry in Catalog(run.folder.path / "checkpoints").committed()]

@@ -220,3 +220,14 @@ def test_a_role_that_fails_for_good_ends_the_run_with_its_words(tmp_path: Path) 
     decision = run.events("decision")[-1]
     assert "role orchestrator" in decision["reason"] and "no such prompt" in decision["reason"], run.story()
     eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)
+
+
+def test_roles_on_this_machine_see_all_of_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    run = Roles(tmp_path / "gpus", steps=1)
+    config = yaml.safe_load(run.config.read_text())
+    command = [sys.executable, "-c", "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"]
+    run.config.write_text(yaml.safe_dump({**config, "roles": {"a": {"command": command}}}))
+    run.submit("--wait")
+    (log,) = run.role("a").folder.attempts.glob("*/rank-0.log")
+    assert log.read_text() == "sees 0,1,2\n"

@@ -28,6 +28,7 @@ def main(folder: str, letters: str = "bytes") -> None:
     torch.manual_seed(18)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        head_dim=32,  # vLLM's kernels for CPUs know no smaller one
         max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -38,12 +38,13 @@ def test_what_the_run_says_is_each_roles_as_well_unless_it_says_otherwise():
     config = config_of(
         {"a": {**TRAINER, "fault_tolerance": {"num_in_job_restarts": 1}}, "b": TRAINER},
         fault_tolerance={"agent_timeout_s": 7, "num_in_job_restarts": 9}, environment={"X": "1"},
-        preemption={"signal_lead_s": 60},
+        preemption={"signal_lead_s": 60}, rerun={"wait_for_others": False},
     )  # fmt: skip
     a, b = (role.config for role in roles_of(config))
     assert (a.fault_tolerance.agent_timeout_s, b.fault_tolerance.agent_timeout_s) == (7, 7)
     assert (a.fault_tolerance.num_in_job_restarts, b.fault_tolerance.num_in_job_restarts) == (1, 9)
     assert a.environment == {"X": "1"} and a.preemption.signal_lead_s == 60
+    assert not a.rerun.wait_for_others
 
 
 def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
@@ -77,6 +78,11 @@ def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
         ({"a": {**TRAINER, "preemption": 3}}, {}, "preemption"),
         ({"a": {**TRAINER, "environment": 3}}, {"environment": {"A": "1"}}, "environment"),
         ({"a-b": ENGINE, "a_b": ENGINE, "c": TRAINER}, {}, "share the names"),
+        ({"a": TRAINER}, {"spare_nodes": 2}, "spare_nodes: of no use next to roles; leave it out"),
+        ({"a": TRAINER}, {"elastic": {"min_nodes": 1}}, "elastic: .* leave it out"),
+        ({"a": TRAINER}, {"trials": {"callable": "m:f", "grid": {"a": [1, 2]}}}, "trials: .* leave it out"),
+        ({"a": TRAINER}, {"checkpoint": {"keep_last_n": 5}}, r"give it to the role .*\(roles.NAME.checkpoint\)"),
+        ({"a": TRAINER}, {"launcher": "ray", "exit_actions": {"FAIL": "3"}}, "launcher: .*; exit_actions: "),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(roles, more, said):
