@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
 import time
@@ -17,7 +18,7 @@ from slurmft.cli.main import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.reporting.accounting import MEANING, WITHOUT_NODES, Category
 from slurmft.reporting.report import Fleet, Report, hours, page_of, percent, report_of, span
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import RunFolder, with_roles
 from slurmft.system.files import mode_of_shown_files, replace_atomically
 from slurmft.system.foreign_text import one_line
 
@@ -54,18 +55,21 @@ def report(
     """Show where the time of a run went, and what its failures have cost: from the journal alone.
 
     Every second is in one category: new work, saves, work done again, queue, launch, import, setup, load, detection,
-    evidence, restart, shutdown, idle. ETTR is new work by all time, goodput by the time with nodes. Several runs, or
-    none (all below SLURMFT_RUNS), are shown as a fleet, with the nodes that most ends are blamed on.
+    evidence, restart, shutdown, idle. ETTR is new work by all time, goodput by the time with nodes. Several runs, the
+    roles of one, or none (all below SLURMFT_RUNS), are shown as a fleet, with the nodes that most ends are blamed on.
     """
     if compare is not None and len(runs) != 1:
         raise UsageError("--compare needs exactly one RUN", hint="slurmft report RUN --compare OTHER")
     if html is not None and (str(html) == "-" or not html.parent.is_dir()):
         raise UsageError(f"--html {html}: no file can be there", hint="name a file in a folder that exists")
-    chosen = [*runs, *([compare] if compare else [])] or every_run()
+    # a run with roles trains nothing itself
+    chosen = with_roles([*runs, *([compare] if compare else [])] or every_run(), alone=True)
+    if compare is not None and len(chosen) > 2:
+        raise UsageError("--compare: a run with roles has a line for each of them", hint="name a role: RUN/roles/ROLE")
     if not chosen:
         raise UsageError(f"there are no runs in {runs_root()}", hint="SLURMFT_RUNS names another folder")
     now_s = time.time()
-    is_fleet = not runs or len(runs) > 1
+    is_fleet = not runs or len(chosen) > 1 + (compare is not None)
     found, problems = _read(chosen, now_s=now_s, since_s=now_s - since if since else 0.0, is_fleet=is_fleet)
     fleet = Fleet(reports=found, problems=problems)
     if html is not None:
@@ -96,12 +100,20 @@ def _read(
     found, problems = list[Report](), list[tuple[str, str]]()
     for run in runs:
         try:
-            found.append(report_of(run, now_s=now_s, since_s=since_s, is_one_of_many=is_fleet))
+            found.append(report_of(run, now_s=_end_of(run, now_s), since_s=since_s, is_one_of_many=is_fleet))
         except (StorageError, OSError) as error:
             if not is_fleet:
                 raise
             problems.append((run.name, getattr(error, "what", "") or str(error)))
     return found, problems
+
+
+def _end_of(run: RunFolder, now_s: float) -> float:
+    """A role whose run is complete does not go on, whatever its own journal says."""
+    if run.path.parent.name == "roles":
+        with contextlib.suppress(OSError):
+            return min(now_s, (run.path.parents[1] / "done.json").stat().st_mtime)
+    return now_s
 
 
 def _show(reports: list[Report], fleet: Fleet | None) -> None:

@@ -73,10 +73,10 @@ _COLOURS = {"finished": "green", "running": "cyan", "waiting": "yellow", "stoppe
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 @click.option("--watch", is_flag=True, help="Refresh until interrupted.")
 def status(*, run: RunFolder | None, as_json: bool, watch: bool) -> int:
-    """Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)."""
+    """Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs). Roles have a line of their own."""
 
     def look() -> list[Overview]:
-        return overviews([run] if run is not None else every_run())
+        return overviews(run_folder.with_roles([run] if run is not None else every_run()))
 
     shown, entries = console(), look()
     if as_json:
@@ -409,9 +409,11 @@ def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
     """Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed.
 
     With RUN: where the run is, the step time of every rank as a map, the sections that are open now, where the newest
-    save lies, and events as they come. NO_COLOR and TERM=dumb are honoured; a view of any width will do.
+    save lies, and events as they come; of a run with roles a line for each. NO_COLOR and TERM=dumb are honoured; a view
+    of any width will do.
     """
-    watcher = Watcher([] if run is not None else every_run(), run)
+    runs = run_folder.with_roles([run] if run is not None else every_run())
+    watcher = Watcher(runs, run if len(runs) == 1 else None)
     shown = console(width_in_pipe=80)
     if once:
         for line in _lines(watcher.look(), shown.width, _signs(shown), events=ONCE_EVENTS, height=None):

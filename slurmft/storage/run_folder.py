@@ -10,6 +10,7 @@ import contextlib
 import errno
 import grp
 import hashlib
+import itertools
 import logging
 import os
 import pwd
@@ -19,7 +20,7 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -880,6 +881,23 @@ class RunFolder:
         if (who := self.see_request(kind)) is not None:
             (self.path / kind).unlink(missing_ok=True)
         return who
+
+
+MAX_ROLES = 1000
+"""Most roles of one run that are listed: its folder may be another user's."""
+
+
+def with_roles(runs: Iterable[RunFolder], *, alone: bool = False) -> list[RunFolder]:
+    """These runs, each with those of its roles behind it, as ``RUN/ROLE``; ``alone``: the roles in its place."""
+    found: list[RunFolder] = []
+    for run in runs:
+        below: list[Path] = []
+        with contextlib.suppress(OSError):
+            paths = itertools.islice((run.path / "roles").iterdir(), MAX_ROLES)
+            below = sorted(path for path in paths if (path / "config.yaml").is_file())
+        own = [] if alone and below else [run]
+        found += [*own, *(RunFolder(path, name=f"{run.name}/{path.name}") for path in below)]
+    return found
 
 
 def find_run(name: str, root: Path, noted: Callable[[], Sequence[RunFolder]] = tuple) -> RunFolder:

@@ -357,6 +357,7 @@ def as_nobody(work):
         "cli.submit",
         "operations.control",
         "operations.rescue",
+        "scheduler.submission",
         "supervisor.run",
     ):
         importlib.import_module(f"slurmft.{module}")

@@ -71,6 +71,32 @@ def test_all_runs_are_a_fleet_and_a_damaged_one_hides_no_other(runs: Path, tmp_p
     bad.rmdir()
 
 
+def test_roles_have_lines_of_their_own(tmp_path: Path) -> None:
+    for name in ("rl", "rl/roles/rollout", "rl/roles/trainer"):
+        write_run(tmp_path / name, attempts=2, seed=1)
+        (tmp_path / name / "config.yaml").write_text("command: x\n")
+    (tmp_path / "rl/roles/a file").write_text("")
+    names = ["rl/rollout", "rl/trainer"]
+    told = json.loads(slurmft("report", "rl", "--json", runs=tmp_path).stdout)
+    assert [each["run"] for each in told["runs"]] == names
+    verdict = {"cause": "preempted", "reason": "", "exit_code": 0, "first_step": 0, "last_step": 0}
+    lines = [("attempt started", {}), ("workers started", {"world_size": 1}), ("verdict", verdict),
+             ("decision", {"action": "continue"}), ("left to slurm", {"reason": "its job"})]  # fmt: skip
+    (tmp_path / names[0].replace("/", "/roles/") / "journal.jsonl").write_text("".join(
+        json.dumps({"format": 1, "at": "2026-11-20T10:00:00+00:00", "attempt": "7.0.0", "event": event, **facts}) + "\n"
+        for event, facts in lines))  # fmt: skip
+    walls = [json.loads(slurmft("report", "rl", "--json", runs=tmp_path).stdout)["runs"][0]["wall_s"]]
+    (tmp_path / "rl/done.json").write_text(json.dumps({"format": 1}))
+    os.utime(tmp_path / "rl/done.json", (0, 1795168800 + 60))
+    walls += [json.loads(slurmft("report", "--json", runs=tmp_path).stdout)["runs"][0]["wall_s"]]
+    assert walls[0] > 3600 and walls[1] == pytest.approx(60, abs=1)
+    refused = slurmft("report", "rl", "--compare", "rl", runs=tmp_path, code=2).stderr
+    assert "name a role" in refused
+    shown = [json.loads(line)["run"] for line in slurmft("status", "rl", "--json", runs=tmp_path).stdout.splitlines()]
+    assert shown == ["rl", *names]
+    assert all(name in slurmft("watch", "rl", "--once", runs=tmp_path).stdout for name in names)
+
+
 def test_since_counts_the_newest_part_alone(runs: Path) -> None:
     old = json.loads(slurmft("report", "run-0", "--json", "--since", "5m", runs=runs).stdout)
     assert old["wall_s"] == 0 and old["ettr"] is None
