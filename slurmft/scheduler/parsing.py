@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,18 @@ def parse_jobs(text: str) -> list[JobRecord]:
         line = head.splitlines()[-1] if head.strip() else ""  # a banner may stand before it
         if len(fields := line.strip().split("|")) == 10:
             found.append(_job(fields, identity))
-    return [job for job in found if "+" not in job.job_id]  # other parts of a job than the one with the script
+    return _whole_jobs(found)
+
+
+def _whole_jobs(found: list[JobRecord]) -> list[JobRecord]:
+    """A heterogeneous job is the component with its script, on the nodes of all."""
+    nodes: dict[str, list[str]] = {}
+    for job in found:
+        leader, is_other, _ = job.job_id.partition("+")
+        if is_other and job.nodes:
+            nodes.setdefault(leader, []).append(job.nodes)
+    return [replace(job, nodes=",".join(filter(None, [job.nodes, *nodes.get(job.job_id, ())])))
+            for job in found if "+" not in job.job_id]  # fmt: skip
 
 
 def _identity(user: str, fields: list[str]) -> JobIdentity:

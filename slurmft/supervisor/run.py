@@ -448,8 +448,9 @@ def _begin(
         return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
                      secret=secret, candidate=True)  # fmt: skip
     container, before = config.contained(), _last_seen(run, history)
+    nodes = cluster.job.part or cluster.job.nodes if isinstance(cluster, SlurmCluster) else ""
     journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
-                   nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()),
+                   nodes=nodes, folder=str(Path.cwd()),
                    **({"container": container.name} if container else {}),
                    **({"before": before} if before else {}))  # fmt: skip
     if cluster.attempt.cycle == 0:

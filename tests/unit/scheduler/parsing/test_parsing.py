@@ -83,7 +83,7 @@ def test_a_running_job():
 def test_a_heterogeneous_job_is_its_first_component():
     second = RUNNING.replace("1|RUNNING", "1+1|RUNNING", 1).replace("n1", "n2")
     (job,) = parse_jobs("\n".join([second, RUNNING.replace("1|RUNNING", "1+0|RUNNING", 1)]))
-    assert (job.job_id, job.nodes) == ("1", "n1")
+    assert (job.job_id, job.nodes, job.batch_host) == ("1", "n1,n2", "n1")
     shown = "JobId={} HetJobId=1 JobName=a UserId=u(1000) GroupId=g(1000) JobState={} BatchHost={} Command=/x"
     pairs = job_pairs("\n".join([shown.format(1, "RUNNING", "n1"), shown.format(2, "PREEMPTED", "n2")]))
     assert (pairs["JobState"], pairs["BatchHost"]) == ("RUNNING", "n1")
