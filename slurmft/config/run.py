@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -136,7 +136,8 @@ class RunConfig(_Section):
 
     roles: dict[RoleName, dict[str, Any]] = Field(default_factory=dict)
     """Several parts in one job, each a run of its own on its own nodes: ``{trainer: {command: ...}, rollout: {engine:
-    ...}}``. A role has the keys of a configuration, and ``needs`` and ``ends_run``. See docs/how-to/roles.md."""
+    ...}}``. A role has the keys of a configuration, and ``needs`` and ``ends_run``; ``slurm`` says what nodes it asks
+    for, where they are others than the job's. See docs/how-to/roles.md."""
 
     ignore_nonlead_status: bool = False
     """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
@@ -433,7 +434,7 @@ SHARED = ("environment", "working_directory", "container", "fault_tolerance", "n
 OF_RUN = frozenset({*SHARED, "run_folder", "nodes", "slurm", "preemption", "metrics", "roles"})
 """Keys that a run with roles may have itself."""
 
-NOT_OF_ROLES = frozenset({"run_folder", "slurm", "roles", "trials", "elastic", "spare_nodes"})
+NOT_OF_ROLES = frozenset({"run_folder", "roles", "trials", "elastic", "spare_nodes"})
 """Keys that a role may not have."""
 
 
@@ -452,6 +453,12 @@ class Role:
     ends_run: bool
     """The run ends when it, and all others that have this, have finished."""
 
+    node_options: Mapping[str, Any]
+    """sbatch's options that describe its nodes, where they are others than the run's."""
+
+    component: int = 0
+    """Of a heterogeneous job: its nodes are in that one."""
+
     @property
     def is_endpoint(self) -> bool:
         """Whether it answers requests until it is stopped."""
@@ -463,8 +470,35 @@ def _of_no_use(name: str) -> str:
     return f"{name}: of no use next to roles; {remedy}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """Alike nodes of a job; a job of several components is a heterogeneous one."""
+
+    nodes: int
+    options: Mapping[str, Any]
+    """sbatch's options in which it differs from what the run itself asks for."""
+
+
+def components_of(config: RunConfig) -> list[Component]:
+    """The components of the run's job, the one with its batch script first; a single one without roles that differ."""
+    nodes: dict[int, int] = {}
+    options: dict[int, Mapping[str, Any]] = {}
+    for role in roles_of(config):
+        nodes[role.component] = nodes.get(role.component, 0) + role.nodes
+        if role.nodes:
+            options[role.component] = role.node_options
+    if len(nodes) < 2:
+        return [Component(nodes=config.nodes + config.spare_nodes, options=options.get(0, {}))]
+    return [Component(nodes=nodes[number], options=options[number]) for number in sorted(nodes)]
+
+
+def partitions_of(config: RunConfig, partition: str) -> str:
+    """The partitions of all components, with commas between them; of those that name none it is ``partition``."""
+    return ",".join(dict.fromkeys(str(each.options.get("partition", partition)) for each in components_of(config)))
+
+
 def roles_of(config: RunConfig) -> list[Role]:
-    """The roles of a run, in the order of their names, in which they get nodes.
+    """The roles of a run in the order in which they get nodes: by their components, then by their names.
 
     Raises:
         ConfigError: one of them is no configuration, or needs what there is not.
@@ -489,7 +523,17 @@ def roles_of(config: RunConfig) -> list[Role]:
             circle = ", ".join(role.name for role in waiting)
             raise ConfigError(f"{config.name}: roles: {circle} wait for each other (needs), and none would begin")
         ready |= able
-    return roles
+    return _in_components(roles)
+
+
+def _in_components(roles: Sequence[Role]) -> list[Role]:
+    """Those that ask for nothing of their own are in the first one, unless none of them has nodes."""
+    kinds: list[Mapping[str, Any]] = []
+    for role in sorted(roles, key=lambda role: bool(role.node_options)):
+        if role.nodes and role.node_options not in kinds:
+            kinds.append(role.node_options)
+    placed = [replace(each, component=kinds.index(each.node_options) if each.nodes else 0) for each in roles]
+    return sorted(placed, key=lambda role: (role.component, role.name))
 
 
 def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Role:
@@ -504,6 +548,12 @@ def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mappin
         raise ConfigError(f"{source}.needs: a list of names of roles")
     if ends_run not in (None, True, False) or not str(nodes).isdecimal():
         raise ConfigError(f"{source}: ends_run is true or false, and nodes a number")
+    if isinstance(asked := own.get("slurm"), Mapping):
+        if strange := {plain.shown(key) for key in asked if str(key).replace("_", "-") not in sbatch.NODE_OPTIONS}:
+            raise ConfigError(f"{source}.slurm.{min(strange)}: not of a role, whose slurm says what nodes it has: "
+                              "partition, constraint, gres, gpus_per_node, mem, cpus_per_task")  # fmt: skip
+        if asked and not int(nodes):
+            raise ConfigError(f"{source}.slurm: it has no nodes of its own (nodes: 0)")
     if (engine := own.pop("engine", None)) is not None:
         wanted, places = str(own.pop("replicas", 0)), max(1, int(nodes))
         replicas = int(wanted) if wanted.isdecimal() else -1
@@ -523,6 +573,7 @@ def _role(config: RunConfig, name: str, values: Mapping[str, Any], given: Mappin
     return Role(
         name=name, config=child, nodes=int(nodes), needs=tuple(needs),
         ends_run=child.serving is None if ends_run is None else bool(ends_run),
+        node_options=child.slurm.node_options(),
     )  # fmt: skip
 
 
@@ -533,7 +584,22 @@ def _with_roles(config: RunConfig) -> RunConfig:
     nodes = max(1, sum(role.nodes for role in roles_of(config)))
     if "nodes" in config.model_fields_set and config.nodes != nodes:
         raise ConfigError(f"{config.name}: nodes ({config.nodes}) is not the sum of its roles' ({nodes}); leave it out")
-    return config.model_copy(update={"nodes": nodes})
+    config = config.model_copy(update={"nodes": nodes})
+    if len(components_of(config)) > 1:
+        _refuse_in_components(config)
+    return config
+
+
+def _refuse_in_components(config: RunConfig) -> None:
+    named = config.slurm.model_extra or {}
+    refused = {
+        "slurm.no_kill": (config.slurm.no_kill, "Slurm never starts such a job again once one of its nodes has died"),
+        "slurm.nodelist": ("nodelist" in named, "the components cannot share nodes; name them in slurm of the roles"),
+        "slurm.nodefile": ("nodefile" in named, "the components cannot share nodes; name them in slurm of the roles"),
+    }
+    for key, (is_given, why) in refused.items():
+        if is_given:
+            raise ConfigError(f"{config.name}: {key} does not go with roles that have slurm of their own: {why}")
 
 
 def _text_of(path: Path) -> str:

@@ -40,7 +40,7 @@ from slurmft.policy import values as plain
 from slurmft.policy.container import SHARED_MEMORY, STARTED_BY_SRUN, Container, Mount, all_mounts
 from slurmft.policy.hangs import CHECKPOINTING, EVALUATION, SETUP, STEP, Limits
 from slurmft.policy.membership import Size
-from slurmft.policy.sbatch import option_value
+from slurmft.policy.sbatch import NODE_OPTIONS, option_value
 from slurmft.policy.suspicion import HALF_LIFE_HOURS, Rules
 from slurmft.policy.verdict import Cause, by_cause
 from slurmft.policy.worker_settings import CheckpointSettings
@@ -989,6 +989,12 @@ class SlurmConfig(Section):
 
     srun_args: tuple[str, ...] = ()
     """More options for the ``srun`` that starts the agents, such as ``--mpi=none``."""
+
+    def node_options(self) -> dict[str, Any]:
+        """sbatch's options that are given here and describe the nodes, by their own names; a flag is True."""
+        given = {key.replace("_", "-"): value for key, value in self.model_dump(exclude_none=True).items()}
+        return {key: value if value is True else str(value) for key, value in given.items()
+                if key in NODE_OPTIONS and value is not False}  # fmt: skip
 
 
 # --- The section ``straggler_detection`` of the configuration ---

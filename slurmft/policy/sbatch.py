@@ -182,6 +182,15 @@ OWNED_OPTIONS = {
 }
 """Options that slurmft sets itself, with what to use instead."""
 
+NODE_OPTIONS = frozenset(
+    """
+    constraint contiguous core-spec cores-per-socket cpus-per-gpu cpus-per-task exclusive gpus gpus-per-node gres
+    gres-flags mem mem-per-cpu mem-per-gpu mincpus nodelist partition prefer reservation sockets-per-node switches
+    threads-per-core tmp
+    """.split()  # noqa: SIM905 - as above
+)
+"""Options that say on which nodes, and on how much of them: those that a component of a heterogeneous job may have."""
+
 SHORT_OPTIONS = {
     "A": "account", "p": "partition", "q": "qos", "t": "time", "c": "cpus-per-task", "C": "constraint", "x": "exclude",
     "w": "nodelist", "J": "job-name", "G": "gpus", "d": "dependency", "b": "begin", "L": "licenses", "o": "output",

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,18 @@ def parse_jobs(text: str) -> list[JobRecord]:
         line = head.splitlines()[-1] if head.strip() else ""  # a banner may stand before it
         if len(fields := line.strip().split("|")) == 10:
             found.append(_job(fields, identity))
-    return found
+    return _whole_jobs(found)
+
+
+def _whole_jobs(found: list[JobRecord]) -> list[JobRecord]:
+    """A heterogeneous job is the component with its script, on the nodes of all."""
+    nodes: dict[str, list[str]] = {}
+    for job in found:
+        leader, is_other, _ = job.job_id.partition("+")
+        if is_other and job.nodes:
+            nodes.setdefault(leader, []).append(job.nodes)
+    return [replace(job, nodes=",".join(filter(None, [job.nodes, *nodes.get(job.job_id, ())])))
+            for job in found if "+" not in job.job_id]  # fmt: skip
 
 
 def _identity(user: str, fields: list[str]) -> JobIdentity:
@@ -236,11 +247,12 @@ def refusal_hint(words: str) -> str:
 
 
 def job_pairs(text: str) -> dict[str, str]:
-    """What ``scontrol -o show job`` says of a job, less what its user says.
+    """What ``scontrol -o show job`` says of a job, less what its user says; of several parts, of the first.
 
     Job name and comment are the user's text and may look like fields: the first stands before all others, the
     other behind them.
     """
+    text = _first_part(text)
     users = _users(text)
     return parse_pairs(text[users[-1].start() :] if users else text)
 
@@ -251,9 +263,13 @@ def _users(text: str) -> list[re.Match[str]]:
     return list(re.finditer(r"\bUserId=\S*?\((\d+)\) GroupId=", before if command else text))
 
 
+def _first_part(text: str) -> str:
+    return text.strip().split("\nJobId=", maxsplit=1)[0]
+
+
 def parse_identity(text: str) -> JobIdentity:
     """The job's identity in ``scontrol -o show job``; of several parts of a job, the first."""
-    line = text.strip().split("\nJobId=", maxsplit=1)[0]
+    line = _first_part(text)
     users = _users(line)
     name = re.search(r"\bJobName=(.*?) (?:\w+=\S* )?$", line[: users[-1].start()] if users else "", re.DOTALL)
     pairs = job_pairs(line)
@@ -519,11 +535,21 @@ class SlurmJob:
 
     node_count: int
     partition: str
+    """Of a heterogeneous job those of all components, with commas between them."""
+
     part: str = ""
     """Hostlist of the nodes that the run is for, where that is not the whole allocation."""
 
+    components: tuple[str, ...] = ()
+    """Of a heterogeneous job: the hostlist of each component. ``nodes`` are then those of the first one."""
+
     identity: JobIdentity = NOTHING_KNOWN
     """The job's identity as far as the environment shows it."""
+
+
+def component_suffix(number: int) -> str:
+    """Behind a variable's name that says of a component of a heterogeneous job what the plain one says of a job."""
+    return f"_HET_GROUP_{number}"
 
 
 def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
@@ -533,12 +559,15 @@ def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
         return None
     if array := environment.get("SLURM_ARRAY_JOB_ID"):
         job_id = f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    components = range(int(environment.get("SLURM_HET_SIZE", "0")))
+    partitions = [environment.get(f"SLURM_JOB_PARTITION{component_suffix(number)}", "") for number in components]
     return SlurmJob(
         job_id=job_id,
         restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
         nodes=environment.get("SLURM_JOB_NODELIST", ""),
         node_count=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
-        partition=environment.get("SLURM_JOB_PARTITION", ""),
+        partition=",".join(dict.fromkeys(partitions)) or environment.get("SLURM_JOB_PARTITION", ""),
+        components=tuple(environment.get(f"SLURM_JOB_NODELIST{component_suffix(number)}", "") for number in components),
         part=environment.get(PART_VARIABLE, ""),
         identity=JobIdentity(
             user=os.getuid(),

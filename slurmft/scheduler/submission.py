@@ -26,7 +26,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import Component, RunConfig, components_of
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.job_identity import JobIdentity, OwnJob, merged
 from slurmft.policy.sbatch import FLAGS, OWNED_OPTIONS, SBATCH_OPTIONS, SHORT_OPTIONS, unusable_value
@@ -60,6 +60,16 @@ class _SupervisorInSlurm(SlurmExecutor):
     """Writes a script whose last line becomes the supervisor."""
 
     supervisor: RunSupervisor
+    others: Sequence[_SupervisorInSlurm] = ()
+    """Of the other components of a heterogeneous job: their options are wanted, in the script of the first one."""
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text = str(super()._make_submission_file_text(command, uid))
+        head, mark, rest = text.partition("\n\n# command\n")
+        for other in self.others:
+            lines = other._make_submission_file_text(command, uid).splitlines()
+            head = "\n".join([head, "#SBATCH hetjob", *(line for line in lines if line.startswith("#SBATCH "))])
+        return head + mark + rest
 
     @classmethod
     def affinity(cls) -> int:
@@ -235,11 +245,19 @@ def _slurm_executor(
         raise UsageError(f"the run folder {str(run.path)!r} holds a line break or control character")
     if pattern := re.search(r"%[jtAa]", str(run.path)):
         raise UsageError(f"the run folder {str(run.path)!r} holds {pattern.group()}, which stands for a job's number")
+    first, *others = [_executor_of(each, config, run, options, avoid) for each in components_of(config)]
+    first.others = others
+    return first
+
+
+def _executor_of(
+    component: Component, config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]
+) -> _SupervisorInSlurm:
     executor = _SupervisorInSlurm(run.submissions)
     executor.supervisor = RunSupervisor(run.config)
-    parameters = _sbatch_parameters(config, run, options, avoid)
+    parameters = {**_sbatch_parameters(config, run, options, avoid), **component.options}
     executor.update_parameters(
-        nodes=config.nodes + config.spare_nodes,
+        nodes=component.nodes,
         ntasks_per_node=1,
         use_srun=False,
         stderr_to_stdout=True,

@@ -172,6 +172,8 @@ class Continuation:
 
     def _give_back(self, lost: frozenset[str]) -> bool:
         """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
+        if self._cluster.job.components:
+            return False
         nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
         living = [node for node in nodes if node not in lost]
         if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
@@ -260,7 +262,8 @@ class Continuation:
 
     def _preemption_cancels(self) -> bool:
         try:
-            return slurm.preempt_mode(self._cluster.job.partition) == "CANCEL"
+            # of a heterogeneous job that of the leader, with which Slurm requeues all components
+            return slurm.preempt_mode(self._cluster.job.partition.partition(",")[0]) == "CANCEL"
         except SlurmError:
             return False
 

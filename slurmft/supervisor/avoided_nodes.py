@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, components_of, partitions_of
 from slurmft.errors import SlurmError, StorageError
 from slurmft.policy.suspicion import (
     Candidate,
@@ -168,11 +168,11 @@ def _candidates(exclusions: Exclusions, suspects: Sequence[str], rules: Rules, n
 def _places(
     records: Sequence[NodeRecord], partition: str | None, excluded_anyway: frozenset[str]
 ) -> list[PartitionNodes]:
-    wanted = set(partition.split(",")) if partition else None
+    wanted = set((partition or "").split(","))
     nodes: dict[str, set[str]] = {}
     usable: dict[str, set[str]] = {}
     for record in records:
-        if record.is_default if wanted is None else record.partition in wanted:
+        if record.partition in wanted or (record.is_default and "" in wanted):
             nodes.setdefault(record.partition, set()).add(record.node)
             if record.usable and record.node not in excluded_anyway:
                 usable.setdefault(record.partition, set()).add(record.node)
@@ -199,8 +199,8 @@ def for_submission(
         exclusions = FolderThread().call(lambda: _read_and_tidy(config, environment), timeout_s=LIST_S)
         found = to_avoid(
             exclusions,
-            partition=asked_for(config.slurm, options, environment).partition or None,
-            nodes_needed=config.nodes + config.spare_nodes,
+            partition=partitions_of(config, asked_for(config.slurm, options, environment).partition) or None,
+            nodes_needed=max(each.nodes for each in components_of(config)),
             suspects=sorted(suspects),
             max_excluded_fraction=config.exclusions.max_excluded_fraction,
             rules=config.exclusions.rules(),

@@ -8,17 +8,18 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, components_of
 from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
 from slurmft.ipc.zygote_start import as_variable
 from slurmft.policy import container as policy
@@ -28,7 +29,7 @@ from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import nodes as scheduler_nodes
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.parsing import JobEnding, SlurmJob, current_job
+from slurmft.scheduler.parsing import JobEnding, SlurmJob, component_suffix, current_job
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, writing
 from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, RunFolder
@@ -230,10 +231,14 @@ class SlurmCluster:
         nodes = self.job.part or self.job.nodes
         return [node for node in scheduler_nodes.expand(nodes) if node not in self.lost]
 
+    @property
+    def count(self) -> int:
+        """Nodes of the allocation, or of the run's part of it."""
+        return len(scheduler_nodes.expand(self.job.part)) if self.job.part else self.job.node_count
+
     def size(self, config: RunConfig) -> int:
         """All nodes of the allocation, or of the run's part of it."""
-        count = len(scheduler_nodes.expand(self.job.part)) if self.job.part else self.job.node_count
-        return max(count, config.size.minimum)
+        return max(self.count, config.size.minimum)
 
     def agent_hosts(self, config: RunConfig) -> list[str]:
         """The run's nodes of the allocation, as srun numbers its tasks."""
@@ -257,8 +262,7 @@ class SlurmCluster:
             SlurmUnavailable: there is no srun.
             LaunchError: the container's bundle cannot be used.
         """
-        argv = agents_argv(config, os.environ, self.size(config), self.attempt, host=self.job.part)
-        return [await self._srun(argv, log_folder, environment_for(config, agents_environment(os.environ)))]
+        return [await self._agents(config, log_folder, self.size(config), self.attempt, host=self.job.part)]
 
     async def start_agent(
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
@@ -269,12 +273,20 @@ class SlurmCluster:
             SlurmUnavailable: there is no srun.
             LaunchError: the container's bundle cannot be used.
         """
-        argv = agents_argv(config, os.environ, 1, attempt, host=host)
-        environment = environment_for(config, agents_environment(os.environ))
-        return await self._srun(argv, log_folder, {**environment, "SLURMFT_NODE_INDEX": str(index)})
+        return await self._agents(config, log_folder, 1, attempt, host=host, SLURMFT_NODE_INDEX=str(index))
+
+    async def _agents(
+        self, config: RunConfig, log_folder: Path, count: int, attempt: Attempt, *, host: str, **more: str
+    ) -> asyncio.subprocess.Process:
+        component = component_of(self.job, host)
+        environment = os.environ if component is None else of_component(os.environ, component)
+        argv = agents_argv(config, environment, count, attempt, host=host, component=component)
+        return await self._srun(argv, log_folder, {**environment_for(config, agents_environment(environment)), **more})
 
     def give_back(self, host: str) -> str:
         """Shrink the job."""
+        if self.job.components:
+            return "a heterogeneous job keeps its nodes"
         try:
             left = [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost | {host}]
             own_jobs.shrink(self.own, left)
@@ -317,7 +329,7 @@ class SlurmCluster:
     def node_states(self) -> Mapping[str, str]:
         """From sinfo; none when Slurm does not answer."""
         try:
-            own = set(scheduler_nodes.expand(self.job.nodes))
+            own = set(scheduler_nodes.expand(self.job.part or self.job.nodes))
             seen = scheduler_nodes.nodes(timeout_s=3.0)
             return {record.node: record.state for record in seen if record.node in own and record.state}
         except (SlurmError, ValueError):
@@ -372,10 +384,10 @@ def for_srun(environment: Mapping[str, str]) -> dict[str, str]:
 
 def agents_argv(
     config: RunConfig, environment: Mapping[str, str], count: int, attempt: Attempt, *, host: str = "",
-    together: bool = False,
+    together: bool = False, component: int | None = None,
 ) -> list[str]:  # fmt: skip
     """The srun that starts the agents: one task on each of ``count`` nodes. No task's end ends the others, except where
-    they are of use only ``together``.
+    they are of use only ``together``. ``component``: of the heterogeneous job that they are in.
 
     Raises:
         LaunchError: the container's bundle cannot be used.
@@ -389,8 +401,27 @@ def agents_argv(
     if config.survives_nodes and not together:
         argv.append("--no-kill")
     argv += ["--nodelist", host] if host else []
+    argv += [] if component is None else [f"--het-group={component}"]
     launch = launch_of(config, attempt, with_srun=True)
     return [*argv, *config.slurm.srun_args, *launch.srun_options, *launch.argv]
+
+
+def component_of(job: SlurmJob, hosts: str) -> int | None:
+    """The component of a heterogeneous job that these nodes (a hostlist) are in; None of another job."""
+    wanted = scheduler_nodes.expand(hosts)[:1]
+    parts = [scheduler_nodes.expand(nodes) for nodes in job.components]
+    return next((number for number, nodes in enumerate(parts) if wanted and wanted[0] in nodes), None)
+
+
+def of_component(environment: Mapping[str, str], number: int) -> dict[str, str]:
+    """The environment with what Slurm says of this component, such as its memory, in the place of the first one's.
+
+    srun takes such variables for options, and would ask a small node for what the first component has.
+    """
+    suffixes = re.compile(r"(?!SLURM_JOB_)(SLURM_\w+?)_HET_GROUP_\d+")
+    said = {match[1] for name in environment if (match := suffixes.fullmatch(name))}
+    own = {name: environment.get(f"{name}{component_suffix(number)}") for name in said}
+    return {name: value for name, value in {**environment, **own}.items() if value is not None}
 
 
 def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -489,9 +520,11 @@ class LocalCluster:
         os.execve(argv[0], list(argv), environment)  # noqa: S606 - an argument list, no shell
 
 
-def detect(environment: Mapping[str, str]) -> Cluster:
-    """The cluster around this process."""
+def detect(config: RunConfig, environment: Mapping[str, str]) -> Cluster:
+    """The cluster around this process. A run with components of its own has the nodes of all of them."""
     job = current_job(environment)
+    if job is not None and job.components and len(components_of(config)) > 1:
+        job = replace(job, part=",".join(job.components))
     return LocalCluster(environment) if job is None else SlurmCluster(job)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, partitions_of
 from slurmft.errors import SlurmError, UsageError
 from slurmft.policy import interval, stop
 from slurmft.policy.stop import Finding, GraceNeed, GraceOffer, Severity
@@ -85,7 +85,8 @@ def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[
     site, partitions = _ask(elsewhere="clusters" in {*options, *(config.slurm.model_extra or {})})
     asked = asked_for(config.slurm, options, environment)
     defaults = [partition.name for partition in partitions if partition.is_default]
-    names = asked.partition.split(",") if asked.partition else defaults
+    wanted = partitions_of(config, asked.partition).split(",")
+    names = list(dict.fromkeys(name for each in wanted for name in ([each] if each else defaults)))
     known = {partition.name: partition for partition in partitions}
     tiers = [partition.priority_tier for partition in partitions if partition.priority_tier is not None]
     asked_s = parse_limit_s(asked.time) if asked.time else None

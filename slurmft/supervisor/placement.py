@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, components_of
 from slurmft.errors import SlurmError, StorageError
 from slurmft.ipc.messages import NoticeReport
 from slurmft.policy.job_identity import OwnJob
@@ -259,7 +259,7 @@ def _to_avoid(
     found = avoided_nodes.to_avoid(
         exclusions or Exclusions(),
         partition=partition or None,
-        nodes_needed=config.nodes + config.spare_nodes,
+        nodes_needed=max(each.nodes for each in components_of(config)),
         suspects=suspects,
         max_excluded_fraction=config.exclusions.max_excluded_fraction,
         rules=config.exclusions.rules(),
@@ -309,7 +309,8 @@ def all_busy(config: RunConfig, partition: str, allocated: Collection[str], avoi
         records = scheduler_nodes.nodes()
     except SlurmError:
         return ""
-    names = {record.node for record in records if record.partition == partition and record.is_free} | set(allocated)
+    wanted = partition.split(",")
+    names = {record.node for record in records if record.partition in wanted and record.is_free} | set(allocated)
     free, needed = names - set(avoid), config.nodes + config.spare_nodes
     if len(free) >= needed:
         return ""

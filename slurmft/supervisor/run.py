@@ -230,8 +230,8 @@ def supervise(
         RunBusy: another live job trains this run.
         SlurmftError: nothing was started.
     """
-    cluster, run = detect(environment), RunFolder(config.run_folder)
-    _refuse_too_few_nodes(config, environment)
+    cluster, run = detect(config, environment), RunFolder(config.run_folder)
+    _refuse_too_few_nodes(config, cluster)
     log_file = BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify(known)
@@ -280,7 +280,7 @@ class _Claim:
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
-    cluster, run = detect(environment), RunFolder(config.run_folder)
+    cluster, run = detect(config, environment), RunFolder(config.run_folder)
     thread = FolderThread()
     try:
         owner, known, history, is_done = patiently(
@@ -454,8 +454,9 @@ def _begin(
         return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
                      secret=secret, candidate=True)  # fmt: skip
     container, before = config.contained(), _last_seen(run, history)
+    nodes = cluster.job.part or cluster.job.nodes if isinstance(cluster, SlurmCluster) else ""
     journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
-                   nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()),
+                   nodes=nodes, folder=str(Path.cwd()),
                    **({"container": container.name} if container else {}),
                    **({"before": before} if before else {}))  # fmt: skip
     if cluster.attempt.cycle == 0:
@@ -519,8 +520,8 @@ def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
         return None, None
 
 
-def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> None:
-    allocated = int(environment.get("SLURM_JOB_NUM_NODES", config.nodes))
+def _refuse_too_few_nodes(config: RunConfig, cluster: Cluster) -> None:
+    allocated = cluster.count if isinstance(cluster, SlurmCluster) else config.nodes
     if allocated < config.size.minimum:
         raise UsageError(
             f"the configuration asks for nodes: {config.size.minimum}, but this job has {allocated}",

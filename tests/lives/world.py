@@ -686,7 +686,7 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     patch.setattr(asyncio, "open_connection", open_connection)
     patch.setattr(journal_module, "datetime", type("Wall", (_Wall,), {"world": world}))
     if world.slurm is None:
-        patch.setattr(run_module, "detect", lambda environment: Machine(world, environment))
+        patch.setattr(run_module, "detect", lambda config, environment: Machine(world, environment))
     else:
         _simulate_slurm(world, world.slurm, patch)
     _simulate_disk(world, patch)
@@ -723,7 +723,7 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     for name in [name for name in os.environ if name.startswith(("SLURM", "SQUEUE", "SBATCH"))]:
         patch.delenv(name)
     patch.setenv("SLURMD_NODENAME", "")
-    patch.setattr(run_module, "detect", lambda environment: SlurmMachine(world, environment))
+    patch.setattr(run_module, "detect", lambda config, environment: SlurmMachine(world, environment))
     patch.setattr(slurm, "subprocess", SimpleNamespace(
         run=controller.subprocess_run, DEVNULL=-3, TimeoutExpired=TimeoutError))  # fmt: skip
     waits = {"clock": lambda: world.timeline.now_s, "sleep": world.pass_time}

@@ -1,4 +1,4 @@
-"""A job of a trainer, engines and an orchestrator on the lab: preempted, and its nodes lose power."""
+"""A job of a trainer, engines and an orchestrator on the lab: preempted, requeued, and its processes are killed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import yaml
 from slurm.conftest import PATIENCE_S, Run, eventually, preempt
 from slurm.test_endings import kill, supervisor_of
 from slurmft.lab.cluster import Lab
+from slurmft.scheduler.nodes import expand
 
 HERE = Path(__file__).parent
 STEPS = 60
 
 
-def roles(new_run: Callable[..., Run], name: str, steps: int = STEPS) -> Run:
+def roles(new_run: Callable[..., Run], name: str, steps: int = STEPS, **trainer: Any) -> Run:
     run = new_run(name)
     trainers = HERE / "trainers"
     config: dict[str, Any] = yaml.safe_load(run.config.read_text())
@@ -27,7 +28,7 @@ def roles(new_run: Callable[..., Run], name: str, steps: int = STEPS) -> Run:
     config["roles"] = {
         "trainer": {
             "command": ["python", str(trainers / "from_queue.py"), str(steps)], "nodes": 2,
-            "checkpoint": {"interval_steps": 10},
+            "checkpoint": {"interval_steps": 10}, **trainer,
         },
         "rollout": {"engine": {"command": ["python", str(HERE / "serving_engine.py"), "--socket", "{socket}"]}},
         "orchestrator": {
@@ -84,3 +85,47 @@ def test_a_role_whose_supervisor_and_guardian_are_killed_begins_again_alone(
     assert [role(run, name).folder.owner() for name in ("rollout", "orchestrator")] == owners, story(run)
     (last,) = [each for each in role(run, "trainer").events("verdict") if each.details["cause"] == "finished"]
     assert last.details["last_step"] == STEPS, story(run)
+
+
+def test_roles_in_two_components_of_a_heterogeneous_job_go_on_as_such_a_job(
+    lab: Lab, new_run: Callable[..., Run]
+) -> None:
+    calm = roles(new_run, "components-calm")
+    calm.submit()
+    eventually(lambda: calm.folder.done() is not None, PATIENCE_S, lambda: story(calm))
+
+    run = roles(new_run, "components", slurm={"partition": "cancel"}, environment={"STEP_S": "0.4"})
+    job, trainer = run.submit(), role(run, "trainer")
+    wait_for_step(run, 5)
+    assert_each_role_is_in_its_component(run, job)
+
+    trainer.kill(nodes_of(run)["trainer"][1], 1)
+    eventually(lambda: len(trainer.events("attempt started")) == 2, PATIENCE_S, lambda: story(run))
+    wait_for_step(run, 15)
+    assert len(run.events("attempt started")) == 1, story(run)
+
+    preempt(lab)
+    eventually(lambda: len(run.events("attempt started")) == 2, PATIENCE_S, lambda: story(run))
+    wait_for_step(run, 25)
+    assert_each_role_is_in_its_component(run, job)
+
+    lab.run_as_admin(["scontrol", "requeue", job])
+    eventually(lambda: len(run.events("attempt started")) == 3, PATIENCE_S, lambda: story(run))
+    wait_for_step(run, 35)
+    assert_each_role_is_in_its_component(run, job)
+
+    eventually(lambda: run.folder.done() is not None, PATIENCE_S, lambda: story(run))
+    assert trainer.digest() == role(calm, "trainer").digest(), story(run)
+
+
+def nodes_of(run: Run) -> dict[str, list[str]]:
+    """The nodes of each role in its newest start."""
+    return {event.details["role"]: event.details["nodes"] for event in run.events("role started")}
+
+
+def assert_each_role_is_in_its_component(run: Run, job: str) -> None:
+    rows = run.lab.run(["squeue", "-h", "-j", job, "-o", "%i %P %N"]).stdout.splitlines()
+    components = {name: (partition, expand(nodes)) for name, partition, nodes in map(str.split, rows)}
+    found = nodes_of(run)
+    assert components == {f"{job}+0": ("low", found["rollout"]), f"{job}+1": ("cancel", found["trainer"])}, story(run)
+    assert found["orchestrator"] == found["rollout"], story(run)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from slurmft.config.run import from_values, load, roles_of
+from slurmft.config.run import components_of, from_values, load, partitions_of, roles_of
 from slurmft.errors import ConfigError, UsageError
 from slurmft.planning import plan
 from slurmft.planning.plan import alternatives
 
 TRAINER = {"command": ["python", "train.py"], "nodes": 2}
 ENGINE = {"engine": {"command": ["serve", "--port", "{port}"]}}
+APART = {"a": TRAINER, "b": {**TRAINER, "slurm": {"mem": "1G"}}}
 
 
 def config_of(roles: dict[str, Any], **more: Any) -> Any:
@@ -47,8 +48,38 @@ def test_what_the_run_says_is_each_roles_as_well_unless_it_says_otherwise():
     assert not a.rerun.wait_for_others
 
 
+@pytest.mark.parametrize(
+    ("asked", "components", "order"),
+    [
+        ({"a": None, "b": {"mem": "1G"}, "c": {}}, [(4, {}), (2, {"mem": "1G"})], "acb"),
+        ({"a": {"partition": "gpu"}, "b": None}, [(2, {}), (1, {"partition": "gpu"})], "ba"),
+        ({"a": {"mem": "2G"}, "b": {"mem": "1G"}, "c": {"mem": "2G"}}, [(4, {"mem": "2G"}), (2, {"mem": "1G"})], "acb"),
+        ({"a": {"gpus_per_node": 8}}, [(1, {"gpus-per-node": "8"})], "a"),
+        ({"a": {"gpus-per-node": 8}, "b": {"gpus_per_node": "8"}}, [(3, {"gpus-per-node": "8"})], "ab"),
+        ({"a": None, "b": {}}, [(3, {})], "ab"),
+        ({"a": {"mem": "2G"}, "z": "on the first node of the job"}, [(1, {"mem": "2G"})], "az"),
+    ],
+    ids=str,
+)
+def test_roles_that_ask_for_the_same_nodes_share_a_component(asked, components, order):
+    roles = {
+        name: {**TRAINER, "nodes": nodes, "slurm": slurm} if not isinstance(slurm, str) else {**TRAINER, "nodes": 0}
+        for nodes, (name, slurm) in enumerate(asked.items(), 1)
+    }
+    config = config_of(roles, slurm={"partition": "low", "time": "10"})
+    assert [(each.nodes, each.options) for each in components_of(config)] == components
+    assert "".join(role.name for role in roles_of(config)) == order, "they get nodes in this order"
+
+
+def test_the_partitions_of_a_job_are_those_of_all_components():
+    config = config_of({"a": TRAINER, "b": {**TRAINER, "slurm": {"partition": "cpu"}}, **APART})
+    assert (partitions_of(config, "low"), partitions_of(config, "")) == ("low", "")
+    config = config_of({"a": TRAINER, "b": {**TRAINER, "slurm": {"partition": "cpu"}}})
+    assert (partitions_of(config, "low"), partitions_of(config, "")) == ("low,cpu", ",cpu")
+
+
 def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
-    config = config_of({"trainer": TRAINER, "rollout": ENGINE})
+    config = config_of({"trainer": {**TRAINER, "slurm": {"mem": "1G"}}, "rollout": ENGINE})
     path = tmp_path / "config.yaml"
     path.write_text(config.as_yaml())
     again = load(path)
@@ -64,7 +95,15 @@ def test_a_stored_configuration_is_read_back_with_the_same_roles(tmp_path):
         ({"a": {**TRAINER, "needs": ["x"]}}, {}, "there is no role x"),
         ({"a": {**TRAINER, "needs": "b"}}, {}, "a list of names"),
         ({"a": ENGINE}, {}, "never end"),
-        ({"a": {**TRAINER, "slurm": {"time": "1:00"}}}, {}, "roles.a.slurm: not of a role"),
+        ({"a": {**TRAINER, "slurm": {"time": "1:00"}}}, {}, "roles.a.slurm.time: not of a role"),
+        ({"a": {**TRAINER, "slurm": {"mem": "much"}}}, {}, "slurm.mem: 'much' is not a size"),
+        ({"a": {**TRAINER, "slurm": {"nodelist": "n[1"}}}, {}, "no list of nodes"),
+        ({"a": {**TRAINER, "slurm": 3}}, {}, "slurm"),
+        ({"a": TRAINER, "b": {**TRAINER, "nodes": 0, "slurm": {"mem": "1G"}}}, {}, "roles.b.slurm: it has no nodes"),
+        (APART, {"spare_nodes": 1}, "spare_nodes: of no use next to roles"),
+        (APART, {"elastic": {"min_nodes": 1}}, "elastic: of no use next to roles"),
+        (APART, {"slurm": {"no_kill": True}}, "slurm.no_kill does not go with"),
+        (APART, {"slurm": {"nodelist": "n[1-9]"}}, "slurm.nodelist does not go with"),
         ({"a": {**TRAINER, "run_folder": "/x"}}, {}, "roles.a.run_folder"),
         ({"a": {"command": ["x"], "nods": 2}}, {}, "unknown key nods"),
         ({"a": {}}, {}, "command: missing"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import slowness
 
-from slurmft.config.run import RunConfig, validate
+from slurmft.config.run import RunConfig, from_values, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import nodes as scheduler_nodes
@@ -688,6 +688,20 @@ def test_the_script_carries_the_protocol(run):
     assert text.startswith("#!/bin/bash\n")
     assert text.splitlines()[-1] == f"exec {sys.executable} -P -u -m slurmft run {run.config}"
     assert not run.path.exists(), "a dry run changes nothing"
+
+
+def test_a_script_for_roles_on_other_nodes_has_a_component_for_them(run):
+    engine = {"command": ["serve", "{port}"]}
+    roles = {"trainer": {"command": "x", "nodes": 2, "slurm": {"partition": "gpu", "gpus_per_node": 8, "mem": "64G"}},
+             "rollout": {"engine": engine}}  # fmt: skip
+    raw = {"run_folder": str(run.path), "slurm": {"partition": "low", "mem": "1G", "time": "60"}, "roles": roles}
+    text = script_text(from_values(raw, source="test"), run, {"qos": "high"}, frozenset({"n9"}))
+    first, second = (directives(part) for part in text.split("#SBATCH hetjob\n"))
+    assert first.items() >= {"nodes": "1", "partition": "low", "mem": "1G"}.items()
+    other = {"nodes": "2", "partition": "gpu", "mem": "64G", "gpus-per-node": "8"}
+    assert second == {**first, **other}, "all that does not describe nodes is the same"
+    assert second.items() >= {"time": "60", "qos": "high", "exclude": "n9", "signal": "SIGTERM@120"}.items()
+    assert text.splitlines()[-1] == f"exec {sys.executable} -P -u -m slurmft run {run.config}"
 
 
 def test_no_time_limit_is_invented(run):

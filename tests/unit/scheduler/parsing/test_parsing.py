@@ -80,6 +80,15 @@ def test_a_running_job():
     assert not job.waiting
 
 
+def test_a_heterogeneous_job_is_its_first_component():
+    second = RUNNING.replace("1|RUNNING", "1+1|RUNNING", 1).replace("n1", "n2")
+    (job,) = parse_jobs("\n".join([second, RUNNING.replace("1|RUNNING", "1+0|RUNNING", 1)]))
+    assert (job.job_id, job.nodes, job.batch_host) == ("1", "n1,n2", "n1")
+    shown = "JobId={} HetJobId=1 JobName=a UserId=u(1000) GroupId=g(1000) JobState={} BatchHost={} Command=/x"
+    pairs = job_pairs("\n".join([shown.format(1, "RUNNING", "n1"), shown.format(2, "PREEMPTED", "n2")]))
+    assert (pairs["JobState"], pairs["BatchHost"]) == ("RUNNING", "n1")
+
+
 def test_a_completing_job_ends_before_its_limit():
     (job,) = parse_jobs(COMPLETING)
     assert job.alive
@@ -381,6 +390,19 @@ def test_the_job_around_us():
     job = current_job(INSIDE)
     assert job is not None
     assert (job.job_id, job.restart, job.nodes, job.node_count, job.partition) == ("77", 2, "n[1-2]", 2, "low")
+
+
+HET = INSIDE | {
+    "SLURM_HET_SIZE": "2", "SLURM_JOB_PARTITION_HET_GROUP_0": "low", "SLURM_JOB_PARTITION_HET_GROUP_1": "cpu",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]", "SLURM_JOB_NODELIST_HET_GROUP_1": "c[07-09]",
+}  # fmt: skip
+
+
+def test_a_heterogeneous_job_has_the_nodes_of_each_component():
+    job = current_job(HET)
+    assert job is not None
+    assert (job.job_id, job.nodes, job.node_count, job.partition) == ("77", "n[1-2]", 2, "low,cpu")
+    assert job.components == ("n[1-2]", "c[07-09]")
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": ""}, {"SLURM_CONF": "/etc/slurm.conf"}], ids=str)

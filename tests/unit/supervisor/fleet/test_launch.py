@@ -6,18 +6,28 @@ import asyncio
 import json
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurmft.config.run import RunConfig, validate
+from slurmft.config.run import RunConfig, from_values, validate
 from slurmft.errors import LaunchError, UsageError
 from slurmft.ipc.channel import connect, keep_alive_options
 from slurmft.ipc.messages import Failed, Port, ReservedPort, SignalReport, as_reply
+from slurmft.scheduler.parsing import PART_VARIABLE, current_job
 from slurmft.storage.run_folder import Attempt
 from slurmft.supervisor.agents import AgentPool, CallFailed
-from slurmft.supervisor.cluster import agents_argv, environment_for, launch_of
+from slurmft.supervisor.cluster import (
+    SlurmCluster,
+    agents_argv,
+    component_of,
+    detect,
+    environment_for,
+    launch_of,
+    of_component,
+)
 
 ATTEMPT = Attempt(job="7", restart=1)
 AGENT = ["agent", "RUN/config.yaml", "7.1.0"]
@@ -65,6 +75,49 @@ def test_sruns_own_options_come_first_and_the_program_last(tmp_path: Path):
     order = ["--nodelist", "--own", "--container-image=i", "python3"]
     assert [words.index(word) for word in order] == sorted(words.index(word) for word in order)
     assert words[words.index("--nodelist") + 1] == "n2"
+
+
+HET = {
+    "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    "SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_JOB_ID_HET_GROUP_1": "8", "SLURM_MEM_PER_NODE": "4096",
+    "SLURM_MEM_PER_NODE_HET_GROUP_0": "4096", "SLURM_MEM_PER_NODE_HET_GROUP_1": "1024",
+    "SLURM_GPUS_PER_NODE": "8", "SLURM_GPUS_PER_NODE_HET_GROUP_0": "8", "SLURM_CPUS_PER_TASK_HET_GROUP_1": "2",
+}  # fmt: skip
+"""As seen in a job on 22.05; GPUS_PER_NODE without a group is what a site's own environment may have."""
+
+
+def test_a_run_in_components_has_the_nodes_of_all_and_another_run_those_around_its_batch_script(tmp_path: Path):
+    apart = {"a": {"command": "x"}, "b": {"command": "x", "nodes": 2, "slurm": {"mem": "1G"}}}
+    config = from_values({"run_folder": str(tmp_path / "run"), "roles": apart}, source="test")
+    cluster = detect(config, HET)
+    assert isinstance(cluster, SlurmCluster)
+    assert (cluster.agent_hosts(config), cluster.size(config), cluster.attempt.job) == (["n1", "n2", "n3"], 3, "7")
+    assert cluster.give_back("n3"), "Slurm cannot shrink such a job"
+    alone = detect(configured(tmp_path / "run"), HET)
+    assert alone.agent_hosts(configured(tmp_path / "run")) == ["n1"]
+    of_role = detect(configured(tmp_path / "run"), {**HET, PART_VARIABLE: "n2,n3"})
+    assert isinstance(of_role, SlurmCluster)
+    assert (of_role.agent_hosts(config), of_role.count) == (["n2", "n3"], 2)
+
+
+@pytest.mark.parametrize(("host", "component"), [("n1", 0), ("n[2-3]", 1), ("n3", 1), ("n9", None), ("", None)])
+def test_agents_start_in_the_component_of_their_nodes(tmp_path: Path, host: str, component: int | None):
+    job = current_job(HET)
+    assert job is not None and component_of(job, host) == component
+    words = agents_argv(configured(tmp_path / "run"), HET, 2, ATTEMPT, host=host, component=component)
+    assert (f"--het-group={component}" in words) is (component is not None)
+    assert component_of(replace(job, components=()), host) is None
+
+
+def test_sruns_options_in_the_environment_are_those_of_the_component():
+    other = of_component(HET, 1)
+    assert (other["SLURM_MEM_PER_NODE"], other["SLURM_CPUS_PER_TASK"]) == ("1024", "2")
+    assert "SLURM_GPUS_PER_NODE" not in other, "its nodes have none"
+    assert other["SLURM_JOB_ID"] == "7", "srun knows the job by its leader"
+    first = of_component(HET, 0)
+    assert (first["SLURM_MEM_PER_NODE"], first["SLURM_GPUS_PER_NODE"]) == ("4096", "8")
+    assert "SLURM_CPUS_PER_TASK" not in first
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "oci"])
