@@ -99,6 +99,8 @@ def in_steps_of(new_run: Callable[..., Run], name: str, step_s: float) -> Run:
     run = roles(new_run, name, steps=STEPS)
     config: dict[str, Any] = yaml.safe_load(run.config.read_text())
     config["environment"] = {"STEP_S": str(step_s)}
+    # else every fourth failure of a role takes the whole job through the queue
+    config["fault_tolerance"] = {**config.get("fault_tolerance", {}), "num_in_job_restarts": 1000}
     config["roles"]["trainer"]["checkpoint"]["interval_steps"] = 10
     config["slurm"]["time"] = "10:00:00"
     run.config.write_text(yaml.safe_dump(config))
