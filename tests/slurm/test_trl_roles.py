@@ -20,7 +20,9 @@ from slurm.conftest import eventually
 from slurm.test_just_in_time import kill_ranks
 from slurm.test_local_roles import Roles
 
-pytestmark = [needs("trl", "datasets", "openai"), pytest.mark.timeout(1200)]
+# not of `make test`: the package dill, which comes with datasets, opens /dev/null to write when torch is imported, and
+# in the lab's OCI containers nobody may
+pytestmark = [needs("trl", "datasets", "openai"), pytest.mark.timeout(1200), pytest.mark.soak]
 HERE = Path(__file__).parent
 STEPS, PATIENCE_S = 30, 500.0
 VLLM = HERE.parents[1] / "build" / "vllm" / "bin" / "python"
