@@ -108,7 +108,7 @@ def line(job_id: str = "6", *, user: int = 1000, at: int = 100, name: str = "gpt
 def test_who_a_job_is_says_squeue():
     text = "CLUSTER: a\n" + line() + line("7", name="a|b\nc") + line("8+0") + line("8+1")
     records = parse_jobs(text)
-    assert [record.job_id for record in records] == ["6", "7", "8", "8+1"]
+    assert [record.job_id for record in records] == ["6", "7", "8"], "components of a heterogeneous job are one job"
     assert records[0].identity == JobIdentity(user=1000, name="gpt", script="/s", folder="/home", submitted=(100.0,))
     assert records[1].identity.name == "a|b\nc"
     assert records[0].batch_host == "n1" and records[0].partition == "low"
