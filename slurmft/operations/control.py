@@ -234,7 +234,8 @@ def requeue(run: RunFolder, who: str) -> str:
 
 
 def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
-    if record.reason in _FOR_ROOM and _may_begin_already(run, job):
+    # told so again and again, Slurm would never come to begin it
+    if record.reason in _FOR_ROOM and _seconds_since(run, EventName.BEGIN_NOW, job.job_id) < BEGIN_AGAIN_S:
         return f"job {job} may begin already, and waits for nodes"
     if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
         own_jobs.release(job)
@@ -243,11 +244,11 @@ def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
     return f"job {job} may begin now"
 
 
-def _may_begin_already(run: RunFolder, job: OwnJob) -> bool:
-    """Whether it was told so within the last minute, or so: again and again, Slurm would never come to begin it."""
-    told = [event.seconds() for event in run.journal().read()
-            if event.event == EventName.BEGIN_NOW and event.details.get("job") == job.job_id]  # fmt: skip
-    return time.time() - max(told, default=0.0) < GIVE_WAY_S
+def _seconds_since(run: RunFolder, name: str, job: str = "") -> float:
+    """How long ago the run's journal has had such an event, about ``job`` where that is given; infinite: never."""
+    told = (event for event in run.journal().read() if event.event == name)
+    return time.time() - max((each.seconds() for each in told if not job or each.details.get("job") == job),
+                             default=-math.inf)  # fmt: skip
 
 
 # --- Inside a job that lends its nodes: agents there report to the run's supervisor, as long as both live ---
@@ -259,6 +260,9 @@ LEND_PATIENCE_S = 1800.0
 
 GIVE_WAY_S = 60.0
 """So long without a supervisor, a lending job looks whether the run's own job waits for a node, such as its own."""
+
+BEGIN_AGAIN_S = 60.0
+"""So long a job that was told to begin now is left to Slurm."""
 
 _FOR_ROOM = frozenset({"None", "Resources", "Priority"})
 """Slurm's reasons of a job that would begin if it had nodes."""
@@ -317,8 +321,9 @@ def _gives_way(run: RunFolder, job: str) -> bool:
         if not any(each.waiting and each.reason in _FOR_ROOM for each in records_of(run).values()):
             return False
         lending = [each.job_id for each in own_jobs.lenders(run) if each.alive]
-        left = [event.seconds() for event in run.journal().read() if event.event == EventName.LENDER_GAVE_WAY]
-        if job not in lending or job != max(lending, key=int) or time.time() - max(left, default=0.0) < GIVE_WAY_S / 2:
+        if job not in lending or job != max(lending, key=int):
+            return False
+        if _seconds_since(run, EventName.LENDER_GAVE_WAY) < GIVE_WAY_S / 2:
             return False
         run.journal().append(EventName.LENDER_GAVE_WAY, job=job)
     except (SlurmError, StorageError, OSError, ValueError) as error:

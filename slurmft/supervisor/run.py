@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -200,7 +201,7 @@ async def _tell_folder(present: Callable[[], tuple[Start, Attempt] | None]) -> N
         start, attempt = now
         start.journal.retry()
         with contextlib.suppress(OSError, StorageError):
-            work = lambda run=start.run, attempt=attempt: run_folder.touch(run, attempt)  # noqa: E731
+            work = functools.partial(run_folder.touch, start.run, attempt)
             await asyncio.wrap_future(start.thread.submit(work))
 
 

@@ -77,9 +77,8 @@ class Learning(Roles):
     ("engine", "replicas"),
     [
         pytest.param(OWN, 2, id="own"),
-        pytest.param(OF_VLLM, 1, id="vllm", marks=[
-            pytest.mark.soak, pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not in build/vllm (make soak)"),
-        ]),
+        pytest.param(OF_VLLM, 1, id="vllm", marks=pytest.mark.skipif(
+            not VLLM.exists(), reason="vLLM is not in build/vllm (make soak)")),
     ],
 )  # fmt: skip
 def test_trainer_engines_and_job_end_in_between_and_the_weights_are_those_of_a_calm_run(
