@@ -328,3 +328,30 @@ def test_trials_over_two_nodes_have_each_result_once_though_an_agent_a_job_and_a
     run.wait_until_out_of_queue(job)
     eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
     eventually(lambda: not run.nodes(), 30, run.story)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_trials_over_two_nodes_have_each_result_once_though_nodes_fall_silent(lab: Lab, new_sweep: NewSweep) -> None:
+    run = new_sweep({"list": [{"x": x, "phase": 0} for x in range(6)], "nodes": 2, "nproc_per_node": 2, "max_jobs": 2})
+    (run.path.parent / "trial.py").write_text(TRAINING)
+    job = run.submit()
+    nodes = run.wait_for_nodes(count=4)
+    own = set(expand(lab.run(["squeue", "-h", "-j", job, "-o", "%N"]).stdout.strip()))
+    first = run.wait_for("attempt started").details["host"]
+    for number, victim in enumerate((sorted(nodes - own)[-1], next(iter(own - {first}))), 1):
+        lab.partition(victim)
+        try:
+            run.wait_for("agent lost", number)
+        finally:
+            lab.heal(victim)
+        if number == 1:
+            run.wait_for_nodes(count=4)
+    run.go(0)
+    run.wait_until_done()
+    found = run.rows()
+    assert [row["result"] and row["result"]["sum"] for row in found] == [10 * x for x in range(6)], run.story()
+    starts = [[len((Path(row["folder"]) / f"starts-{rank}").read_text()) for rank in range(4)] for row in found]
+    assert sum(map(max, starts)) <= 6 + 2, starts  # one for each fault
+    eventually(lambda: not run.pilots(), PATIENCE_S, run.story)
+    eventually(lambda: not run.nodes(), 60, run.story)
