@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -147,14 +148,19 @@ def test_scancel_says_by_whom(lab: Lab, new_run: NewRun) -> None:
     eventually(lambda: f"by {lab.user}" in run.slurmft("status", str(run.path), "--json"), 20, "who cancelled it")
 
 
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+DEAF = """import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+time.sleep(600)"""
 
 
 @pytest.mark.parametrize("partition", ["low", pytest.param("cancel", marks=pytest.mark.soak)])
 def test_a_scancel_in_the_grace_of_a_preemption_is_not_undone(lab: Lab, new_run: NewRun, partition: str) -> None:
-    run = new_run(command=["python", "-c", DEAF], slurm={"partition": partition})
+    run = new_run(slurm={"partition": partition})
+    deaf = f"{run.path}.deaf-"
+    run.configure(command=["python", "-c", DEAF, deaf])
     job = run.submit()
-    run.wait_for("workers started")
+    eventually(lambda: all(Path(f"{deaf}{rank}").exists() for rank in range(4)), 60, run.story)
     preempt(lab)
     run.wait_for("stop requested")
     lab.run(["scancel", job])

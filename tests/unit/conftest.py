@@ -14,7 +14,7 @@ from worker_variable import set_settings
 
 from slurmft.checkpoint.write_requests import WriterClient
 from slurmft.ipc.pages import PAGE_VARIABLE, Page
-from slurmft.system import files
+from slurmft.system import files, processes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,6 +38,13 @@ def own_log_records() -> Iterator[None]:
     logging.setLogRecordFactory(before)
     logging.raiseExceptions = raises
     root.handlers = [one for one in root.handlers if not isinstance(one, QueueHandler)]
+
+
+@pytest.fixture(autouse=True)
+def own_orphans() -> Iterator[None]:
+    """An agent adopts orphans for good: those of a later test would stay as zombies, which nobody collects."""
+    yield
+    processes._prctl(processes._PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.fixture
