@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, roles_of
 from slurmft.errors import StorageError
 from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive
 from slurmft.ipc.messages import (
@@ -45,6 +45,7 @@ from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED,
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.guardian import end_left_behind, guardians
 from slurmft.system.files import read_bytes, read_json
 from slurmft.system.processes import birth_of, children_of, lives, words_of
 
@@ -465,7 +466,7 @@ class AgentPool:
 # Replicas of an inference run live and die alone, and their engines take minutes to load. So where a signal has ended
 # the supervisor, the guardian spares the processes that started the agents; the next supervisor listens at the same
 # port, with the same secret, and gives every agent new leases of a generation of its own. Ranks of a trainer need a
-# restart anyway: their agents are ended.
+# restart anyway: their agents are ended. Roles of a job have supervisors of their own, which go on as well.
 
 OUTLIVING_LOOK_S = 0.05
 END_S = 5.0
@@ -475,10 +476,11 @@ EXIT_UNKNOWN = 255
 
 
 def outlives_its_supervisor(config: RunConfig, pid: int) -> bool:
-    """Whether the process starts agents, or is one, of an inference run; blocking."""
-    words = words_of(pid)
-    place = str(RunFolder(config.run_folder).config)
-    return config.inference is not None and ("agent", place) in itertools.pairwise(words)
+    """Whether the process starts agents, or is one, of an inference run, or supervises a role; blocking."""
+    lives_on = {("run", str(RunFolder(role.config.run_folder).config)) for role in roles_of(config)}
+    if config.inference is not None:
+        lives_on.add(("agent", str(RunFolder(config.run_folder).config)))
+    return not lives_on.isdisjoint(itertools.pairwise(words_of(pid)))
 
 
 class Orphan:
@@ -514,34 +516,33 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class Outlived:
-    """The agents of a lost supervisor, as the next one finds them."""
+    """The agents of a lost supervisor, or its roles, as the next one finds them."""
 
     attempt: Attempt
     """In its folder they find their supervisor."""
 
-    secret: bytes = field(repr=False)
-    listener: socket.socket
-    """At the port where they look for it; they are heard from now on."""
-
     processes: tuple[Orphan, ...]
+    secret: bytes = field(default=b"", repr=False)
+    listener: socket.socket | None = None
+    """At the port where agents look for it; they are heard from now on."""
 
     def end(self) -> None:
         """End them, where nothing follows that needs them; blocking."""
-        self.listener.close()
+        if self.listener is not None:
+            self.listener.close()
         end_orphans(self.processes)
 
 
 def end_orphans(orphans: Sequence[Orphan]) -> None:
-    """End these processes and the agents that they started; blocking."""
+    """End these processes, children of our guardian, and what they started; blocking."""
     deadline = time.monotonic() + END_S
     for orphan in orphans:
         orphan.terminate()
-    while any(orphan.returncode is None for orphan in orphans):
-        if time.monotonic() > deadline:
-            for orphan in orphans:
-                orphan.kill()
-            return
+    while any(orphan.returncode is None for orphan in orphans) and time.monotonic() < deadline:
         time.sleep(OUTLIVING_LOOK_S)
+    for orphan in orphans:
+        orphan.kill()
+    end_left_behind(lambda pid: pid == os.getpid(), parents=guardians(), gentle_s=0.0)
 
 
 def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outlived | None:
@@ -555,6 +556,8 @@ def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outliv
     )
     if not orphans:
         return None
+    if config.roles:
+        return Outlived(attempt=cluster.attempt, processes=orphans)
     try:
         if (attempt := crew_of(run)) is None:
             raise OSError("nothing says where they look for their supervisor")

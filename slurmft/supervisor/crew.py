@@ -593,7 +593,7 @@ class Crew:
         self._mustered = True
         self._background.start(self._watch())
         allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
-        if self._outlived is not None:
+        if self._outlived is not None and self._outlived.listener is not None:
             await self.pool.listen(None, self._outlived.listener)
             self.processes = [*self._outlived.processes]
             lease_s = self._config.fault_tolerance.supervisor_lease_s
@@ -603,6 +603,11 @@ class Crew:
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = [*await cluster.start_agents(self._config, self.folder.path)]
+
+    @property
+    def outlived_roles(self) -> tuple[Orphan, ...]:
+        """Supervisors of roles that go on without the job's, which has ended before this one."""
+        return () if self._outlived is None else self._outlived.processes
 
     @property
     def has_outlived(self) -> bool:

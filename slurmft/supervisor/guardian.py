@@ -182,24 +182,45 @@ def _recover(after_loss: Sequence[str], spares: Callable[[int], bool], lost: int
     sys.stderr.write(f"slurmft: {name} has ended the supervisor; acting in its place\n")
     sys.stderr.flush()
     # after the last loss that is put up with, only a start of its own has losses of its own
-    _end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False)
+    end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False, parents=(os.getpid(),))
     all_lost = f"{os.environ.get(_LOST_VARIABLE, '')} {lost}"
     os.environ |= {_LOSSES_VARIABLE: str(losses), _LOST_VARIABLE: all_lost}
     os.environ.pop(_GUARD_VARIABLE, None)
     os.execv(after_loss[0], [*after_loss, str(number)])  # noqa: S606 - an argument list, no shell
 
 
-def _end_left_behind(spares: Callable[[int], bool]) -> None:
-    """End what the supervisor had started. Orphans become ours (subreaper), so that none escapes."""
-    deadline = time.monotonic() + CLEAN_UP_S
-    while time.monotonic() < deadline + CLEAN_UP_S:
-        children = [(pid, name) for pid, name in children_of(os.getpid()) if not spares(pid)]
-        if not children:
-            return
+def guardians() -> tuple[int, ...]:
+    """The process id of this process's guardian, which adopts orphans as well; empty where it has none."""
+    return (os.getppid(),) if os.environ.get(_GUARD_VARIABLE) == str(os.getppid()) else ()
+
+
+def end_left_behind(spares: Callable[[int], bool], *, parents: Sequence[int], gentle_s: float = CLEAN_UP_S) -> int:
+    """End what an ended process had started. Orphans become ours (subreaper), so that none escapes. Blocking.
+
+    Args:
+        spares: by its process id, whether a child is left alone.
+        parents: process ids of those whose children are ended.
+        gentle_s: a srun has so long to end its step, then it is killed.
+
+    Returns:
+        How many srun have ended by themselves, and their steps with them; 0 where one was killed.
+    """
+    deadline = time.monotonic() + gentle_s
+    ended: set[int] = set()
+    gently: dict[int, bool] = {}
+    while children := [(pid, name) for parent in parents for pid, name in children_of(parent) if not spares(pid)]:
+        if time.monotonic() > deadline + CLEAN_UP_S:
+            return 0
         for pid, name in children:
             # srun ends its step at once when it gets TERM; killed, it would leave the step to find out by itself
             gentle = name == "srun" and time.monotonic() < deadline
+            if name == "srun":
+                gently[pid] = gentle
+            ended.add(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM if gentle else signal.SIGKILL)
         time.sleep(0.02)
-        _reap()
+    for pid in ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return len(gently) if all(gently.values()) else 0

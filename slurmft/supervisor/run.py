@@ -105,7 +105,7 @@ class Attempts:
     def secret(self) -> bytes | None:
         """The control channel's secret, where agents exist already."""
         if self._crew is None:
-            return None if self._outlived is None else self._outlived.secret
+            return None if self._outlived is None else self._outlived.secret or None
         return self._crew.secret
 
     def run(self, start: Start) -> int | None:
