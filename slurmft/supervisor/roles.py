@@ -233,6 +233,9 @@ class RolesAttempt:
 
     def _ended(self, live: _Live, code: int) -> None:
         is_done = live.run.done() is not None
+        if isinstance(live.process, Orphan):  # another one's child: its decision says how it has ended
+            code = next((int(each.details.get("exit_code", code)) for each in reversed(_events(live))
+                         if each.event == EventName.DECISION), code)  # fmt: skip
         live.code = 0 if is_done else code if code >= 0 else 128 - code
         begins_again = self.planned is None and not is_done and self._may_begin_again(live)
         again = {"begins_again": f"{live.begun_again.times} of {MAX_BEGUN_AGAIN}"} if begins_again else {}

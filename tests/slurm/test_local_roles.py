@@ -206,6 +206,9 @@ def test_roles_go_on_while_the_supervisor_of_the_job_is_killed(tmp_path: Path, c
     run.wait_until_done()
     assert run.role("trainer").digest() == calm
     assert [each["role"] for each in run.events("role started")] == ["rollout", "trainer", "orchestrator"], run.story()
+    assert {each["role"]: each["code"] for each in run.events("role ended")} == {
+        "trainer": 0, "orchestrator": 0, "rollout": 75
+    }, run.story()  # fmt: skip
     for name in ("trainer", "rollout"):
         started = [each for each in run.role(name).folder.journal().read() if each.event == "attempt started"]
         assert len(started) == 1, run.story()
