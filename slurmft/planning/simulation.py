@@ -20,9 +20,8 @@ from typing import Any
 import simpy
 
 from slurmft.policy import interval, suspicion
-from slurmft.policy.decide import PastEnd, budget_for, decide
+from slurmft.policy.decide import Agent, Members, Node, PastEnd, Size, Standing, budget_for, decide, next_members
 from slurmft.policy.judge import held_against
-from slurmft.policy.membership import Agent, Members, Node, Size, Standing, next_members
 from slurmft.policy.suspicion import Candidate, PartitionNodes, Rules, State, choose_exclusions
 from slurmft.policy.verdict import Action, Cause, Evidence, Kind, Suspect, Verdict
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmError, SlurmftError, StorageError, StorageUnavailable
 from slurmft.ipc.messages import Hello, LimitReport, Ping, RehearsalReport, Rehearse, Shutdown, SyncFolders, SyncReport
-from slurmft.policy.membership import (
+from slurmft.policy.decide import (
     Agent,
     Members,
     Node,
@@ -302,7 +302,7 @@ class KeptFolders:
         return self._start.thread.call(work, timeout_s=IDENTITY_S)
 
 
-# --- Which of a job's nodes are usable, over all attempts of its start; decided by ``policy.membership`` ---
+# --- Which of a job's nodes are usable, over all attempts of its start; decided by ``policy.decide`` ---
 
 REVIVAL_S = 20.0
 """How long the next attempt waits for an agent that is being started again, where it would be smaller without it."""
