@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -39,14 +40,17 @@ from slurmft.ipc.messages import (
     SyncReport,
     TimingsReport,
     WorkerExited,
+    WorkerFacts,
 )
 from slurmft.ipc.pages import RESCUE_S
+from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
+from slurmft.policy.verdict import BUDGETED, Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
 from slurmft.scheduler.nodes import expand, in_order
+from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
-from slurmft.storage.run_folder import take_order
+from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.act import facts_for_workers
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
@@ -61,8 +65,7 @@ from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
-from slurmft.supervisor.live import Live
-from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, testimony_of
+from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, budget_of, testimony_of
 from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
 from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmNotices, Stops
 from slurmft.system.background import Background
@@ -263,6 +266,110 @@ async def rescue(pool: AgentPool, links: Sequence[AgentLink], journal: Journal) 
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
         journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)
+
+
+# --- live ---
+# What each rank does now, for people and monitoring: asked of the agents every few seconds, written to live.json.
+
+PAUSE_S = 2.0
+AGENTS_PER_S = 100
+"""So many agents are asked in a second: with 2,000 of them a look comes every 20 s."""
+
+
+class Live:
+    """One attempt's looks. A look never waits for the run folder."""
+
+    def __init__(self, config: RunConfig, start: Start, seen: Observations, hangs: Hangs, slow: SlowNodes) -> None:
+        self._config, self._start, self._seen = config, start, seen
+        self._hangs, self._slow = hangs, slow
+        self._before: dict[int, tuple[int, float]] = {}
+        self._step_s: dict[int, float] = {}
+        self._left: dict[bool, int] = {}
+        self._writing: asyncio.Future[None] | None = None
+
+    async def watch(self) -> None:
+        """Look, until cancelled."""
+        while True:
+            await asyncio.sleep(max(PAUSE_S, self._config.nodes / AGENTS_PER_S))
+            if self._writing is not None and not self._writing.done():
+                continue  # the run folder is silent: its thread has other work to do first
+            view = self._view(await self._hangs.looks())
+            self._writing = asyncio.wrap_future(
+                self._start.thread.submit(lambda view=view: self._write(view))  # type: ignore[misc]
+            )
+
+    def _write(self, view: LiveView) -> None:
+        with contextlib.suppress(OSError):
+            run_folder.write(self._start.run.path, view)
+
+    def _view(self, looks: Sequence[WorkerLook]) -> LiveView:
+        facts, at = self._seen.ranks(), {look.rank: look for look in looks}
+        world = range(self._seen.world_size)
+        self._note_steps(facts)
+        own = self._slow.work_s()
+        newest = [_newest(at.get(rank)) for rank in world]
+        limits = self._hangs.limits_now()
+        signs = [look.quiet_s if look.heartbeat_s is None else look.heartbeat_s for look in looks]
+        return LiveView(
+            at=time.time(),
+            attempt=str(self._start.cluster.attempt),
+            steps=[facts[rank].step if rank in facts else None for rank in world],
+            step_s=[_rounded(own.get(rank, self._step_s.get(rank))) for rank in world],
+            nodes=[at[rank].node if rank in at else "" for rank in world],
+            sections=[name for name, _ in newest],
+            section_s=[_rounded(held_s) for _, held_s in newest],
+            heartbeat_s=_rounded(max(signs, default=None)),
+            hang_used=_rounded(max((used(look, limits) for look in looks), default=None)),
+            restarts_left=self._restarts_left(),
+            save_interval_steps=(self._config.checkpoint.interval == "steps" and self._config.checkpoint.interval_steps)
+            or None,
+            tiers=_tiers(facts.values()),
+        )
+
+    def _note_steps(self, facts: Mapping[int, WorkerFacts]) -> None:
+        now_s = time.monotonic()
+        for rank, each in facts.items():
+            step, at_s = self._before.get(rank, (each.step, now_s))
+            if each.step > step:
+                self._step_s[rank] = (now_s - at_s) / (each.step - step)
+            if each.step != step or rank not in self._before:
+                self._before[rank] = each.step, now_s
+
+    def _restarts_left(self) -> int:
+        first, saved = self._seen.reached()[0], self._seen.saved()
+        progressed = saved is not None and saved > first
+        if progressed not in self._left:
+            self._left[progressed] = least_left(self._config, self._start, first, saved)
+        return self._left[progressed]
+
+
+def least_left(config: RunConfig, start: Start, first: int, saved: int | None) -> int:
+    """Failures of one kind that the run survives yet without further progress: the least of all kinds."""
+    left = []
+    for cause in BUDGETED:
+        verdict = Verdict(cause=cause, reason="", first_step=first, saved_step=saved)
+        budget = budget_of(start.history, verdict, config, str(start.cluster.attempt))
+        retries = max(0, budget.max_failures - budget.failures_so_far)
+        restarts = max(0, budget.max_restarts - budget.restarts_so_far)
+        left.append(retries + restarts)
+    return min(left)
+
+
+def _newest(look: WorkerLook | None) -> tuple[str, float | None]:
+    if look is None:
+        return "", None
+    return look.sections[-1] if look.sections else ("", look.quiet_s)
+
+
+def _tiers(facts: Iterable[WorkerFacts]) -> dict[str, str]:
+    ranks = list(facts)
+    saved, durable = min((each.saved for each in ranks), default=-1), max((each.durable for each in ranks), default=-1)
+    found = {"memory": saved, "checkpoint directory": durable}
+    return {name: f"step {step}" for name, step in found.items() if step >= 0}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 3)
 
 
 # --- attempt ---

@@ -18,8 +18,7 @@ from slurmft.policy.judge import Blame, Named, Summary, Where, WorkerEnd, blame
 from slurmft.policy.stop import tick_of
 from slurmft.storage.journal import Event, Journal
 from slurmft.supervisor.agents import AgentLost
-from slurmft.supervisor.hangs import MAX_LINES, as_event, ended_by_watchdog, look_at_all, with_ends
-from slurmft.supervisor.live import look_told
+from slurmft.supervisor.hangs import MAX_LINES, as_event, ended_by_watchdog, look_at_all, look_told, with_ends
 
 
 def facts(rank: int, kind: Where = Where.COLLECTIVE, **changes: Any) -> dict[str, Any]:
