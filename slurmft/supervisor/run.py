@@ -39,7 +39,7 @@ from slurmft.supervisor.cluster import (
 )
 from slurmft.supervisor.crew import Crew, Roster
 from slurmft.supervisor.guardian import hearing, keep, log_signal, lost_pids
-from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_over
+from slurmft.supervisor.handover import call_off_for_good, candidate_of, end_lenders, handed_over
 from slurmft.supervisor.observations import collect
 from slurmft.supervisor.owner import job_of, owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import EvidenceSender, next_cycle, settle
@@ -71,9 +71,8 @@ def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt | Rol
         return RolesAttempt
     if config.inference is None:
         return AttemptRunner
-    from slurmft.supervisor.inference import InferenceAttempt
+    from slurmft.supervisor.inference import InferenceAttempt, SweepAttempt
     from slurmft.supervisor.serving import ServingAttempt
-    from slurmft.supervisor.trials import SweepAttempt
 
     if config.trials is not None:
         return SweepAttempt
@@ -390,7 +389,6 @@ def _end_endpoint(config: RunConfig, start: Start) -> None:
     if config.serving is None:
         return
     from slurmft.inference.endpoint import HighAvailabilityCluster  # an endpoint's alone
-    from slurmft.supervisor.serving import end_lenders
 
     if isinstance(start.cluster, SlurmCluster):
         end_lenders(start)
