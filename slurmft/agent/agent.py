@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict, replace
 
@@ -45,7 +45,7 @@ from slurmft.agent.workers import (
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError
 from slurmft.ipc import ras_report
-from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect
+from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect_to_any, listening_socket
 from slurmft.ipc.messages import (
     AskSections,
     Call,
@@ -89,7 +89,7 @@ from slurmft.ipc.messages import (
     as_reply,
     parse_call,
 )
-from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot, TimingPage
+from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.stop import NEVER, report_interval_s
 from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
@@ -239,18 +239,6 @@ DIGESTS_PER_MESSAGE = 16
 """A message must fit into a line of the control channel."""
 
 
-class Digested(Protocol):
-    """A worker as this module needs it."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-
-    @property
-    def page(self) -> Page:
-        """Its heartbeat page."""
-
-
 class DigestReports:
     """Reports each digest once. One object for the workers of one attempt."""
 
@@ -258,13 +246,13 @@ class DigestReports:
         self._rings: dict[int, tuple[Page, DigestRing]] = {}
         self._taken: dict[int, int] = {}
 
-    def new(self, workers: Sequence[Digested]) -> Iterator[DigestsReport]:
+    def new(self, workers: Sequence[Worker]) -> Iterator[DigestsReport]:
         """Messages with what these workers have left since the last call; none where there is nothing."""
         found = [facts for worker in workers if (facts := self._of(worker)) is not None]
         for first in range(0, len(found), DIGESTS_PER_MESSAGE):
             yield DigestsReport(ranks=tuple(found[first : first + DIGESTS_PER_MESSAGE]))
 
-    def _of(self, worker: Digested) -> RankDigests | None:
+    def _of(self, worker: Worker) -> RankDigests | None:
         page, ring = self._rings.get(worker.rank, (None, None))
         if ring is None or page is not worker.page:  # of an earlier life of the rank: its page is closed
             ring = DigestRing(worker.page)
@@ -380,8 +368,6 @@ def _wake(pipe: Path) -> None:
 # --- The node's memory for snapshots, and its keeper: the agent's child that takes copies of other nodes' shards ---
 # The agent holds the listening socket, so a keeper that dies is followed by another one at the same address.
 
-BACKLOG = 64
-
 
 class Keeping:
     """The keeper of one node, over all attempts of its agent. A run without copies has none.
@@ -412,7 +398,8 @@ class Keeping:
             if not self._copies:
                 return
             if self._listener is None:
-                self._listener = _listen(hosts)
+                is_local = all(host.startswith("127.") for host in hosts)
+                self._listener = listening_socket("127.0.0.1" if is_local else None)
             self.look_after()
         except OSError as error:
             log.error("no copies of other nodes' snapshots are taken: %s", error)
@@ -469,21 +456,6 @@ class Keeping:
         return None if self._process is None else self._process.pid
 
 
-def _listen(hosts: Sequence[str]) -> socket.socket:
-    local = all(host.startswith("127.") for host in hosts)
-    dual = not local and socket.has_dualstack_ipv6()
-    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-    try:
-        if dual:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("127.0.0.1" if local else "", 0))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _announce(path: Path, where: dict[str, object]) -> None:
     try:
         write_json(path, where, durable=False)
@@ -510,18 +482,6 @@ TIMINGS_PER_MESSAGE = 32
 """A message must fit into a line of the control channel, also with long names of sections."""
 
 
-class Measured(Protocol):
-    """A worker as this module needs it."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-
-    @property
-    def timings(self) -> TimingPage | None:
-        """Its page; None where timings are switched off."""
-
-
 class TimingReports:
     """Cuts time into windows and reports what each worker measured in them."""
 
@@ -530,7 +490,7 @@ class TimingReports:
         self._window = 0
         self._taken: dict[int, dict[str, int]] = {}
 
-    def due(self, workers: Sequence[Measured], now_s: float) -> Iterator[TimingsReport]:
+    def due(self, workers: Sequence[Worker], now_s: float) -> Iterator[TimingsReport]:
         """The messages of the window that has ended, none before its end. A window that was slept through is left out.
 
         ``now_s`` is of the clock that ``began_s`` was of.
@@ -543,7 +503,7 @@ class TimingReports:
         for first in range(0, len(facts), TIMINGS_PER_MESSAGE):
             yield TimingsReport(window=window, ranks=tuple(facts[first : first + TIMINGS_PER_MESSAGE]))
 
-    def _facts(self, worker: Measured) -> RankTimings | None:
+    def _facts(self, worker: Worker) -> RankTimings | None:
         page = worker.timings
         if page is None:
             return None
@@ -693,7 +653,7 @@ class Agent:
         return 0
 
     async def _serve_one_connection(self) -> None:
-        channel = await self._connect_any(*self._where.read())
+        channel = await connect_to_any(*self._where.read())
         # in containers with process ids of their own, every agent may have the same one
         hello = Hello(
             node=self._index, host=self._host, pid=os.getpid(), birth=self._birth[:100] or None,
@@ -719,15 +679,6 @@ class Agent:
             if not self._shutdown:
                 self._channel = None
                 channel.close()
-
-    async def _connect_any(self, hosts: list[str], port: int, secret: bytes) -> Channel:
-        errors: list[Exception] = []
-        for host in hosts:
-            try:
-                return await connect(host, port, secret)
-            except (OSError, BadMessage) as error:
-                errors.append(error)
-        raise errors[-1] if errors else OSError("the supervisor has left no address")
 
     async def _answer(self, call: Call[Any] | None) -> Fields:
         """The reply to a call; what goes wrong with it is no error of the connection."""

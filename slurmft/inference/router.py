@@ -42,8 +42,8 @@ from slurmft.errors import LaunchError, StorageError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
 from slurmft.inference.endpoint import context_for, folder_of, is_local, key_of, token_of
-from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import EMPTY_LOOK_S, TURNS, Replica, Replicas
+from slurmft.ipc.channel import listening_socket
 from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
 from slurmft.policy.inference import (
     KILLS,
@@ -1082,6 +1082,7 @@ class RouterServer:
         while True:
             try:
                 listening = listening_socket(host, port)
+                listening.setblocking(False)
                 listening.listen(BACKLOG)
                 break
             except OSError as error:

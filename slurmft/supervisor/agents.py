@@ -21,7 +21,7 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
-from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive
+from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive, listening_socket
 from slurmft.ipc.messages import (
     Answer,
     Call,
@@ -74,18 +74,6 @@ class AgentLost(Exception):
 
 class CallFailed(AgentLost):
     """The agent is there, but could not do what it was asked for; its own words."""
-
-
-def open_port(host: str | None, port: int = 0) -> socket.socket:
-    """A socket that listens, on every interface where there is no host, and on a free port where none is given.
-
-    Raises:
-        OSError: another process has the port.
-    """
-    # one socket: given no host, start_server opens one per address family, each with a port of its own
-    if host is None and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server((host or "", port))
 
 
 class AgentLink:
@@ -271,8 +259,8 @@ class AgentPool:
         self.complete = asyncio.Event()
 
     async def listen(self, host: str | None, listener: socket.socket | None = None) -> int:
-        """Take agents in, by a socket that is open already (``open_port``) or by a new one. Returns the port."""
-        listener = listener or open_port(host)
+        """Take agents in, by a socket that is open already (``listening_socket``) or by a new one. Returns the port."""
+        listener = listener or listening_socket(host)
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_LINE_BYTES)
         return int(listener.getsockname()[1])
 
@@ -561,7 +549,7 @@ def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outliv
         folder = run.attempts / str(attempt)
         where = read_json(folder / "control.json") or {}
         secret = read_bytes(folder / "secret", owners={os.geteuid()})
-        listener = open_port(cluster.listen_host, int(where["port"]))
+        listener = listening_socket(cluster.listen_host, int(where["port"]))
     except (OSError, StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
         log.warning("the agents cannot be taken over, and are ended: %s", error)
         end_orphans(orphans)
