@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, common_environment, gpu_uuids
 from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
-from slurmft.inference.driver import EXIT_CODE, SETTINGS_VARIABLE, ReplicaSettings, how_it_ended
+from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.endpoint import MAX_ADDRESSES, OWN_CONFIG, is_config_name, is_local
-from slurmft.inference.pool import ReplicaPool
-from slurmft.inference.replica_health import AutoRestartManager
+from slurmft.inference.pool import EXIT_CODE, AutoRestartManager, ReplicaPool, how_it_ended
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import (
     ROUTER_VARIABLE,

@@ -24,11 +24,10 @@ import random
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -38,11 +37,10 @@ from slurmft.errors import LaunchError, SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import is_config_name, is_local, key_of
 from slurmft.inference.gang import Ended, Head, Starts, free_port, join
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
-from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, folder_of, segment_name
 from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.ipc.channel import Fields
-from slurmft.ipc.messages import JoinGang, ReplicaPlace
+from slurmft.ipc.messages import ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import (
     Slots,
@@ -67,128 +65,11 @@ from slurmft.system.processes import die_with_parent, owners_of_loopback_port, r
 if TYPE_CHECKING:
     import aiohttp
 
-# --- One engine of a node, as its pool sees it ---
-
-EXIT_CODE = "exit code"
-RENEWED = "it gets another engine"
-
-
-class Phase(StrEnum):
-    """A replica's state."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WAITING = "waiting"
-    """For its next start."""
-
-    DOWN = "down"
-    """It stays so until the next attempt."""
-
-    OFF = "off"
-    """It is not needed for the load."""
-
-    MEMBER = "member"
-    """Another node answers for the engine, of which this one has a part, or has none to be the head of."""
-
-
-@dataclass(slots=True)
-class Replica:
-    """One engine of this node."""
-
-    number: int
-    phase: Phase = Phase.WAITING
-    life: int = 0
-    generation: int = 0
-    """The run's at the start of this life; part of its segments' names."""
-
-    slots: int = 0
-    writer: asyncio.StreamWriter | None = None
-    in_flight: dict[int, float] = field(default_factory=dict)
-    """Requests that it has, and since when (monotonic)."""
-
-    begun: set[int] = field(default_factory=set)
-    """Of those, the ones that its engine has; the others wait in the driver."""
-
-    void: int = 0
-    """Requests that it still works on although their lease was revoked."""
-
-    alone: bool = False
-    """It works on a suspect, and gets nothing else until that is over."""
-
-    is_giving_back: bool = False
-    """It was told to end with what it has, as the time of a stop is up."""
-
-    is_leaving: bool = False
-    """It was told to end, as it is not needed for the load."""
-
-    answered: int = 0
-    """Requests completed in this life."""
-
-    ends: dict[str, int] = field(default_factory=dict)
-    """Its segments of this life, and up to where they were reported."""
-
-    is_held: bool = False
-    """The disk takes none of its answers."""
-
-    port: int = 0
-    """Where its gate listens; 0 for a replica of a batch. Before it is ready: where it waits for members."""
-
-    part: JoinGang | None = None
-    """In an engine over several nodes, as it was told, and ..."""
-
-    runs: JoinGang | None = None
-    """... that of its process; None where there is none."""
-
-    ended_first: int = 0
-    """Rank of the member whose end is that of the engine."""
-
-    why: str = ""
-    """What it is killed for."""
-
-    is_hung: bool = False
-    """That is a hang."""
-
-    hung_before: bool = False
-    """So was the end of the life before this one, in which it had answered nothing."""
-
-    last: Watched = field(default_factory=lambda: Watched(0.0))
-    """What was known of its last life at the end."""
-
-    def begin(self, generation: int) -> None:
-        """Another life of it, in which nothing of the last one counts."""
-        self.life, self.generation = self.life + 1, generation
-        self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
-        self.in_flight, self.begun, self.void, self.ends, self.why, self.port = {}, set(), 0, {}, "", 0
-        self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
-        self.ended_first = 0
-
-    def room(self, ahead: int = 0) -> int:
-        """Requests that it can take now, of which ``ahead`` wait for a slot."""
-        if self.phase is not Phase.READY or self.alone:
-            return 0
-        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words; negative, or above 128: a signal."""
-    if code < 0 or 128 < code < 160:
-        number = -code if code < 0 else code - 128
-        with contextlib.suppress(ValueError):
-            return f"ended by {signal.Signals(number).name}"
-    return f"{EXIT_CODE} {code}"
-
-
-def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
-    """Requests that only one of these has, since before this moment (monotonic), and not alone."""
-    held = Counter(index for replica in replicas for index in replica.in_flight)
-    return [
-        index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
-        if held[index] == 1 and since_s < before_s
-    ]  # fmt: skip
+# --- What the agent tells a driver ---
 
 
 class ReplicaSettings(Fields, frozen=True, kw_only=True):
-    """What the agent tells a driver."""
+    """Where it is, and what it is to drive."""
 
     socket: str
     config: str
