@@ -32,8 +32,9 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobEnding, SlurmJob, component_suffix, current_job
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, writing
-from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, RunFolder
+from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, Owner, RunFolder
 from slurmft.supervisor.guardian import keep_across_exec
+from slurmft.system import processes
 from slurmft.system.files import appending, read_bytes, replace_atomically, replace_link
 
 # --- launch ---
@@ -501,6 +502,23 @@ def detect(config: RunConfig, environment: Mapping[str, str]) -> Cluster:
     if job is not None and job.components and len(components_of(config)) > 1:
         job = replace(job, part=",".join(job.components))
     return LocalCluster(environment) if job is None else SlurmCluster(job)
+
+
+def this_process(run: RunFolder, cluster: Cluster, generation: int) -> Owner:
+    """The record of this process as the run's owner."""
+    me = processes.me()
+    return Owner(
+        job=cluster.attempt.job,
+        restart=cluster.attempt.restart,
+        cycle=cluster.attempt.cycle,
+        generation=generation,
+        cluster=cluster.name,
+        host=me.host,
+        pid=me.pid,
+        birth=me.birth,
+        folder=str(run.path),
+        inode=run.path.stat().st_ino,
+    )
 
 
 # --- One attempt that may begin: the run is ours ---

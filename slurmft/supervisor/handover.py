@@ -44,8 +44,8 @@ from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.act import Superfluous, restart_of, successor_options
 from slurmft.supervisor.agents import AgentLink
-from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
-from slurmft.supervisor.owner import job_of, owner_lives, this_process
+from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start, this_process
+from slurmft.supervisor.guardian import job_of, owner_lives
 from slurmft.supervisor.placement import next_placement
 from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.files import read_json

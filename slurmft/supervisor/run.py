@@ -36,12 +36,12 @@ from slurmft.supervisor.cluster import (
     SlurmCluster,
     Start,
     detect,
+    this_process,
 )
 from slurmft.supervisor.crew import Crew, Roster
-from slurmft.supervisor.guardian import hearing, keep, log_signal, lost_pids
+from slurmft.supervisor.guardian import hearing, job_of, keep, log_signal, lost_pids, owner_lives, owner_writes
 from slurmft.supervisor.handover import call_off_for_good, candidate_of, end_lenders, handed_over
 from slurmft.supervisor.observations import collect
-from slurmft.supervisor.owner import job_of, owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import EvidenceSender, next_cycle, settle
 from slurmft.system import processes
 from slurmft.system.background import Background, BackgroundLog, LoopThread
