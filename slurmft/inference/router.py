@@ -224,7 +224,7 @@ class Errand:
             left_s = self._deadline_s - time.monotonic()
             others = any(each.name not in without for each in router.replicas.loads())
             then = after_failure(
-                failure.failure, failed=failed, max_retries=self._config.max_retries, sent=False, left_s=left_s,
+                failure.failure, failed=failed, max_retries=self._config.max_retries, left_s=left_s,
                 budget=router.budget, base_delay_s=self._config.base_delay_s, max_delay_s=self._config.max_delay_s,
                 others=others, asked_s=failure.after_s,
             )  # fmt: skip

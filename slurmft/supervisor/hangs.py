@@ -71,15 +71,9 @@ log = logging.getLogger(__name__)
 
 
 async def look_at_all(
-    pool: AgentPool,
-    attempt_folder: Path,
-    *,
-    per_node: int = 0,
-    ends: Sequence[WorkerEnd] = (),
-    overdue: Mapping[int, str] | None = None,
-    within_s: float = EVIDENCE_S,
-    dumps_within_s: float = 0.0,
-) -> LastLook:
+    pool: AgentPool, attempt_folder: Path, *, per_node: int = 0, ends: Sequence[WorkerEnd] = (),
+    overdue: Mapping[int, str] | None = None, dumps_within_s: float = 0.0,
+) -> LastLook:  # fmt: skip
     """Have every agent that can be reached look at its workers. They may be killed then; ``conclude`` names culprits.
 
     Args:
@@ -90,8 +84,8 @@ async def look_at_all(
     """
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
-    call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
-    longest_s = within_s + dumps_within_s + round_trip_s(len(links))
+    call = TakeEvidence(within_s=EVIDENCE_S, dumps_within_s=dumps_within_s)
+    longest_s = EVIDENCE_S + dumps_within_s + round_trip_s(len(links))
     replies = await ask_unread(links, call, timeout_s=longest_s)
     return LastLook(call=call, links=links, replies=replies, per_node=per_node, ends=ends, overdue=overdue,
                     folder=attempt_folder, seconds=time.monotonic() - began)  # fmt: skip
