@@ -20,17 +20,7 @@ from slurmft.errors import StorageError
 from slurmft.inference.driver import MAX_LINE_BYTES
 from slurmft.inference.ledger import segments_of
 from slurmft.inference.requests import folder_of, left_in, load, runs_of, segment_name
-from slurmft.ipc.messages import (
-    Drained,
-    JoinGang,
-    ReplicaDied,
-    ReplicaPhase,
-    ReplicaSmaller,
-    RequestsAnswered,
-    RequestsReturned,
-    RequestsWanted,
-    Sent,
-)
+from slurmft.ipc import messages
 from slurmft.policy.inference import EXIT_NODE, Restarts
 from slurmft.policy.verdict import EXIT_USAGE
 from slurmft.system.background import Background, overslept_s
@@ -259,10 +249,10 @@ class Replica:
     port: int = 0
     """Where its gate listens; 0 for a replica of a batch. Before it is ready: where it waits for members."""
 
-    part: JoinGang | None = None
+    part: messages.JoinGang | None = None
     """In an engine over several nodes, as it was told, and ..."""
 
-    runs: JoinGang | None = None
+    runs: messages.JoinGang | None = None
     """... that of its process; None where there is none."""
 
     ended_first: int = 0
@@ -334,7 +324,7 @@ GIVE_BACK_S = 1.0
 
 MAX_TOLD = 2000
 
-Report = Callable[[Sent], None]
+Report = Callable[[messages.Sent], None]
 
 log = logging.getLogger(__name__)
 
@@ -475,7 +465,7 @@ class ReplicaPool:
             await asyncio.sleep(0.02)
         if not self._drained_told:
             self._drained_told = True
-            self._report(Drained(epoch=self._epoch))
+            self._report(messages.Drained(epoch=self._epoch))
 
     async def renew(self, number: int, within_s: float) -> None:
         """End this replica when it has finished what it has, or that time is up, and start it again at once."""
@@ -505,7 +495,7 @@ class ReplicaPool:
                 if replica.phase is Phase.STARTING:
                     self._kill(replica.number)
 
-    def join_gang(self, part: JoinGang) -> None:
+    def join_gang(self, part: messages.JoinGang) -> None:
         """Have this node's part in an engine over several nodes; another one that it has ends at once."""
         if self._draining or part.epoch != self._epoch:
             return
@@ -596,7 +586,7 @@ class ReplicaPool:
         delay_s = 0.0 if is_excused else self._manager.failed(replica.number)
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
-        died = ReplicaDied(
+        died = messages.ReplicaDied(
             epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
             how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
             failures=self._manager.failures(replica.number), load=max(len(begun), replica.last.in_flight),
@@ -690,7 +680,7 @@ class ReplicaPool:
         short = ahead * slots - held - self._wanted
         if short > 0 and (short >= slots // 2 or not self._queue):
             self._wanted += short
-            self._report(RequestsWanted(epoch=self._epoch, count=short))
+            self._report(messages.RequestsWanted(epoch=self._epoch, count=short))
 
     def _give_back(self) -> None:
         indexes = [*self._queue, *self._suspects]
@@ -700,7 +690,7 @@ class ReplicaPool:
 
     def _return(self, indexes: Sequence[int]) -> None:
         if indexes:
-            self._report(RequestsReturned(epoch=self._epoch, runs=runs_of(indexes)))
+            self._report(messages.RequestsReturned(epoch=self._epoch, runs=runs_of(indexes)))
 
     # Talk with drivers and supervisor
 
@@ -745,8 +735,8 @@ class ReplicaPool:
             case "slots":
                 replica.slots = message["now"]
                 if message["why"]:
-                    self._report(ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
-                                                why=message["why"]))  # fmt: skip
+                    self._report(messages.ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
+                                                         why=message["why"]))  # fmt: skip
                 self._feed()
             case _:
                 self._note_work(replica, message, now_s)
@@ -802,8 +792,8 @@ class ReplicaPool:
     def tell_state(self, replica: Replica, why: str = "") -> None:
         """Report how it is."""
         port = replica.port if replica.phase in (Phase.STARTING, Phase.READY) and replica.port else None
-        self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
-                                  life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip
+        self._report(messages.ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
+                                           life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip
 
     def _report_answers(self, segment: str, end: int, indexes: Sequence[int]) -> None:
-        self._report(RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))
+        self._report(messages.RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))

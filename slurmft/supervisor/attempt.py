@@ -16,32 +16,8 @@ from msgspec.structs import replace
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, StorageError
+from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
-from slurmft.ipc.messages import (
-    Connected,
-    DigestsReport,
-    Disconnected,
-    DurationsReport,
-    HangReport,
-    Inject,
-    Kill,
-    LimitReport,
-    NoticeReport,
-    PassOnTerm,
-    Ping,
-    Port,
-    ProgressReport,
-    RehearsalReport,
-    Rescued,
-    RescueState,
-    Shutdown,
-    SignalReport,
-    StartWorkers,
-    SyncReport,
-    TimingsReport,
-    WorkerExited,
-    WorkerFacts,
-)
 from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
@@ -155,7 +131,7 @@ class Injections:
         self, links: Sequence[AgentLink], order: Order, ranks: Sequence[int] | None
     ) -> tuple[list[int], list[str]]:
         """Which ranks were hit, and why others were not. Each agent knows which are its own."""
-        call = Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
+        call = messages.Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
         replies = await asyncio.gather(*(link.call(call) for link in links), return_exceptions=True)
         hit: list[int] = []
         refused: list[str] = []
@@ -232,7 +208,7 @@ class Reclaimed:
         hosts = [link.host for link in self._crew.pool.members] if self._stops.began else []
         return {host: self._faults[host] for host in hosts if host in self._faults}
 
-    def note(self, link: AgentLink, report: NoticeReport) -> None:
+    def note(self, link: AgentLink, report: messages.NoticeReport) -> None:
         """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
         self._sender.note(link.host, report)
         if not report.ends:
@@ -261,8 +237,10 @@ ROUND_TRIP_S = 2.0
 
 async def rescue(pool: AgentPool, links: Sequence[AgentLink], journal: Journal) -> None:
     """Have every node keep what it has; the journal says of which step. Never raises."""
-    replies = await pool.ask(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
-    kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
+    replies = await pool.ask(links, messages.RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
+    kept = {
+        link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, messages.Rescued)
+    }
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
         journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)
@@ -326,7 +304,7 @@ class Live:
             tiers=_tiers(facts.values()),
         )
 
-    def _note_steps(self, facts: Mapping[int, WorkerFacts]) -> None:
+    def _note_steps(self, facts: Mapping[int, messages.WorkerFacts]) -> None:
         now_s = time.monotonic()
         for rank, each in facts.items():
             step, at_s = self._before.get(rank, (each.step, now_s))
@@ -361,7 +339,7 @@ def _newest(look: WorkerLook | None) -> tuple[str, float | None]:
     return look.sections[-1] if look.sections else ("", look.quiet_s)
 
 
-def _tiers(facts: Iterable[WorkerFacts]) -> dict[str, str]:
+def _tiers(facts: Iterable[messages.WorkerFacts]) -> dict[str, str]:
     ranks = list(facts)
     saved, durable = min((each.saved for each in ranks), default=-1), max((each.durable for each in ranks), default=-1)
     found = {"memory": saved, "checkpoint directory": durable}
@@ -422,7 +400,7 @@ class AttemptRunner:
         self._keeping: asyncio.Future[None] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
-        self._order: StartWorkers | None = None
+        self._order: messages.StartWorkers | None = None
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -507,7 +485,7 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
-        [reserved] = await self._pool.call_each(members[:1], [Port()], timeout_s=CALL_TIMEOUT_S)
+        [reserved] = await self._pool.call_each(members[:1], [messages.Port()], timeout_s=CALL_TIMEOUT_S)
         hosts = [link.host for link in members]
         self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
@@ -515,7 +493,7 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self.stops.began = True
-        self._order = StartWorkers(
+        self._order = messages.StartWorkers(
             suspect_gpus=tuple(sorted(suspects)),
             **facts_for_workers(self._start.history, self._config, nodes=len(members)),
             attempt=str(self._cluster.attempt),
@@ -551,31 +529,31 @@ class AttemptRunner:
         while True:
             link, report = await self._pool.events.get()
             match report:
-                case WorkerExited():
+                case messages.WorkerExited():
                     self._on_exit(link, report)
-                case ProgressReport():
+                case messages.ProgressReport():
                     self._seen.note_progress(report.ranks)
-                case TimingsReport():
+                case messages.TimingsReport():
                     self._slow.note(link.host, report)
-                case DigestsReport():
+                case messages.DigestsReport():
                     self._digests.note(link.host, report)
-                case HangReport():
+                case messages.HangReport():
                     self._background.start(self._on_hang(link, report))
-                case DurationsReport():
+                case messages.DurationsReport():
                     self._hangs.note(report)
-                case LimitReport() | SyncReport() | RehearsalReport():
+                case messages.LimitReport() | messages.SyncReport() | messages.RehearsalReport():
                     self._crew.note(link, report)
-                case NoticeReport():
+                case messages.NoticeReport():
                     self._reclaimed.note(link, report)
                     self._background.start(self._leave_broken_nodes())
-                case SignalReport(name=name):
+                case messages.SignalReport(name=name):
                     self._resizing.leave(link) if link.lender else self.stops.on_signal(name, link.host)
-                case Connected():
+                case messages.Connected():
                     self._background.start(self._on_connect(link))
-                case Disconnected():
+                case messages.Disconnected():
                     self._background.start(self._on_disconnect(link))
 
-    def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+    def _on_exit(self, link: AgentLink, report: messages.WorkerExited) -> None:
         if report.rank in self._seen.ends:
             return
         end = self._seen.note_exit(link.host, report)
@@ -588,7 +566,7 @@ class AttemptRunner:
         if self._seen.all_ended:
             self._over.set()
 
-    async def _on_hang(self, link: AgentLink, report: HangReport) -> None:
+    async def _on_hang(self, link: AgentLink, report: messages.HangReport) -> None:
         if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, report)) is None:
             return
         if not self._failed and not self._over.is_set():
@@ -618,7 +596,7 @@ class AttemptRunner:
             await rescue(self._pool, [link], self._journal)
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
-                await link.call(Kill())
+                await link.call(messages.Kill())
         if link.host in self._cluster.lost:
             self._cluster.lost.discard(link.host)
             self._journal.append(EventName.AGENT_BACK, node=link.host)
@@ -692,9 +670,9 @@ class AttemptRunner:
                 self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
             self._over.set()
 
-    def ping(self) -> Ping:
+    def ping(self) -> messages.Ping:
         """What agents are told regularly."""
-        return Ping(limits=self._hangs.limits())
+        return messages.Ping(limits=self._hangs.limits())
 
     def on_silence(self, link: AgentLink, silent_s: float, timeout_s: float) -> None:
         """Lose an agent that is silent for longer than it may be."""
@@ -743,7 +721,7 @@ class AttemptRunner:
         if self.stops.began and not self._seen.all_ended:
             if self.lost:
                 await self._rescue()
-            await self._pool.tell_all(Kill())
+            await self._pool.tell_all(messages.Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
@@ -820,7 +798,7 @@ class RayAttempt(AttemptRunner):
         """With how many nodes it began."""
         return 0 if self._order is None else self._order.nodes
 
-    def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+    def _on_exit(self, link: AgentLink, report: messages.WorkerExited) -> None:
         if report.rank == 0:
             super()._on_exit(link, report)
             self._over.set()  # the others serve it, and are ended now
@@ -850,7 +828,7 @@ class RayAttempt(AttemptRunner):
 
     async def add(self, link: AgentLink, rank: int) -> None:
         """Make a node part of the cluster that runs."""
-        if not isinstance(self._order, StartWorkers):
+        if not isinstance(self._order, messages.StartWorkers):
             return
         self._pool.members = [*self._pool.members, link]
         try:
@@ -890,13 +868,13 @@ class Growing(Resizing):
             return
         link.leaving = True
         self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
-        link.channel.send(PassOnTerm().as_call(UNANSWERED))
+        link.channel.send(messages.PassOnTerm().as_call(UNANSWERED))
         self._stops.background.start(self._part_with(link))
 
     async def _part_with(self, link: AgentLink) -> None:
         await asyncio.sleep(LENT_S)
         if link.channel is not None:
-            link.channel.send(Shutdown().as_call(UNANSWERED))
+            link.channel.send(messages.Shutdown().as_call(UNANSWERED))
 
     def _may_be_added(self, link: AgentLink) -> bool:
         allowed = self._cluster.nodes

@@ -34,25 +34,8 @@ from slurmft.inference.ledger import (
 )
 from slurmft.inference.requests import Batch, folder_of, load, prepare
 from slurmft.inference.trials import Added, Known, add, add_values, rows
+from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
-from slurmft.ipc.messages import (
-    BeginReplicas,
-    Call,
-    Disconnected,
-    Drain,
-    Drained,
-    InferenceReport,
-    JoinGang,
-    Kill,
-    NoticeReport,
-    Ping,
-    ReplicaDied,
-    ReplicaPhase,
-    ReplicaPlace,
-    ReplicaSmaller,
-    Shutdown,
-    SignalReport,
-)
 from slurmft.policy.decide import BegunAgain
 from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, NodeDeaths, gangs_of
 from slurmft.policy.stop import REQUEUE_COST_S
@@ -169,11 +152,11 @@ class InferenceStops:
         """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
         if self._drain_until_s is not None and link.channel is not None:
             within_s = max(0.5, self._drain_until_s - time.monotonic())
-            link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+            link.channel.send(messages.Drain(within_s=within_s).as_call(UNANSWERED))
 
     def _tell_to_drain(self, within_s: float) -> None:
         self._drain_until_s = time.monotonic() + within_s
-        drain = Drain(within_s=within_s).as_call(UNANSWERED)
+        drain = messages.Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
             if link is not None and link.channel is not None:
                 link.channel.send(drain)
@@ -202,7 +185,7 @@ class Gangs:
         """Nodes of them whose agents have not reported yet."""
 
         self._epochs: dict[int, int] = {}
-        self._places: dict[int, ReplicaPlace] = {}
+        self._places: dict[int, messages.ReplicaPlace] = {}
         """Where heads wait for members, or have."""
 
         self.heads: dict[int, AgentLink] = {}
@@ -221,11 +204,11 @@ class Gangs:
         self._epochs.pop(link.node, None)
         self._settle(lost=link.host)
 
-    def gathers(self, link: AgentLink, report: ReplicaPhase) -> None:
+    def gathers(self, link: AgentLink, report: messages.ReplicaPhase) -> None:
         """A head waits for its members."""
         if report.port is not None and report.hosts is not None:
             name = f"{link.host}#{report.life}.{report.port}"
-            self._places[link.node] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
+            self._places[link.node] = messages.ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
             for node in next((gang[1:] for gang in self._gangs if gang[0] == link.node), ()):
                 self._tell(node)
 
@@ -279,9 +262,9 @@ class Gangs:
         elif (place := self._places.get(gang[0])) is not None:  # else the head is still to say where
             self._send(node, gang.index(node), place)
 
-    def _send(self, node: int, rank: int | None, head: ReplicaPlace | None = None) -> None:
+    def _send(self, node: int, rank: int | None, head: messages.ReplicaPlace | None = None) -> None:
         if (link := self._joined.get(node)) is not None and link.channel is not None and node in self._epochs:
-            link.channel.send(JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
+            link.channel.send(messages.JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
 
 
 def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]]:
@@ -491,9 +474,9 @@ class InferenceAttempt:
                 self._problem, self._is_short = why, True
                 self._over.set()
 
-    def ping(self) -> Ping:
+    def ping(self) -> messages.Ping:
         """What agents are told regularly."""
-        return Ping()
+        return messages.Ping()
 
     def on_silence(self, link: AgentLink, silent_s: float, _timeout_s: float) -> None:
         """Lose an agent that is silent for longer than it may be."""
@@ -503,7 +486,7 @@ class InferenceAttempt:
     async def _take_in(self, link: AgentLink) -> None:
         assert self._coordinator is not None
 
-        def send(call: Call[Any]) -> None:
+        def send(call: messages.Call[Any]) -> None:
             current = self._pool.links.get(link.node)
             if current is not None and current.channel is not None:
                 current.channel.send(call.as_call(UNANSWERED))
@@ -511,8 +494,10 @@ class InferenceAttempt:
         self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
-            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation,
-                                  node=link.node, router_port=self._router_port(link))  # fmt: skip
+            begin = messages.BeginReplicas(
+                attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation, node=link.node,
+                router_port=self._router_port(link),
+            )  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
         except CallFailed as error:  # this node takes no part
             self._problem = str(error)
@@ -561,11 +546,11 @@ class InferenceAttempt:
         if self._coordinator is not None:
             self._coordinator.let_go(link.node)
         if link.channel is not None:
-            link.channel.send(Drain(within_s=LENT_S).as_call(UNANSWERED))
+            link.channel.send(messages.Drain(within_s=LENT_S).as_call(UNANSWERED))
 
     async def _part_with(self, link: AgentLink) -> None:
         with contextlib.suppress(AgentLost):
-            await link.call(Shutdown())
+            await link.call(messages.Shutdown())
         if self._coordinator is not None:  # what it has reported is not to be asked again
             await self._coordinator.commit_now(LENT_S)
         self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
@@ -614,19 +599,19 @@ class InferenceAttempt:
         while True:
             link, report = await self._pool.events.get()
             match report:
-                case SignalReport() if link.lender:
+                case messages.SignalReport() if link.lender:
                     self._let_go(link)
-                case SignalReport():
+                case messages.SignalReport():
                     self.stops.on_signal(report.name, link.host)
-                case NoticeReport(fault=True):  # a device that has failed is left by the replica on it
+                case messages.NoticeReport(fault=True):  # a device that has failed is left by the replica on it
                     self._sender.note(link.host, report)
-                case Disconnected():
+                case messages.Disconnected():
                     self._background.start(self._on_disconnect(link))
-                case Drained() if link.leaving:
+                case messages.Drained() if link.leaving:
                     self._background.start(self._part_with(link))
-                case Drained():
+                case messages.Drained():
                     self.stops.drained.add(link.node)
-                case InferenceReport():
+                case messages.InferenceReport():
                     # once all is answered, engines end because we end them
                     if self._coordinator.on_report(link.node, report) and not self._coordinator.requests.finished:
                         self._tell(link, report)
@@ -634,32 +619,32 @@ class InferenceAttempt:
                 self._problem = f"no replica is left: {self._last_death}"
                 self._over.set()
 
-    def _tell(self, link: AgentLink, report: InferenceReport) -> None:
+    def _tell(self, link: AgentLink, report: messages.InferenceReport) -> None:
         match report:
-            case ReplicaPhase(phase="ready") if report.why:
+            case messages.ReplicaPhase(phase="ready") if report.why:
                 self._journal.append(EventName.ANSWERS_HELD_UP, node=link.host, replica=report.replica,
                                      reason=report.why)  # fmt: skip
-            case ReplicaPhase(phase="ready"):
+            case messages.ReplicaPhase(phase="ready"):
                 self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
-            case ReplicaPhase(phase="starting") if self._gangs is not None:
+            case messages.ReplicaPhase(phase="starting") if self._gangs is not None:
                 self._gangs.gathers(link, report)
-            case ReplicaPhase(phase="down"):
+            case messages.ReplicaPhase(phase="down"):
                 if report.why:
                     self._last_death = f"{link.host}, replica {report.replica}: {report.why}"
                 self._journal.append(EventName.REPLICA_DOWN, node=link.host, replica=report.replica,
                                      start=report.life, reason=report.why)  # fmt: skip
-            case ReplicaDied():
+            case messages.ReplicaDied():
                 self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
                 self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
                 self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
                                      in_flight=report.had, answered=report.answered,
                                      failures=report.failures)  # fmt: skip
                 self._suspect(link, report)
-            case ReplicaSmaller():
+            case messages.ReplicaSmaller():
                 self._journal.append(EventName.REPLICA_SMALLER, node=link.host, replica=report.replica,
                                      concurrency=report.slots, reason=report.why)  # fmt: skip
 
-    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
+    def _suspect(self, link: AgentLink, report: messages.ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
         now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
         host = link.host if self._gangs is None else self._gangs.host_of(link, report.member)
@@ -722,7 +707,7 @@ class InferenceAttempt:
     async def _wind_down(self) -> None:
         self._over.set()
         if self._coordinator is not None:
-            await self._pool.tell_all(Kill())
+            await self._pool.tell_all(messages.Kill())
             await self._coordinator.commit_now(COMMIT_MARGIN_S)
             self._start.thread.submit(self._last_words)
         await self._background.cancel_all()
@@ -961,7 +946,7 @@ class SweepAttempt(InferenceAttempt):
     def _head_of(self, node: int) -> int:
         return node if self._gangs is None else self._gangs.head_of(node)
 
-    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
+    def _suspect(self, link: AgentLink, report: messages.ReplicaDied) -> None:
         if report.code == EXIT_NODE:  # not the trial's fault, alone as it was
             report = with_values(report, in_flight=(), load=None)
         super()._suspect(link, report)
