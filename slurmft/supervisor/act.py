@@ -13,9 +13,17 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
-from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
+from slurmft.policy.checkpoints import (
+    COUNTING,
+    FailureHistory,
+    Hopeless,
+    NodeSuspected,
+    Poisoned,
+    Trial,
+    examine,
+    mtbf_s,
+)
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.interval import FailureHistory, mtbf_s
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
