@@ -21,19 +21,7 @@ from urllib.parse import urlsplit
 
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import NoticeReport
-from slurmft.policy.site import (
-    Cloud,
-    Notice,
-    aws_action,
-    aws_rebalance,
-    azure_events,
-    azure_incarnation,
-    endpoints,
-    from_plugin,
-    gcp_maintenance,
-    gcp_preempted,
-    server_time,
-)
+from slurmft.policy import site
 from slurmft.system.background import end_child
 
 # --- One question to a metadata service: plain HTTP, bounded in time and size, without redirects and proxies ---
@@ -134,7 +122,7 @@ def firmware_facts(folder: Path = FIRMWARE) -> dict[str, str]:
 class Service(Protocol):
     """One cloud's metadata service."""
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """The notices that are there now.
 
         Raises:
@@ -148,7 +136,7 @@ class Aws:
     def __init__(self, endpoint: str) -> None:
         self._endpoint, self._token = endpoint, ""
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """The spot notice and the rebalance recommendation."""
         if not self._token:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
@@ -159,8 +147,8 @@ class Aws:
         action = await self._get("spot/instance-action")
         rebalance = await self._get("events/recommendations/rebalance")
         return _present(
-            aws_action(action.text, _now(action)) if action.status == 200 else None,
-            aws_rebalance(rebalance.text) if rebalance.status == 200 else None,
+            site.aws_action(action.text, _now(action)) if action.status == 200 else None,
+            site.aws_rebalance(rebalance.text) if rebalance.status == 200 else None,
         )
 
     async def _get(self, path: str) -> Answer:
@@ -178,10 +166,11 @@ class Gcp:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """Preemption and maintenance."""
         return _present(
-            gcp_preempted(await self._value("preempted")), gcp_maintenance(await self._value("maintenance-event"))
+            site.gcp_preempted(await self._value("preempted")),
+            site.gcp_maintenance(await self._value("maintenance-event")),
         )
 
     async def _value(self, name: str) -> str:
@@ -197,19 +186,19 @@ class Azure:
     def __init__(self, endpoint: str) -> None:
         self._endpoint, self._names, self._incarnation = endpoint, "", -1
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """The events of this machine; nothing while the document is the same."""
         if not self._names:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._names = (await self._get(path)).text.strip()[:1000]
         answer = await self._get("/metadata/scheduledevents?api-version=2020-07-01")
-        incarnation = azure_incarnation(answer.text)
+        incarnation = site.azure_incarnation(answer.text)
         if incarnation is None:
             raise NoAnswer("this is not a document of scheduled events")
         if incarnation == self._incarnation:
             return []
         self._incarnation = incarnation
-        return azure_events(answer.text, (self._names, socket.gethostname()), _now(answer))
+        return site.azure_events(answer.text, (self._names, socket.gethostname()), _now(answer))
 
     async def _get(self, path: str) -> Answer:
         answer = await ask(self._endpoint, path, headers={"Metadata": "true"})
@@ -218,7 +207,11 @@ class Azure:
         return answer
 
 
-SERVICES: Mapping[Cloud, Callable[[str], Service]] = {Cloud.AWS: Aws, Cloud.GCP: Gcp, Cloud.AZURE: Azure}
+SERVICES: Mapping[site.Cloud, Callable[[str], Service]] = {
+    site.Cloud.AWS: Aws,
+    site.Cloud.GCP: Gcp,
+    site.Cloud.AZURE: Azure,
+}
 
 
 class NoticeWatch:
@@ -236,7 +229,7 @@ class NoticeWatch:
         """Watch until cancelled; returns at once where there is nothing to watch."""
         if self._section.enabled == "off":
             return
-        places = endpoints(firmware_facts(self._firmware), self._environment)
+        places = site.endpoints(firmware_facts(self._firmware), self._environment)
         watches = [self._watch(cloud, SERVICES[cloud](place)) for cloud, place in places.items()]
         if self._section.plugin:
             watches.append(self._watch_plugin())
@@ -244,7 +237,7 @@ class NoticeWatch:
             watches.append(self._watch_gpus())
         await asyncio.gather(*watches)
 
-    async def _watch(self, cloud: Cloud, service: Service) -> None:
+    async def _watch(self, cloud: site.Cloud, service: Service) -> None:
         pause_s = self._section.poll_seconds
         while True:
             try:
@@ -278,13 +271,13 @@ class NoticeWatch:
         )  # fmt: skip
         try:
             while process.stdout is not None and (line := await process.stdout.readline()):
-                if (notice := from_plugin(line.decode("utf-8", "replace"), source)) is not None:
+                if (notice := site.from_plugin(line.decode("utf-8", "replace"), source)) is not None:
                     self._tell(notice)
             return await process.wait()
         finally:
             await end_child(process, END_S)
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, notice: site.Notice) -> None:
         if notice.key in self._seen or len(self._seen) >= MAX_NOTICES:
             return
         self._seen.add(notice.key)
@@ -303,8 +296,8 @@ def has_gpus() -> bool:
 
 
 def _now(answer: Answer) -> float:
-    return server_time(answer.headers.get("date", ""), time.time())
+    return site.server_time(answer.headers.get("date", ""), time.time())
 
 
-def _present(*notices: Notice | None) -> list[Notice]:
+def _present(*notices: site.Notice | None) -> list[site.Notice]:
     return [notice for notice in notices if notice is not None]

@@ -42,19 +42,7 @@ from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import (
-    Slots,
-    TryOutcome,
-    counter_in,
-    engine_kind,
-    is_good,
-    is_out_of_memory,
-    outcome_of_status,
-    patience_for,
-    retry_after_s,
-    smallest,
-    with_another_path,
-)
+from slurmft.policy import inference
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
 from slurmft.storage.segments import SegmentWriter
 from slurmft.storage.shared_weights import stage_in_memory
@@ -237,7 +225,7 @@ class CallableEngine(Engine):
         except Exception as error:
             kind = type(error).__name__
             text = f"{kind}: {error}"[:MAX_TOLD]
-            if isinstance(error, MemoryError) or is_out_of_memory(text):
+            if isinstance(error, MemoryError) or inference.is_out_of_memory(text):
                 raise OutOfMemory(text) from error
             raise Again(text) from error
         return [{"response": {"status_code": 200, "body": value}} for value in self._checked(values, len(bodies))]
@@ -407,7 +395,7 @@ class HttpEngine(Engine):
         head: Head | None = None,
     ) -> None:  # fmt: skip
         self._head = head
-        engine, kind = config.engine, engine_kind(config.engine.command or ())
+        engine, kind = config.engine, inference.engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
         self._partials = RequestCheckpointer() if partials is None else partials
         self._forms = continued_forms(engine.continue_from_prefix)
@@ -466,7 +454,7 @@ class HttpEngine(Engine):
             self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
         for path in self._config.engine.stage_in_memory:
             copy = await asyncio.to_thread(stage_in_memory, path)
-            command = with_another_path(command, path, str(copy))
+            command = inference.with_another_path(command, path, str(copy))
         argv = [_filled(word, words) for word in command]
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -489,12 +477,12 @@ class HttpEngine(Engine):
         if known is not None and (rest := continuing(body, form, known)) is not None:
             self._note(key, known)  # this engine may die, too
             answer = await self._ask(path, rest, key, JoinedAnswer(form, known))
-            if is_good(answer):
+            if inference.is_good(answer):
                 self._partials.forget(key)
                 return answer
         answer = await self._ask(path, streaming(body), key, JoinedAnswer(form, Prefix()))
         self._partials.forget(key)
-        return answer if is_good(answer) else await self._ask(path, body)  # it may take no streams
+        return answer if inference.is_good(answer) else await self._ask(path, body)  # it may take no streams
 
     async def _ask(
         self, path: str, body: Mapping[str, Any], key: str = "", joined: JoinedAnswer | None = None
@@ -512,7 +500,9 @@ class HttpEngine(Engine):
                     status, content = failure[0], failure[1].encode()
                 else:
                     status, content = response.status, await _content(response)
-                after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
+                after_s = inference.retry_after_s(
+                    response.headers.get("Retry-After"), longest_s=self._config.max_delay_s
+                )
         except aiohttp.ClientConnectorError as error:
             raise (Again if self._process is None else Closed)(f"no connection: {error}") from error
         except TimeoutError as error:
@@ -520,10 +510,10 @@ class HttpEngine(Engine):
         except (aiohttp.ClientError, OSError) as error:
             raise Again(f"no answer: {error or type(error).__name__}") from error
         text = content.decode(errors="replace")
-        match outcome_of_status(status, text):
-            case TryOutcome.ANSWER:
+        match inference.outcome_of_status(status, text):
+            case inference.TryOutcome.ANSWER:
                 return {"response": {"status_code": status, "body": _body_of(text)}}
-            case TryOutcome.SMALLER:
+            case inference.TryOutcome.SMALLER:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
         raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
@@ -595,7 +585,7 @@ class HttpEngine(Engine):
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             limit = aiohttp.ClientTimeout(total=METRICS_S)
             async with self._session.get(self._base + self._metrics_path, timeout=limit) as response:
-                found = counter_in((await _content(response)).decode(errors="replace"), self._metric)
+                found = inference.counter_in((await _content(response)).decode(errors="replace"), self._metric)
             if found is not None:
                 self._first = found if self._first is None else self._first
                 self._counted = found - self._first
@@ -809,14 +799,14 @@ async def works(engine: Engine, proof: Mapping[str, Any] | None) -> bool:
     It decides wherever an engine is only suspected: it has made no progress for long, or fails what it is asked.
     """
     with contextlib.suppress(Again):
-        return proof is not None and is_good(await smallest_answer(engine, proof))
+        return proof is not None and inference.is_good(await smallest_answer(engine, proof))
     return False
 
 
 async def smallest_answer(engine: Engine, proof: Mapping[str, Any]) -> Answer:
     """To the smallest request of the kind of another one, or to that where none is known. Raises as ``answer`` does."""
     path = str(proof.get("url", engine.request_path))
-    return (await engine.answer([{**proof, "body": smallest(path, proof["body"]) or proof["body"]}]))[0]
+    return (await engine.answer([{**proof, "body": inference.smallest(path, proof["body"]) or proof["body"]}]))[0]
 
 
 class Driver:
@@ -833,7 +823,7 @@ class Driver:
         head = head_of(settings, config, run_folder, self._send)
         self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head,
                                          run_folder=run_folder, owner="-".join(map(str, owner.values())))  # fmt: skip
-        self._slots = Slots.full(config.concurrency)
+        self._slots = inference.Slots.full(config.concurrency)
         self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -942,7 +932,7 @@ class Driver:
 
         def read() -> list[tuple[dict[str, Any], float]]:
             found = [{**self._requests.get(index), "key": str(index)} for index in indexes]
-            return [(each, patience_for(json.dumps(each["body"]).encode())) for each in found]
+            return [(each, inference.patience_for(json.dumps(each["body"]).encode())) for each in found]
 
         requests = await asyncio.to_thread(read)
         wanted = {str(index) for index in indexes}
@@ -1058,7 +1048,7 @@ class Driver:
                 return None
             tries = self._config.max_retries + 1
             return {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}, False
-        if is_good(answer):
+        if inference.is_good(answer):
             self._proof = taken.request
         return answer, True
 

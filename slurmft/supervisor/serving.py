@@ -19,18 +19,8 @@ from typing import Any
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, StorageError
+from slurmft.inference import endpoint
 from slurmft.inference.coordinator import Roster
-from slurmft.inference.endpoint import (
-    OWN_CONFIG,
-    HighAvailabilityCluster,
-    State,
-    Update,
-    config_name,
-    prepare,
-    prepare_authority,
-    read_update,
-    write_update,
-)
 from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
 from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
 from slurmft.policy.verdict import Cause
@@ -123,11 +113,11 @@ class RollingUpdate:
         while True:
             await asyncio.sleep(UPDATE_LOOK_S)
             try:
-                update = await self._in_folder(lambda: read_update(self._run))
+                update = await self._in_folder(lambda: endpoint.read_update(self._run))
                 if update is None or not update.is_open or not self._agents or not self._may_begin():
                     continue
                 self.is_rolling = True
-                if update.state is State.ASKED:
+                if update.state is endpoint.State.ASKED:
                     await self._roll(update)
                 else:  # a supervisor before this one has begun, and was lost
                     await self._go_back(update, "the supervisor was lost in the middle")
@@ -136,15 +126,15 @@ class RollingUpdate:
             finally:
                 self.is_rolling = False
 
-    async def _roll(self, update: Update) -> None:
+    async def _roll(self, update: endpoint.Update) -> None:
         places = self._places()
-        update = replace(update, state=State.ROLLING, total=len(places))
+        update = replace(update, state=endpoint.State.ROLLING, total=len(places))
         await self._note(update)
         self._journal.append(EventName.UPDATE_BEGUN, number=update.number, replicas=len(places))
         self._renewed, self._problem = set(), ""
         try:
             while left := [place for place in self._places() if place not in self._renewed]:  # also on a new node
-                await self._renew(left[0], config_name(update.number))
+                await self._renew(left[0], endpoint.config_name(update.number))
                 self._renewed.add(left[0])
                 update = replace(update, renewed=len(self._renewed), total=len(self._places()))
                 await self._note(update)
@@ -153,22 +143,22 @@ class RollingUpdate:
         except _Failed as error:
             await self._go_back(update, str(error))
             return
-        update = replace(update, state=State.DONE)
+        update = replace(update, state=endpoint.State.DONE)
         await self._in_folder(lambda: self._commit(update))
         self._renewed = set()
         self._journal.append(EventName.UPDATE_DONE, number=update.number)
 
-    async def _go_back(self, update: Update, reason: str) -> None:
+    async def _go_back(self, update: endpoint.Update, reason: str) -> None:
         """Give every replica the engine of the run's configuration again, the one that failed first."""
         log.error("update %d goes back: %s", update.number, reason)
         last, self._renewed = self._awaited, set()
         places = sorted(self._places(), key=lambda place: last is None or place != last.place)
         for place in places:
             try:
-                await self._renew(place, OWN_CONFIG)
+                await self._renew(place, endpoint.OWN_CONFIG)
             except _Failed as error:  # its agent starts it again, as ever
                 log.warning("%s", error)
-        await self._note(replace(update, state=State.BACK, reason=reason[:1000], renewed=0))
+        await self._note(replace(update, state=endpoint.State.BACK, reason=reason[:1000], renewed=0))
         self._journal.append(EventName.UPDATE_WENT_BACK, number=update.number, reason=reason)
 
     async def _renew(self, place: Place, config: str) -> None:
@@ -181,7 +171,7 @@ class RollingUpdate:
         if (link := self._agents.get(node)) is None:
             raise _Failed(f"node {node}: its agent is gone")
         # what has this configuration already answers at once, with the life that it has
-        before = self._lives.get(place, 0) if config != OWN_CONFIG else -1
+        before = self._lives.get(place, 0) if config != endpoint.OWN_CONFIG else -1
         drain_s = min(self._config.request_timeout_s, MAX_DRAIN_S)
         self._awaited = _Awaited(place, before, asyncio.get_running_loop().create_future())
         try:
@@ -213,19 +203,19 @@ class RollingUpdate:
     def _places(self) -> list[Place]:
         return [(node, number) for node in sorted(self._agents) for number in range(self._config.replicas_per_node)]
 
-    def _commit(self, update: Update) -> None:
+    def _commit(self, update: endpoint.Update) -> None:
         """From now on every start uses the new engine."""
         with self._run.lock():
             self._refuse_superseded()
-            text = read_text(self._run.path / config_name(update.number))
+            text = read_text(self._run.path / endpoint.config_name(update.number))
             replace_atomically(self._run.config, text)
-            write_update(self._run, update)
+            endpoint.write_update(self._run, update)
 
-    async def _note(self, update: Update) -> None:
+    async def _note(self, update: endpoint.Update) -> None:
         def work() -> None:
             with self._run.lock():
                 self._refuse_superseded()
-                write_update(self._run, update)
+                endpoint.write_update(self._run, update)
 
         await self._in_folder(work)
 
@@ -377,9 +367,9 @@ class ServingAttempt(InferenceAttempt):
         token_file = section.serving.token_file
         job = f"{self._cluster.attempt.job}.{self._cluster.attempt.restart}"
         goes_on = self._crew.has_outlived or self._start.candidate
-        await self._in_folder(lambda: prepare(self._run.path, token_file, job=job, goes_on=goes_on))
+        await self._in_folder(lambda: endpoint.prepare(self._run.path, token_file, job=job, goes_on=goes_on))
         if section.serving.tls_own:
-            await self._in_folder(lambda: prepare_authority(self._run.path))
+            await self._in_folder(lambda: endpoint.prepare_authority(self._run.path))
         before = await self._in_folder(lambda: progress_of(self._run))
         self._first = before.step or 0
         self._roster = Roster(
@@ -545,7 +535,7 @@ class ServingAttempt(InferenceAttempt):
         if state:
             self._journal.append(EventName.PREDECESSOR_CANCELLED, job=before.job, state=state)
 
-    def _publish(self, cluster: HighAvailabilityCluster) -> None:
+    def _publish(self, cluster: endpoint.HighAvailabilityCluster) -> None:
         """Only the owner names its routers to clients; in the thread of the run folder."""
         if self._start.candidate:
             return
