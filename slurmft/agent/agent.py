@@ -522,7 +522,7 @@ class Agent:
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
         self._digests = DigestReports()
-        self._hangs = HangWatch(config, self._report_hang)
+        self._hangs = HangWatch(config, lambda report: self._report(replace(report, generation=self._generation)))
         self._generation = 0
         self._where = Whereabouts(self._run.attempts / attempt)
         self._forensics = Forensics(self._host)
@@ -817,9 +817,6 @@ class Agent:
     def _report_digests(self, workers: Sequence[Worker]) -> None:
         for report in self._digests.new(workers):
             self._report(replace(report, generation=self._generation))
-
-    def _report_hang(self, report: messages.HangReport) -> None:
-        self._report(replace(report, generation=self._generation))
 
     def _report(self, report: messages.Sent) -> None:
         if isinstance(report, messages.Lasting):

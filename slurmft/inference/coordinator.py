@@ -485,7 +485,8 @@ class Coordinator:
         if not runs and not alone:
             return
         agent.wanted = max(0, agent.wanted - len(alone) - sum(last - first for first, last in runs))
-        for some in _in_parts(runs):
+        for at in range(0, len(runs) or 1, MAX_RUNS):
+            some = runs[at : at + MAX_RUNS]
             partials = self._partials_of(some)
             agent.send(messages.Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone), partials=partials))
             alone = []
@@ -565,10 +566,6 @@ class Coordinator:
             await asyncio.sleep(TAIL_LOOK_S)
             self.adopt_salvaged()
             self._serve_others()
-
-
-def _in_parts(runs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    return [list(runs[at : at + MAX_RUNS]) for at in range(0, len(runs), MAX_RUNS)] or [[]]
 
 
 # The roster: in the supervisor, it knows the replicas and routers of all nodes, and tells every router of them.

@@ -38,6 +38,7 @@ from slurmft.inference.endpoint import is_config_name, is_local, key_of
 from slurmft.inference.gang import Ended, Head, Starts, free_port, join
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
 from slurmft.inference.requests import Requests, folder_of, segment_name
+from slurmft.inference.trial_call import function_of
 from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.ipc.channel import Fields
 from slurmft.ipc.messages import ReplicaPlace
@@ -295,13 +296,10 @@ class CallableEngine(Engine):
         """Nothing: it ends with this process."""
 
     def _load(self) -> Any:
-        module, _, path = self._name.partition(":")
         if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 - as python itself would
             sys.path.insert(0, os.getcwd())  # noqa: PTH109
         try:
-            found: Any = importlib.import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
+            found = function_of(self._name)
         except (ImportError, AttributeError) as error:
             raise UsageError(f"inference.engine.callable: cannot load {self._name}: {error}") from error
         is_class = inspect.isclass(found)

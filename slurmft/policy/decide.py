@@ -133,10 +133,7 @@ def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
     if verdict.cause not in PATIENT and (given_up := _without_progress(verdict, budget)) is not None:
         return given_up
     return Decision(
-        action=Action.CONTINUE,
-        reason=verdict.reason,
-        exit_code=_code_of_stop(verdict),
-        avoid=verdict.suspect_nodes,
+        action=Action.CONTINUE, reason=verdict.reason, exit_code=_code_of_stop(verdict), avoid=verdict.suspect_nodes
     )
 
 

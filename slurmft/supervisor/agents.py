@@ -33,8 +33,6 @@ from slurmft.supervisor.cluster import Cluster
 from slurmft.system.files import read_bytes, read_json
 from slurmft.system.processes import birth_of, children_of, lives, words_of
 
-# --- The supervisor's side of the control channel: connected agents, calls to them, and their reports ---
-
 CALL_TIMEOUT_S = 10.0
 TELL_TIMEOUT_S = 2.0
 BROKEN_S = 1.0

@@ -625,16 +625,7 @@ class AttemptRunner:
         if link.dropped:
             return
         is_member = link in self._pool.members and self.stops.began
-        self._pool.drop(link)
-        self._crew.reviver.lost(link, hung_up=hung_up)
-        if not link.lender:
-            self._cluster.lost.add(link.host)
-        self._journal.append(
-            EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST,
-            node=link.host,
-            spare=not is_member,
-            reason=reason,
-        )
+        self._drop(link, reason, hung_up=hung_up, spare=not is_member)
         if is_member:
             self.lost.append(link.host)
             if not self._over.is_set():
@@ -642,6 +633,14 @@ class AttemptRunner:
                 self._background.start(self._kill_victims(reason))
         elif not self.stops.began:
             self._lost_early.append(link.host)
+
+    def _drop(self, link: AgentLink, reason: str, *, hung_up: bool, spare: bool) -> None:
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
+        self._journal.append(name, node=link.host, spare=spare, reason=reason)
 
     async def _kill_victims(self, reason: str) -> None:
         await self._rescue()
@@ -816,12 +815,7 @@ class RayAttempt(AttemptRunner):
             super()._lose(link, reason, hung_up=hung_up)
             return
         self._pool.members = left
-        self._pool.drop(link)
-        self._crew.reviver.lost(link, hung_up=hung_up)
-        if not link.lender:
-            self._cluster.lost.add(link.host)
-        name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
-        self._journal.append(name, node=link.host, spare=False, reason=reason)
+        self._drop(link, reason, hung_up=hung_up, spare=False)
         if not link.leaving:
             self._sender.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
                                         at=time.time())])  # fmt: skip

@@ -302,12 +302,13 @@ class SlurmCluster(Cluster):
     async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         with writing(folder / "srun.err"), appending(folder / "srun.err") as errors:
             try:
-                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
+                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step; with
+                # the cluster that a submission was sent to, it would ask the accounting where it is
                 return await asyncio.create_subprocess_exec(
                     *argv,
                     stdin=asyncio.subprocess.DEVNULL,
                     stderr=errors,
-                    env=for_srun(environment),
+                    env={name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"},
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
@@ -378,11 +379,6 @@ class SlurmCluster(Cluster):
             return _OUTSIDE.get(own_jobs.ending(self.own, self.job.restart))
         except SlurmError:
             return None
-
-
-def for_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the cluster that a submission was sent to: srun would ask the accounting where it is."""
-    return {name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"}
 
 
 def agents_argv(

@@ -16,14 +16,7 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError
 from slurmft.ipc.channel import BadMessage
-from slurmft.ipc.messages import (
-    AskSections,
-    DurationsReport,
-    EvidenceReply,
-    HangReport,
-    RankEvidence,
-    TakeEvidence,
-)
+from slurmft.ipc.messages import AskSections, DurationsReport, EvidenceReply, HangReport, RankEvidence, TakeEvidence
 from slurmft.ipc.ras_report import Outlier
 from slurmft.policy import hangs, judge
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
@@ -73,7 +66,7 @@ async def look_at_all(
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
     call = TakeEvidence(within_s=EVIDENCE_S, dumps_within_s=dumps_within_s)
-    longest_s = EVIDENCE_S + dumps_within_s + round_trip_s(len(links))
+    longest_s = EVIDENCE_S + dumps_within_s + ROUND_TRIP_S + len(links) * REPLY_S
     replies = await ask_unread(links, call, timeout_s=longest_s)
     return LastLook(call=call, links=links, replies=replies, per_node=per_node, ends=ends, overdue=overdue,
                     folder=attempt_folder, seconds=time.monotonic() - began)  # fmt: skip
@@ -152,11 +145,6 @@ def late_ranks(outliers: Sequence[Outlier], pids: Mapping[int, tuple[int, str, s
         if len(here) == 1:
             found[here[0]] = each.what
     return found if 2 * len(found) < len(pids) else {}
-
-
-def round_trip_s(agents: int) -> float:
-    """How long the replies may take beyond the look: those of thousands of agents come one after the other."""
-    return ROUND_TRIP_S + agents * REPLY_S
 
 
 def _records(found: Mapping[int, tuple[judge.Summary, RankEvidence]]) -> dict[int, list[judge.Progress]]:

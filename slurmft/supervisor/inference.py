@@ -847,7 +847,7 @@ class SweepAttempt(InferenceAttempt):
             return
         if self._is_complete:
             await super()._finish()
-            states = await asyncio.to_thread(_states_in, self._run.path)
+            states = await asyncio.to_thread(lambda: Counter(row["state"] for row in rows(self._run.path)))
             self._told = f"{states['done']} trials have a result, {states['failed']} failed"
         else:
             await asyncio.sleep(ASK_S)
@@ -966,10 +966,6 @@ class SweepAttempt(InferenceAttempt):
         if self._asking_failed and self.stops.planned is None:  # as it would on any node
             return replace(verdict, cause=Cause.WORKER_ERROR, reason=self._asking_failed, exit_code=EXIT_USAGE)
         return verdict
-
-
-def _states_in(run_folder: Path) -> Counter[str]:
-    return Counter(row["state"] for row in rows(run_folder))
 
 
 class _RowsOf:

@@ -167,10 +167,7 @@ def collect(
     reading = _Reading(time.monotonic() + within_s)
     folder = run.attempts / str(attempt)
     nodes = {**(places or {}), **{end.rank: end.node for end in ends}}
-    reports = [
-        *_verdicts(run.verdicts, str(attempt), ends, nodes, reading),
-        *_error_files(folder, nodes, reading),
-    ]
+    reports = [*_verdicts(run.verdicts, str(attempt), ends, nodes, reading), *_error_files(folder, nodes, reading)]
     told = {report.rank for report in reports}
     silent = [end for end in ends if end.code != 0 and not (end.killed or end.stopped or end.rank in told)]
     for end in silent[:MAX_LOGS]:

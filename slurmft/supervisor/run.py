@@ -290,7 +290,7 @@ def _train(
         try:
             start = patiently(
                 lambda claim=claim: thread.call(  # type: ignore[misc]
-                    lambda: _begin_named(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
+                    lambda: writing(run.path)(_begin)(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
                 ),
                 patience_s=STORAGE_PATIENCE_S,
             )
@@ -440,14 +440,6 @@ def _verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world
     )
     told = judge((), world_size=world_size, seen=seen)
     return told if told.cause in DECIDING else replace(lost, **facts)
-
-
-def _begin_named(
-    config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, claim: _Claim
-) -> Start | Superfluous | None:
-    """As ``_begin``; a disk that fills up between two of its files is waited for like any other."""
-    with writing(run.path):
-        return _begin(config, cluster, run, thread, claim)
 
 
 def _begin(

@@ -193,7 +193,7 @@ class Stops:
 
         self._share = SHARE_OF_WORKERS if config.sync else 1.0
         self._up_at_s = math.inf
-        slurm.on_ending = self._hurry
+        slurm.on_ending = lambda: self._end_by(slurm.kill_at_s)
 
     def time_is_up_s(self) -> float:
         """Monotonic time at which everything of this stop must be done; infinite while there is none."""
@@ -272,9 +272,6 @@ class Stops:
         stopping = asyncio.create_task(self._agreed_stop())
         left_s = min(within_s, self._section.stop_timeout_s)
         self.background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
-
-    def _hurry(self) -> None:
-        self._end_by(self._slurm.kill_at_s)
 
     def _end_by(self, at_s: float) -> None:
         self._up_at_s = min(self._up_at_s, at_s)
