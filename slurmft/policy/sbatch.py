@@ -339,7 +339,7 @@ _VARIABLES = {"requeue": "SBATCH_REQUEUE", "no-requeue": "SBATCH_NO_REQUEUE", "o
               "signal": "SBATCH_SIGNAL"}  # fmt: skip
 SBATCH_FLAGS = frozenset(
     """
-    contiguous exclusive get-user-env help hold H ignore-pbs k kill-on-invalid-dep nice no-kill no-requeue O overcommit
+    contiguous exclusive get-user-env help hold H ignore-pbs k nice no-kill no-requeue O oom-kill-step overcommit
     oversubscribe s parsable propagate Q quiet reboot requeue spread-job stepmgr test-only usage use-min-nodes v verbose
     V version W wait x11 consolidate-segments spread-segments
     """.split()  # noqa: SIM905 - a hundred quoted words would be harder to read
@@ -383,7 +383,7 @@ def split_line(words: Sequence[str], flags: Collection[str]) -> Line:
             takes_next = not equals and name not in flags
         else:
             name, value = word[1:2], word[2:]
-            while name in flags and value and name not in ("k", "K", "W"):  # several flags in one word
+            while name in flags and value and name not in ("k", "K", "W", "I"):  # several flags in one word
                 options.append((name, ""))
                 name, value = value[:1], value[1:]
             value = value.removeprefix("=")
@@ -395,11 +395,16 @@ def split_line(words: Sequence[str], flags: Collection[str]) -> Line:
     return Line(tuple(options), tuple(words[:at]), tuple(words[end:]))
 
 
+def _is_command(line: str) -> bool:
+    """Whether sbatch looks for options no further than to this line."""
+    return line.lstrip()[:1] not in ("", "#")
+
+
 def head_of(text: str) -> list[str]:
     """The words of the ``#SBATCH`` lines that sbatch reads: those before the first command."""
     words: list[str] = []
     for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
+        if _is_command(line):
             break
         if line.startswith("#SBATCH"):
             try:
@@ -442,13 +447,17 @@ def signal_of(given: Sequence[Sequence[str]], environment: Mapping[str, str]) ->
     return f"SIG{_SIGNALS.get(name, name)}", max(1, int(match[2] or _LEAD_S))
 
 
-def refuse_several(words: Sequence[str], text: str) -> None:
+def refuse_several(command: Sequence[str], text: str = "") -> None:
     """Return for a job of one component.
+
+    Args:
+        command: what follows sbatch's options.
+        text: the script's, once it has been read.
 
     Raises:
         UsageError: it has several (a heterogeneous job).
     """
-    if ":" in words or re.search(r"^#SBATCH\s+(hetjob|packjob)\b", text, re.MULTILINE):
+    if command[:1] == (":",) or re.search(r"^#SBATCH[ \t]+(hetjob|packjob)\b", text, re.MULTILINE):
         raise UsageError("a job of several components (hetjob) is not one run, and is not supervised",
                          hint="submit it with sbatch, or each component as a job of its own")  # fmt: skip
 
@@ -476,7 +485,7 @@ def with_guard(text: str, guard: str) -> str:
         raise UsageError(f"the script is run by {program or 'nothing'}: what it launches cannot be met",
                          hint="slurmft sbatch takes scripts of sh, bash and dash; others: sbatch")  # fmt: skip
     for number, line in enumerate(lines):
-        if line.strip() and not line.startswith("#"):
+        if _is_command(line):
             lines[number] = guard + line
             return "\n".join(lines)
     return text.rstrip("\n") + "\n" + guard + "\n"
@@ -496,13 +505,14 @@ SUBMITS = "sbatch"
 LAUNCHERS = frozenset({"torchrun", "ft_launcher", "accelerate", "deepspeed"})
 _BEFORE = r"(?:^|[\s/;&|('\"])"
 _LAUNCHES = re.compile(
-    rf"{_BEFORE}(?:torchrun|ft_launcher|deepspeed|accelerate\s+launch)(?=\s)|torch\.distributed\.(?:run|launch)\b"
+    rf"{_BEFORE}(?:torchrun|ft_launcher|deepspeed|accelerate\s+launch)(?=\s+\S)|"
+    r"(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.\w+)\b"
 )
 _PYTHON = re.compile(
-    rf"{_BEFORE}python[\d.]*((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
-    r"(?:-m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s]\S*\.py\b|\$)"
+    rf"{_BEFORE}(?:python[\d.]*|uv\s+run)((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
+    r"(?:-[uBEIOPqsS]*m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s][^;&|\n]*?\.py\b|[\"']?\$)"
 )
-_PROGRAM = re.compile(r"\S+\.py(?:\s|$)")
+_PROGRAM = re.compile(r"(?:^|[;&|]\s*)[^\s;&|]+\.py(?:[\s;&|]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,21 +536,21 @@ def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
         return Rule(said == "train", f"the script says {said} of it")
     text = " ".join(words)
     if name in ("accelerate", "python", "python3", "uv"):
-        if _LAUNCHES.search(f"{name} {text} "):
+        if _LAUNCHES.search(f"{name} {text}"):
             return Rule(True, "it starts ranks")
         return Rule(False, f"{name} without a launcher does not count as training")
     if name in LAUNCHERS:
         return Rule(True, "it starts ranks")
     if name == "mpirun":
         return Rule(False, "ranks of mpirun get their places from MPI, and not from Slurm's variables")
-    if _LAUNCHES.search(f"{text} ") or _PYTHON.search(text) or _PROGRAM.match(text):
+    if _LAUNCHES.search(text) or _PYTHON.search(text) or _PROGRAM.search(text):
         return Rule(True, "its command runs a Python program")
     return Rule(False, "no srun of it runs a Python program, and no launcher")
 
 
 def starts_ranks(command: Sequence[str]) -> bool:
     """Whether the command is a launcher of ranks, or a text for a shell with one in it."""
-    return _LAUNCHES.search(" ".join([*command, ""])) is not None
+    return _LAUNCHES.search(" ".join(command)) is not None
 
 
 def said_in(lines: Sequence[str], line: int) -> str:
@@ -559,10 +569,10 @@ def said_in(lines: Sequence[str], line: int) -> str:
 
 SRUN_FLAGS = frozenset(
     """
-    contiguous disable-status E exact exclusive H help hold interactive k K kill-on-bad-exit l label multi-prog
-    no-allocate Z no-kill no-shell O overcommit overlap oversubscribe s preserve-env propagate pty Q quiet
-    quit-on-interrupt q reboot spread-job u unbuffered usage use-min-nodes v verbose V version X x11 whole
-    wait-for-children
+    bcast compress contiguous disable-status E exact exclusive H help hold I immediate interactive k K kill-on-bad-exit
+    l label multi-prog nice no-allocate Z no-kill no-shell O oom-kill-step overcommit overlap oversubscribe s
+    preserve-env propagate pty Q quiet quit-on-interrupt reboot resv-ports send-libs spread-job u unbuffered usage
+    use-min-nodes v verbose V version X x11 whole wait-for-children
     """.split()  # noqa: SIM905 - as above
 )
 _OF_OUTPUT = frozenset({"output", "o", "error", "e", "label", "l", "unbuffered", "u", "quiet", "Q", "verbose", "v",
@@ -572,8 +582,8 @@ _OF_OUTPUT = frozenset({"output", "o", "error", "e", "label", "l", "unbuffered",
 _OF_PLACE = frozenset(
     """
     N nodes n ntasks ntasks-per-node tasks-per-node c cpus-per-task w nodelist x exclude export D chdir m distribution
-    mem mem-per-cpu cpu-bind mem-bind t time jobid overlap threads-per-core hint r relative k no-kill C constraint
-    p partition A account gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind
+    mem mem-per-cpu cpu-bind cpu_bind mem-bind mem_bind t time jobid overlap threads-per-core hint r relative k no-kill
+    C constraint p partition A account q qos gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind
     """.split()  # noqa: SIM905 - as above
 )
 _FOR_AGENTS = frozenset({"gres", "gpus-per-node", "mem", "hint", "threads-per-core"})

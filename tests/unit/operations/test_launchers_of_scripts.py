@@ -77,6 +77,12 @@ def test_calls_that_are_met(run, body: str, lines: list[str], shell: str):
     assert run(body, shell=shell, **({"CODE": "3"} if "failed" in body else {})) == lines
 
 
+def test_a_scripts_own_handler_of_errors_is_called_where_it_would_be(run):
+    body = "set -e\ntrap 'echo failed in line $LINENO' ERR\nsrun a\necho not here"
+    assert run(body, CODE="3") == ["met srun a", "failed in line 4"]
+    assert run(f"set -E; {body}", CODE="3") == ["met srun a", "failed in line 4"]
+
+
 def test_a_script_that_is_called_has_them_too_and_its_own_environment_file_is_read(run, tmp_path: Path):
     (tmp_path / "inner.sh").write_text("srun inside; echo $OF_SITE\n")
     (tmp_path / "site.sh").write_text("OF_SITE=yes\n")
@@ -158,6 +164,16 @@ class Job:
     def calls(self) -> list[str]:
         calls = self.folder / "calls"
         return calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_a_comment_in_another_encoding_reaches_sbatch_as_it_is(tmp_path: Path):
+    job = Job(tmp_path)
+    job.own.write_bytes(b"#!/bin/bash\n#SBATCH -N1 # f\xfcr alle\nsrun python train.py\n")
+    job.sbatch("--dependency=afterany:7", "job.sh")  # some other script, as it is
+    argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "job.sh"]
+    subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    head, comment, command = (tmp_path / "given").read_bytes().splitlines()
+    assert (head, comment, command[-21:]) == (b"#!/bin/bash", b"#SBATCH -N1 # f\xfcr alle", b" srun python train.py")
 
 
 def test_another_script_is_submitted_as_it_is(tmp_path: Path):
