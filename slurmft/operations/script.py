@@ -91,6 +91,8 @@ def submit_script(
             "the script was written on another system: it is submitted without its byte order mark and carriage returns"
         )
     policy.refuse_several(line.command, text)
+    if late := policy.late_options(plain):
+        tell(f"#SBATCH behind the first command does not count, as for sbatch: line {', '.join(map(str, late))}")
     options = list(_without_wrap(line))
     given = [policy.head_of(plain), options]
     added = policy.added_options(given, environment)

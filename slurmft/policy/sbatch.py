@@ -414,6 +414,24 @@ def head_of(text: str) -> list[str]:
     return words
 
 
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*[\"'\\]?(\w+)")
+
+
+def late_options(text: str) -> list[int]:
+    """The numbers of ``#SBATCH`` lines that sbatch does not read: those behind the first command, but for the scripts
+    that this one writes itself."""
+    found, is_head, until = [], True, ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        is_head = is_head and not _is_command(line)
+        if until:
+            until = "" if line.strip() == until else until
+        elif line.startswith("#SBATCH"):
+            found += [] if is_head else [number]
+        elif _is_command(line) and (match := _HERE_DOCUMENT.search(line)):
+            until = match[1]
+    return found
+
+
 def added_options(given: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[str]:
     """What slurmft adds to sbatch's command line; ``given`` are the words of the command line and of the head."""
     names = {word[2:].partition("=")[0] for words in given for word in words if len(word) > 4 and word[:2] == "--"}
@@ -509,7 +527,7 @@ _LAUNCHES = re.compile(
     r"(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.\w+)\b"
 )
 _PYTHON = re.compile(
-    rf"{_BEFORE}(?:python[\d.]*|uv\s+run)((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
+    rf"{_BEFORE}(?:[\w.-]*python[\w.-]*|uv\s+run)((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
     r"(?:-[uBEIOPqsS]*m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s][^;&|\n]*?\.py\b|[\"']?\$)"
 )
 _PROGRAM = re.compile(r"(?:^|[;&|]\s*)[^\s;&|]+\.py(?:[\s;&|]|$)")
@@ -573,8 +591,12 @@ SRUN_FLAGS = frozenset(
     l label multi-prog nice no-allocate Z no-kill no-shell O oom-kill-step overcommit overlap oversubscribe s
     preserve-env propagate pty Q quiet quit-on-interrupt reboot resv-ports send-libs spread-job u unbuffered usage
     use-min-nodes v verbose V version X x11 whole wait-for-children
+    container-mount-home container-writable container-readonly container-remap-root container-entrypoint
+    no-container-mount-home no-container-remap-root no-container-entrypoint
     """.split()  # noqa: SIM905 - as above
 )
+"""Those of srun, and of pyxis."""
+
 _OF_OUTPUT = frozenset({"output", "o", "error", "e", "label", "l", "unbuffered", "u", "quiet", "Q", "verbose", "v",
                         "kill-on-bad-exit", "K", "wait", "W", "job-name", "J"})  # fmt: skip
 """Options that say nothing of where and with what tasks run."""

@@ -169,11 +169,19 @@ class Job:
 def test_a_comment_in_another_encoding_reaches_sbatch_as_it_is(tmp_path: Path):
     job = Job(tmp_path)
     job.own.write_bytes(b"#!/bin/bash\n#SBATCH -N1 # f\xfcr alle\nsrun python train.py\n")
-    job.sbatch("--dependency=afterany:7", "job.sh")  # some other script, as it is
     argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "job.sh"]
     subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, timeout=60, check=True)
     head, comment, command = (tmp_path / "given").read_bytes().splitlines()
     assert (head, comment, command[-21:]) == (b"#!/bin/bash", b"#SBATCH -N1 # f\xfcr alle", b" srun python train.py")
+
+
+def test_options_that_sbatch_will_not_read_are_named(tmp_path: Path):
+    job = Job(tmp_path)
+    job.own.write_text("#!/bin/bash\n#SBATCH\n--mem=32G\n#SBATCH --gres=gpu:1\npython train.py\n")
+    argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "job.sh"]
+    done = subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          check=True)  # fmt: skip
+    assert "behind the first command does not count, as for sbatch: line 4\n" in done.stderr
 
 
 def test_another_script_is_submitted_as_it_is(tmp_path: Path):

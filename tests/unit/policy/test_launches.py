@@ -24,6 +24,8 @@ GUARD = "GUARD; "
         (["-luc8", "python"], sbatch.SRUN_FLAGS, (("l", ""), ("u", ""), ("c", "8")), ("python",)),
         (["--bcast", "-I60", "--nice", "./x.py"], sbatch.SRUN_FLAGS, (("bcast", ""), ("I", "60"), ("nice", "")),
          ("./x.py",)),
+        (["--no-container-mount-home", "bash", "-c", "x"], sbatch.SRUN_FLAGS, (("no-container-mount-home", ""),),
+         ("bash", "-c", "x")),
         (["-q", "debug", "python"], sbatch.SRUN_FLAGS, (("q", "debug"),), ("python",)),
         (["--kill-on-invalid-dep", "yes", "job.sh"], sbatch.SBATCH_FLAGS, (("kill-on-invalid-dep", "yes"),),
          ("job.sh",)),
@@ -89,6 +91,13 @@ def test_sbatch_reads_options_behind_a_comment_that_is_indented():
     assert sbatch.head_of(head) == ["--signal=USR1@60"]
 
 
+def test_options_behind_the_first_command_are_found_but_not_those_of_scripts_that_it_writes():
+    lines = ["#!/bin/sh", "#SBATCH -N2", "cat > inner.sh <<-'END'", "#SBATCH -N3", "\tEND", "x <<< END", "#SBATCH -N4"]
+    assert sbatch.late_options("\n".join(lines)) == [7]
+    assert sbatch.late_options("#!/bin/sh\n#SBATCH\n--mem=32G\n#SBATCH -p gpu\n#SBATCH --gres=gpu:1\n") == [4, 5]
+    assert sbatch.late_options("#!/bin/sh\n # x << END\n\n#SBATCH -N1\nrun\n") == []
+
+
 @of_each(words__text=[
         ([], "#!/bin/sh\n#SBATCH hetjob\n"), ([], "#!/bin/sh\n#SBATCH packjob\n"),
         (["-N1", ":", "-N2", "job.sh"], "#!/bin/sh\n"),
@@ -114,6 +123,7 @@ def test_a_colon_among_a_scripts_own_words_makes_no_components(words):
         ("srun", "sh -xeuc \n  torchrun \\\n --nnodes 2 main.py", True),
         ("srun", "singularity exec img python -m torch.distributed.run vit.py", True),
         ("srun", "uv run train.py", True),
+        ("srun", "./select_gpu singularity exec x.sif conda-python-distributed -u mnist.py", True),
         ("srun", "python -um pkg.train", True),
         ("srun", "python /data of/ann/train.py", True),
         ("srun", "bash -c cd src; ./train.py", True),
