@@ -80,7 +80,7 @@ def submit_script(
     from_values(
         {"command": ["train"], "run_folder": "runs/job"}, overrides, source="sbatch", known_here=lambda names: names
     )
-    line = split_line(words, (policy.SBATCH_FLAGS | slurm.options_of_site().flags) - {"wrap"})  # which needs its value
+    line = split_line(words, policy.sbatch_flags(slurm.options_of_site().flags))
     if {"help", "usage", "version", "h", "V"} & {name for name, _ in line.options}:
         return slurm.sbatch_as_given(words, environment)
     policy.refuse_several(line.command)

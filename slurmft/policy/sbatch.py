@@ -340,11 +340,17 @@ _VARIABLES = {"requeue": "SBATCH_REQUEUE", "no-requeue": "SBATCH_NO_REQUEUE", "o
 SBATCH_FLAGS = frozenset(
     """
     contiguous exclusive get-user-env help hold H ignore-pbs k nice no-kill no-requeue O oom-kill-step overcommit
-    oversubscribe s parsable propagate Q quiet reboot requeue spread-job stepmgr test-only usage use-min-nodes v verbose
-    V version W wait x11 consolidate-segments spread-segments
+    oversubscribe s parsable propagate Q quiet reboot requeue resv-ports spread-job stepmgr test-only usage
+    use-min-nodes v verbose V version W wait x11 consolidate-segments spread-segments
     """.split()  # noqa: SIM905 - a hundred quoted words would be harder to read
 )
 """Options of sbatch that stand without a value, or whose value needs a ``=``."""
+
+
+def sbatch_flags(of_site: Collection[str]) -> frozenset[str]:
+    """Those of a site as well, by its ``sbatch --help``, which shows ``--export[=names]`` where a value is needed."""
+    return SBATCH_FLAGS | (frozenset(of_site) - SBATCH_OPTIONS - OWNED_OPTIONS.keys())
+
 
 _SHELLS_OF_SCRIPTS = frozenset({"sh", "bash", "dash"})
 _SIGNAL = re.compile(r"(?:SIG)?(TERM|INT|USR1|USR2|15|2|10|12)(?:@(\d+))?", re.IGNORECASE)

@@ -175,6 +175,21 @@ def test_a_comment_in_another_encoding_reaches_sbatch_as_it_is(tmp_path: Path):
     assert (head, comment, command[-21:]) == (b"#!/bin/bash", b"#SBATCH -N1 # f\xfcr alle", b" srun python train.py")
 
 
+HELP = Path(__file__).parents[1] / "data" / "slurm"
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in HELP.iterdir()))
+def test_an_option_whose_value_help_shows_as_if_it_were_optional_keeps_it(tmp_path: Path, version: str):
+    job = Job(tmp_path)
+    stub = (tmp_path / "bin/sbatch").read_text()
+    help_of_site = f"case $1 in --help) exec cat {HELP}/{version}/sbatch-help.txt ;; esac\n"
+    (tmp_path / "bin/sbatch").write_text(stub.replace("#!/bin/sh\n", f"#!/bin/sh\n{help_of_site}"))
+    argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "--export", "ALL,A=1", "--oom-kill-step", "job.sh", "x"]
+    subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    call = job.calls()[-1].split()
+    assert call[:3] == ["--export", "ALL,A=1", "--oom-kill-step"] and call[-1] == "x"
+
+
 def test_options_that_sbatch_will_not_read_are_named(tmp_path: Path):
     job = Job(tmp_path)
     job.own.write_text("#!/bin/bash\n#SBATCH\n--mem=32G\n#SBATCH --gres=gpu:1\npython train.py\n")
