@@ -245,7 +245,7 @@ SIGNATURES: Sequence[Signature] = (
          r"HeaderTooLarge", r"mmap length is greater than file size", r"magic bytes not found in footer"),
     _row("file is missing, or may not be read", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python: a mount may be missing",
          _E + r"FileNotFoundError\b", _E + r"PermissionError\b", _E + r"(?:IsA|NotA)DirectoryError\b",
-         _E + r"FileExistsError\b"),
+         _E + r"FileExistsError\b", r"Parent directory \S+ does not exist"),
 
     # --- downloads: other machines, but not the other ranks ---
     _row("offline by settings", _C.CODE, _S.CODE, _R.STOP, "Hugging Face Hub", r"OfflineModeIsEnabled"),
@@ -290,8 +290,9 @@ SIGNATURES: Sequence[Signature] = (
     _row("port is taken", _C.COMMUNICATION, _S.NODE, _R.AGAIN, "c10d, uvicorn: another job's, or an earlier attempt's",
          r"EADDRINUSE", r"[Aa]ddress already in use", r"\[Errno 98\]"),
     _row("collective, store or rendezvous", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, RCCL, gloo, c10d, MPI, JAX",
-         r"Dist(?:Backend|Network|Store|Queue\w{0,10})Error", r"NCCL (?:error|communicator)", r"nccl\w{0,40}Error\b",
-         r"NCCL WARN", r"Watchdog caught collective operation timeout", r"ProcessGroup(?:NCCL|Gloo|MPI|UCC)\b",
+         r"Dist(?:Backend|Network|Store|Queue\w{0,10})Error", r"[HNR]CCL (?:error|communicator)",
+         r"nccl\w{0,40}Error\b", r"NCCL WARN", r"Watchdog caught collective operation timeout",
+         r"ProcessGroup(?:NCCL|Gloo|MPI|UCC)\b",
          r"gloo/transport/", r"gloo::", r"Gloo connect", r"Connection closed by (?:remote )?peer",
          r"[Tt]imed out waiting (?:for (?:send|recv|operation|buf)|\d+ ?ms)", r"client socket has timed out",
          r"(?:TCPStore|c10d|rendezvous|socket) ... (?:timed out|timeout)", r"connect\(\) timed out",
@@ -303,7 +304,7 @@ SIGNATURES: Sequence[Signature] = (
     _row("connection to another process", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "Python, Linux",
          _E + r"(?:ConnectionResetError|BrokenPipeError|ConnectionRefusedError|ConnectionAbortedError)\b",
          r"Connection reset by peer", r"Broken pipe", r"No route to host", r"Network is unreachable",
-         r"failed to connect to all addresses", is_echo=True),
+         r"failed to connect to all addresses", r"ActorUnavailableError", is_echo=True),
 
     # --- numbers ---
     _row("numbers that are none", _C.NUMERICAL, _S.DATA, _R.AGAIN, "Megatron, DeepSpeed, fairseq, detectron2, PyTorch",
