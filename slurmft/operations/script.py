@@ -300,7 +300,7 @@ def launch(
     if name == policy.SUBMITS:
         return _submitted(name, words, script, tell)
     line = split_line(words, policy.SRUN_FLAGS) if name == "srun" else Line((), (), tuple(words))
-    rule = policy.judged(name, line.command, said=_said(environment))
+    rule = policy.judged(name, line.command, said=_said(environment), environment=script.own)
     if not rule.trains:
         with contextlib.suppress(OSError):
             script.note(why=rule.why)
@@ -428,10 +428,9 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
         return _Plan(places=places, settings={**settings, **found}, ranks_are_tasks=False, attached=True)
     if name == "deepspeed" and int(own.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return "deepspeed starts its ranks on other nodes by itself (ssh)"
-    starts_ranks = name != "srun" or policy.starts_ranks(command)
-    is_python = name in ("python", "python3") and not policy.starts_ranks(command)
+    attached = name in ("srun", "python", "python3") and not policy.starts_ranks(command, own)
     settings["command"] = _found(command, own)
-    return _Plan(places=places, settings=settings, ranks_are_tasks=True, attached=not starts_ranks or is_python)
+    return _Plan(places=places, settings=settings, ranks_are_tasks=True, attached=attached)
 
 
 def _ranks(command: Sequence[str], own: Mapping[str, str], places: Places, read: ReadRanks) -> dict[str, Any] | None:

@@ -547,7 +547,12 @@ class Rule:
     why: str
 
 
-def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
+def _text(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The words in one, with what a shell among them will find in its environment: ``bash -c '$LAUNCHER x.py'``."""
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda name: environment.get(name[1] or name[2], name[0]), " ".join(words))
+
+
+def judged(name: str, words: Sequence[str], *, said: str, environment: Mapping[str, str]) -> Rule:
     """Whether the launch ``name`` with these words, its own options left out, trains.
 
     The rule: launchers of training always do. srun does where its command runs a Python program, or one of them, also
@@ -555,10 +560,11 @@ def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
 
     Args:
         said: ``train`` or ``off``, as the script says of this launch; else empty.
+        environment: the launch's.
     """
     if said:
         return Rule(said == "train", f"the script says {said} of it")
-    text = " ".join(words)
+    text = _text(words, environment)
     if name in ("accelerate", "python", "python3", "uv"):
         if _LAUNCHES.search(f"{name} {text}"):
             return Rule(True, "it starts ranks")
@@ -572,9 +578,9 @@ def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
     return Rule(False, "no srun of it runs a Python program, and no launcher")
 
 
-def starts_ranks(command: Sequence[str]) -> bool:
+def starts_ranks(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether the command is a launcher of ranks, or a text for a shell with one in it."""
-    return _LAUNCHES.search(" ".join(command)) is not None
+    return _LAUNCHES.search(_text(command, environment)) is not None
 
 
 def said_in(lines: Sequence[str], line: int) -> str:

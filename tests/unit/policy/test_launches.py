@@ -152,12 +152,22 @@ def test_a_colon_among_a_scripts_own_words_makes_no_components(words):
     ]
 )
 def test_which_launch_trains(name, command, trains):
-    assert sbatch.judged(name, command.split(" "), said="").trains is trains
+    assert sbatch.judged(name, command.split(" "), said="", environment={}).trains is trains
+
+
+def test_a_text_for_a_shell_is_judged_with_the_values_of_its_variables():
+    text = ["bash", "-c", "$LAUNCHER --node_rank $SLURM_PROCID ${CMD}"]
+    given = {"LAUNCHER": "python -u -m torch.distributed.run --nnodes 2", "CMD": "train.py"}
+    assert sbatch.judged("srun", text, said="", environment=given).trains and sbatch.starts_ranks(text, given)
+    given["LAUNCHER"] = "numactl -N 0 python"
+    assert sbatch.judged("srun", text, said="", environment={"CMD": "python train.py"}).trains
+    assert not sbatch.starts_ranks(text, given)
+    assert not sbatch.judged("srun", text, said="", environment={"LAUNCHER": "hostname"}).trains
 
 
 def test_what_the_script_says_goes_first():
-    assert sbatch.judged("srun", ["hostname"], said="train").trains
-    assert not sbatch.judged("torchrun", ["train.py"], said="off").trains
+    assert sbatch.judged("srun", ["hostname"], said="train", environment={}).trains
+    assert not sbatch.judged("torchrun", ["train.py"], said="off", environment={}).trains
 
 
 SCRIPT = ["#!/bin/bash", "#SLURMFT train", "python train.py \\", "  --lr 1", "python other.py", "srun x  #SLURMFT off"]
