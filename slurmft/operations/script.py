@@ -428,7 +428,7 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
         return _Plan(places=places, settings={**settings, **found}, ranks_are_tasks=False, attached=True)
     if name == "deepspeed" and int(own.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return "deepspeed starts its ranks on other nodes by itself (ssh)"
-    attached = name in ("srun", "python", "python3") and not policy.starts_ranks(command, own)
+    attached = name in ("python", "python3", "srun") and not policy.starts_ranks(command, own)
     settings["command"] = _found(command, own)
     return _Plan(places=places, settings=settings, ranks_are_tasks=True, attached=attached)
 
@@ -439,8 +439,8 @@ def _ranks(command: Sequence[str], own: Mapping[str, str], places: Places, read:
     match command[1:]:
         case rest if program in ("torchrun", "ft_launcher"):
             interpreter = _interpreter_of(found)
-        case ["-m", "torch.distributed.run", *rest] | ["-u", "-m", "torch.distributed.run", *rest] if (
-            program.startswith("python")
+        case ["-m", module, *rest] | ["-u", "-m", module, *rest] if program.startswith("python") and module.endswith(
+            "distributed.run"
         ):
             interpreter = found
         case _:

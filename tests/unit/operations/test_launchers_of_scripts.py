@@ -135,6 +135,11 @@ def test_what_the_script_itself_sees_has_nothing_of_slurmft():
     assert script._Script(given).own == {"PATH": "/usr/bin", "BASH_ENV": "/site", "X": "1"}
 
 
+@pytest.mark.parametrize("words", [["python"], ["python", "-m"], ["python", "-u", "x.py"], ["python", "-c", "x"]])
+def test_a_python_that_starts_no_ranks_is_no_launcher_whatever_it_is_given(words: list[str]):
+    assert script._ranks(words, {"PATH": os.defpath}, sbatch.Places("", 1, 1, "", {}), lambda _: pytest.fail()) is None
+
+
 class Job:
     """A batch script in its job, with an sbatch that notes what it is given."""
 
