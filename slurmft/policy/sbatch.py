@@ -533,8 +533,8 @@ _LAUNCHES = re.compile(
     r"(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.\w+)\b"
 )
 _PYTHON = re.compile(
-    rf"{_BEFORE}(?:[\w.-]*python[\w.-]*|uv\s+run)((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
-    r"(?:-[uBEIOPqsS]*m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s][^;&|\n]*?\.py\b|[\"']?\$)"
+    rf"{_BEFORE}(?:[\w.-]{{0,40}}python[\w.-]{{0,40}}|uv\s+run)((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
+    r"(?:-[uBEIOPqsS]*m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s][^;&|\n]{0,400}?\.py\b|[\"']?\$)"
 )
 _PROGRAM = re.compile(r"(?:^|[;&|]\s*)[^\s;&|]+\.py(?:[\s;&|]|$)")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,6 +165,13 @@ def test_a_text_for_a_shell_is_judged_with_the_values_of_its_variables():
     assert sbatch.judged("srun", text, said="", environment={"CMD": "python train.py"}).trains
     assert not sbatch.starts_ranks(text, given)
     assert not sbatch.judged("srun", text, said="", environment={"LAUNCHER": "hostname"}).trains
+
+
+@of_each(words=[["python"] * 10_000, ["python" * 10_000], ["python -"] * 10_000, [f"/d/f{n}" for n in range(10_000)]])
+def test_no_command_takes_long_to_judge(words):
+    began = time.process_time()
+    sbatch.judged("srun", words, said="", environment={})
+    assert time.process_time() - began < 5
 
 
 def test_what_the_script_says_goes_first():
