@@ -58,7 +58,7 @@ from slurmft.policy.inference import (
     with_another_path,
 )
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 from slurmft.storage.shared_weights import stage_in_memory
 from slurmft.system.background import run_below_agent
 from slurmft.system.files import PrivateFolder, make_private_folder, token_in

@@ -25,8 +25,8 @@ import cloudpickle
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 
+from slurmft.config.inference import MAX_JOBS
 from slurmft.config.run import RunConfig
-from slurmft.config.trials import MAX_JOBS
 from slurmft.errors import RunFailed, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_handle import (
     MAX_RESULT_BYTES,

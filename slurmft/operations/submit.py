@@ -671,7 +671,7 @@ def summary_of(run: RunFolder) -> Summary:
     """
     from slurmft.inference.ledger import segments_of  # numpy and more, which no other submission needs
     from slurmft.inference.requests import folder_of
-    from slurmft.storage.segments import read
+    from slurmft.storage.queue import read
 
     events = run.journal().read()
     written = [event for event in events if event.event == EventName.OUTPUT_WRITTEN]
