@@ -39,7 +39,6 @@ from slurmft.policy.suspicion import (
     suspect_gpus,
     weigh,
 )
-from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
 from slurmft.scheduler.own_jobs import preempt_argv, signal_argv
 from slurmft.storage.exclusions import ExclusionList, Exclusions
@@ -134,12 +133,12 @@ def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bo
     standings = standing(found.observations, found.manual, now, opened.rules)
     excluded = [node for node, each in standings.items() if each.state is State.EXCLUDED]
     if only_nodes:
-        say(slurm_nodes.compress(excluded))
+        say(slurm.compress(excluded))
         return _tell_damage(found)
     shown = sorted((each for each in standings.values() if show_all or each.state is not State.FREE), key=_order)
     gpus = suspect_gpus(found.observations, now, opened.rules)
     if as_json:
-        _print_json(path=str(opened.path), revision=found.revision, excluded=slurm_nodes.compress(excluded),
+        _print_json(path=str(opened.path), revision=found.revision, excluded=slurm.compress(excluded),
                     nodes=[_standing_json(each) for each in shown], suspect_gpus=gpus)  # fmt: skip
         return _tell_damage(found)
     if not shown:
@@ -169,9 +168,9 @@ def add(
     opened = _open(file, config)
     opened.list.exclude(*(ManualEntry(node=node, reason=reason, who=who(), at=now, until=end) for node in names))
     if as_json:
-        _print_json(path=str(opened.path), added=slurm_nodes.compress(names), until=end)
+        _print_json(path=str(opened.path), added=slurm.compress(names), until=end)
     else:
-        say(f"excluded {slurm_nodes.compress(names)} {_told_until(math.inf if end is None else end)}")
+        say(f"excluded {slurm.compress(names)} {_told_until(math.inf if end is None else end)}")
     return 0
 
 
@@ -184,14 +183,12 @@ def remove(*, nodes: str, file: Path | None, config: Path | None, as_json: bool)
     lifted = opened.list.remove(names, who())
     strangers = sorted(set(names) - set(lifted))
     if as_json:
-        _print_json(
-            path=str(opened.path), removed=slurm_nodes.compress(lifted), unknown=slurm_nodes.compress(strangers)
-        )
+        _print_json(path=str(opened.path), removed=slurm.compress(lifted), unknown=slurm.compress(strangers))
         return 0
     if lifted:
-        say(f"removed {slurm_nodes.compress(lifted)}")
+        say(f"removed {slurm.compress(lifted)}")
     if strangers:
-        say(f"nothing was held against {slurm_nodes.compress(strangers)}")
+        say(f"nothing was held against {slurm.compress(strangers)}")
     return 0
 
 
@@ -253,7 +250,7 @@ def _tell_damage(found: Exclusions) -> int:
 
 def _expanded(hostlist: str) -> list[str]:
     try:
-        names = slurm_nodes.expand(hostlist)
+        names = slurm.expand(hostlist)
     except ValueError as error:
         raise UsageError(str(error), hint="such as gpu-07, or gpu-[07,12-15],login1") from error
     if not names:

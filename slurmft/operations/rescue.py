@@ -41,8 +41,7 @@ from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Cause, Evidence, Kind, Suspect
-from slurmft.scheduler import nodes, own_jobs
-from slurmft.scheduler.nodes import NotPermitted, Refusal, compress
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import (
     JobRecord,
     expand_hostlist,
@@ -50,7 +49,7 @@ from slurmft.scheduler.parsing import (
     is_held_by_requeue,
     is_held_for_good,
 )
-from slurmft.scheduler.slurm import undisturbed
+from slurmft.scheduler.slurm import NotPermitted, Refusal, compress, undisturbed
 from slurmft.storage import run_folder
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.journal import Event, EventName
@@ -121,7 +120,7 @@ def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
         if event.event == EventName.EVIDENCE
     }
     try:
-        return [each for each in nodes.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
+        return [each for each in slurm.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
     except SlurmError as error:
         log.warning("Slurm does not report which node refused job %s: %s", record.job_id, error.what)
         return []
@@ -798,11 +797,11 @@ def _look_and_act(order: SweepOrder, report: SweepReport) -> None:
 
 def _look(order: SweepOrder, report: SweepReport) -> SweepPlan:
     report.queries += 1
-    facts = nodes.node_facts()
+    facts = slurm.node_facts()
     visits = order.visits
     if visits.room(len(facts)) and order.results is not None:
         report.queries += 2
-        visits = replace(visits, under_way=nodes.nodes_under_test(), switch_of=nodes.switches())
+        visits = replace(visits, under_way=slurm.nodes_under_test(), switch_of=slurm.switches())
     try:
         results = Results(checkups={}) if order.results is None else read_results(order.results)
     except StorageError as error:
@@ -839,12 +838,12 @@ def _record(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
 def _change_nodes(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
     for verdict in plan.drain:
         seen, reason = plan.nodes[verdict.node], verdict.reason
-        command = nodes.drain_command(seen.node, reason)
-        drain = functools.partial(nodes.drain, seen, reason)
+        command = slurm.drain_command(seen.node, reason)
+        drain = functools.partial(slurm.drain, seen, reason)
         report.drained += _change(order, report, f"{seen.node} drained: {reason}", command, drain)
     for seen in plan.resume:
-        command = nodes.resume_command(seen.node)
-        resume = functools.partial(nodes.resume, seen)
+        command = slurm.resume_command(seen.node)
+        resume = functools.partial(slurm.resume, seen)
         report.resumed += _change(order, report, f"{seen.node} resumed", command, resume)
 
 
@@ -872,13 +871,13 @@ def _test(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
     if order.results is None:
         return
     for pair in plan.test:
-        probe, names = nodes.probe_command(order.health_file), " and ".join(pair)
-        argv = nodes.probe_argv(pair, probe, order.test_minutes, partition=order.partition, qos=order.qos)
+        probe, names = slurm.probe_command(order.health_file), " and ".join(pair)
+        argv = slurm.probe_argv(pair, probe, order.test_minutes, partition=order.partition, qos=order.qos)
         if order.dry_run:
             report.done.append(f"{names} would be looked at by a job")
             continue
         try:
-            job = nodes.submit_probe(argv)
+            job = slurm.submit_probe(argv)
         except SlurmUnavailable:
             raise
         except SlurmError as error:

@@ -47,9 +47,9 @@ from slurmft.policy.site import (
 )
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.nodes import nodes
 from slurmft.scheduler.own_jobs import preempt, signal_job
 from slurmft.scheduler.parsing import parse_time
+from slurmft.scheduler.slurm import nodes
 from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder

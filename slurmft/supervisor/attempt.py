@@ -44,7 +44,7 @@ from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
 from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
-from slurmft.scheduler.nodes import expand, in_order
+from slurmft.scheduler.slurm import expand, in_order
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import take_order
 from slurmft.supervisor.act import facts_for_workers

@@ -21,7 +21,7 @@ from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.serving import PAUSE_S, Situation, Step, Successor, due_s, lead_s, next_step
 from slurmft.policy.verdict import End
 from slurmft.scheduler import own_jobs
-from slurmft.scheduler.nodes import compress, expand
+from slurmft.scheduler.slurm import compress, expand
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.storage.patience import write_state

@@ -36,8 +36,8 @@ from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.serving import LEAST_DRAIN_S, LOAN_PAUSE_S, Bounds, Loan, Scale, lending, waits_for
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import own_jobs
-from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import JobRecord
+from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes

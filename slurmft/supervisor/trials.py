@@ -25,7 +25,7 @@ from slurmft.inference.trials import Added, Known, add, add_values, rows
 from slurmft.ipc.messages import ReplicaDied
 from slurmft.policy.inference import EXIT_NODE
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Verdict
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.agents import AgentLink
 from slurmft.supervisor.cluster import SlurmCluster, Start

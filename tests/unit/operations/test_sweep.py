@@ -21,8 +21,8 @@ from slurmft.errors import StorageUnavailable, UsageError
 from slurmft.health.checker import write_result
 from slurmft.operations.rescue import SweepReport, heartbeat_url, metrics_text, rescue_below
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
-from slurmft.scheduler import nodes
-from slurmft.scheduler.nodes import parse_facts, parse_switches, parse_under_test, probe_argv
+from slurmft.scheduler import slurm
+from slurmft.scheduler.slurm import parse_facts, parse_switches, parse_under_test, probe_argv
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system.processes import bounded
@@ -357,8 +357,8 @@ def test_a_probe_that_waits_in_a_hidden_partition_is_seen(monkeypatch):
     def squeue(argv, **_):
         return "7|PENDING||n4\n" if "-a" in argv else ""
 
-    monkeypatch.setattr(nodes.slurm, "run", squeue)
-    assert nodes.nodes_under_test() == {"n4"}
+    monkeypatch.setattr(slurm, "run", squeue)
+    assert slurm.nodes_under_test() == {"n4"}
 
 
 def test_the_look_is_quoted_once():
