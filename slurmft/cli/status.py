@@ -39,7 +39,7 @@ from slurmft.cli.arguments import (
 )
 from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw
 from slurmft.errors import StorageError, UsageError
-from slurmft.operations.status import (
+from slurmft.operations.control import (
     Overview,
     account_of,
     exit_code_of,

@@ -28,6 +28,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 from slurmft.config.inference import MAX_JOBS
 from slurmft.config.run import RunConfig
 from slurmft.errors import RunFailed, SlurmftError, SlurmUnavailable, StorageError, UsageError
+from slurmft.operations.control import Overview, oldest_first, overviews
 from slurmft.operations.run_handle import (
     MAX_RESULT_BYTES,
     RunHandle,
@@ -36,7 +37,6 @@ from slurmft.operations.run_handle import (
     settings_of_callable,
     submitted,
 )
-from slurmft.operations.status import Overview, oldest_first, overviews
 from slurmft.operations.submit import submit_trials
 from slurmft.scheduler import slurm
 from slurmft.storage.run_folder import RunFolder, result_of

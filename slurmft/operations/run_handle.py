@@ -30,8 +30,8 @@ from slurmft.inference.endpoint import (
     write_update,
 )
 from slurmft.operations import control
+from slurmft.operations.control import Overview, account_of, exit_code_of, has_ended, logs_of, overviews, story
 from slurmft.operations.run_configuration import load_given
-from slurmft.operations.status import Overview, account_of, exit_code_of, has_ended, logs_of, overviews, story
 from slurmft.operations.submit import Submitted, read_requests, submit_run
 from slurmft.policy.serving import changed_keys, refused_keys
 from slurmft.scheduler.slurm import known_options

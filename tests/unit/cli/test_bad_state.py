@@ -19,8 +19,8 @@ from of_each import of_each
 from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Identity, write_marker
 from slurmft.cli.main import cli, main
 from slurmft.errors import SlurmftError
-from slurmft.operations import status as overview_module
-from slurmft.operations.status import overviews
+from slurmft.operations import control as overview_module
+from slurmft.operations.control import overviews
 from slurmft.policy.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing import parse_jobs

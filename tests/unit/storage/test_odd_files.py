@@ -24,8 +24,8 @@ from slurmft.config.run import load
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import read_results, write_result
 from slurmft.ipc import pages
+from slurmft.operations.control import overviews
 from slurmft.operations.rescue import heartbeat_url
-from slurmft.operations.status import overviews
 from slurmft.policy.node_health import Checkup
 from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.scheduler import slurm
