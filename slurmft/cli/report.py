@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import textwrap
 import time
@@ -303,9 +304,9 @@ def advise(*, config: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     How long steps and saves took and how often the run failed comes from its own folder, or where that has no record
     yet, from runs of the same workload beside it. Slurm is asked for its grace where there is one; nothing is changed.
     """
-    from slurmft.operations.advise import counsel
+    from slurmft.operations.site import counsel
 
-    found = counsel(own_configuration(config, overrides))
+    found = counsel(own_configuration(config, overrides), os.environ)
     if as_json:
         say_json(found.as_json())
         return 0

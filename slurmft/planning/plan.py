@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from slurmft.config.base import Positive, Section
 from slurmft.config.run import Role, RunConfig, load, load_section, roles_of
 from slurmft.errors import UsageError
-from slurmft.operations.advise import counsel
+from slurmft.operations.site import counsel
 from slurmft.planning.simulation import DAY_S, Part, Projection, Scenario, as_one, shares, simulate
 from slurmft.policy import values as plain
 from slurmft.policy.interval import typical_cost_s

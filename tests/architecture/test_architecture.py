@@ -43,7 +43,7 @@ ALLOWED = {
     "integrations": {"", *_BESIDE_THE_TRAINER, "trainer", "worker", "checkpoint", "integrations"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
     "operations": {*_SHARED, "inference", "supervisor", "agent", "health", "operations"},
-    "planning": {"errors", "policy", "config", "operations.advise", "planning"},
+    "planning": {"errors", "policy", "config", "operations.site", "planning"},
     "reporting": {"", *_SHARED, "inference", "supervisor", "operations", "reporting"},
     "compat": {"errors", "policy", "config", "worker", "health", "compat"},
     "lab": {"", "errors", "system.files", "lab"},
