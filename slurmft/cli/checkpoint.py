@@ -17,7 +17,7 @@ from rich.text import Text
 
 from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, Problem, by_merit, remove_folder, verify
 from slurmft.checkpoint.holding import reading
-from slurmft.cli.arguments import STEP, refuse_foreign, runs_root
+from slurmft.cli.arguments import STEP, json_option, refuse_foreign, runs_root
 from slurmft.cli.main import Verbs, console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
@@ -108,7 +108,6 @@ def _of_run(run: RunFolder) -> CheckpointDirectory:
 
 
 _run = click.argument("where", metavar="RUN", type=_Where())
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
 
 
 @click.group(cls=Verbs, epilog=_EXIT_CODES)
@@ -121,7 +120,7 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @_run
-@_json
+@json_option
 def list_(*, where: CheckpointDirectory, as_json: bool) -> int:
     """Show the checkpoints, newest first. Only their markers are read."""
     found = where.scan()
@@ -171,7 +170,7 @@ def _named(path: Path) -> tuple[str, str]:
 
 @checkpoint.command("verify")
 @_run
-@_json
+@json_option
 @click.option("--step", type=STEP, help="Only those of this step.")
 @click.option(
     "--newest", "only_newest", is_flag=True, help="Only the newest good one, and newer ones that are damaged."

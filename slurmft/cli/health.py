@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 import slurmft
+from slurmft.cli import arguments
 from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
 from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
@@ -46,7 +47,7 @@ class _NagiosCommand(click.Command):
 
 
 @click.command(cls=_NagiosCommand, epilog=_EXIT_CODES)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@arguments.json_option
 @click.option(
     "--context",
     type=click.Choice(CONTEXTS),
@@ -63,7 +64,7 @@ class _NagiosCommand(click.Command):
 )
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=arguments.PATH,
     help="Thresholds. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml, or none.",
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Only this probe; may be given several times.")  # fmt: skip

@@ -18,7 +18,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import Amount, own_configuration, runs_root
+from slurmft.cli import arguments
 from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
 from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import SlurmftError, StorageError, UsageError
@@ -71,16 +71,16 @@ class _Opened:
 def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--file, --config and --json, which every verb of the group takes."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format."),
-        click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions."),
-        click.option("--file", "file", type=click.Path(path_type=Path), help="The list itself; overrides --config."),
+        arguments.json_option,
+        click.option("--config", type=arguments.PATH, help="Configuration with the section exclusions."),
+        click.option("--file", "file", type=arguments.PATH, help="The list itself; overrides --config."),
     ):
         function = option(function)
     return function
 
 
 def _open(file: Path | None, config: Path | None) -> _Opened:
-    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
+    settings = arguments.own_configuration(config).exclusions if config is not None else ExclusionsConfig()
     path = file if file is not None else list_path(settings.path, os.environ)
     return _Opened(ExclusionList(path, _mode_of(path, settings)), settings.rules(), path)
 
@@ -101,7 +101,7 @@ def may_exclude(config: Path | None) -> float:
     Raises:
         SlurmftError: the configuration cannot be read.
     """
-    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
+    settings = arguments.own_configuration(config).exclusions if config is not None else ExclusionsConfig()
     return settings.max_excluded_fraction
 
 
@@ -390,11 +390,11 @@ class IdleNodes(click.ParamType[Visits]):
 
 
 @click.command(epilog=_EXIT_CODES_OF_SWEEP)
-@click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions.")
-@click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; overrides --config.")
+@click.option("--config", type=arguments.PATH, help="Configuration with the section exclusions.")
+@click.option("--file", "file", type=arguments.PATH, help="The exclusion list itself; overrides --config.")
 @click.option(
     "--health",
-    type=click.Path(path_type=Path),
+    type=arguments.PATH,
     help="Where results lie and when they count. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml.",
 )
 @click.option("--drain", is_flag=True, help="Drain sick nodes and resume those that are well; only reasons of our own.")
@@ -402,12 +402,14 @@ class IdleNodes(click.ParamType[Visits]):
               help="Look at idle nodes with short jobs: so many nodes at a time, or a share such as 5%.")  # fmt: skip
 @click.option("--partition", default="", help="Partition of those jobs.")
 @click.option("--qos", default="", help="QOS of those jobs, such as one that others preempt.")
-@click.option("--metrics", type=click.Path(path_type=Path), help="File for a textfile collector, replaced each time.")
-@click.option("--heartbeat-url-file", type=click.Path(path_type=Path),
+@click.option("--metrics", type=arguments.PATH, help="File for a textfile collector, replaced each time.")
+@click.option("--heartbeat-url-file", type=arguments.PATH,
               help="File with a URL that is asked for when the sweep saw the cluster.")  # fmt: skip
-@click.option("--limit", default=300.0, show_default=True, type=Amount(1, 86_400), help="Seconds it may take.")
+@click.option(
+    "--limit", default=300.0, show_default=True, type=arguments.Amount(1, 86_400), help="Seconds it may take."
+)
 @click.option("--dry-run", is_flag=True, help="Look, say what would be done, and change nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@arguments.json_option
 def sweep(
     *, config: Path | None, file: Path | None, health: Path | None, drain: bool, visits: Visits, partition: str,
     qos: str, metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
@@ -428,7 +430,7 @@ def sweep(
                                  hint="see --health")  # fmt: skip
             order = SweepOrder(
                 exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
-                health_file=_health_file(health), runs=runs_root(), who=who(),
+                health_file=_health_file(health), runs=arguments.runs_root(), who=who(),
                 may_drain=drain, dry_run=dry_run, visits=visits, partition=partition, qos=qos, limit_s=limit,
             )  # fmt: skip
             report = do_sweep(order)
@@ -518,8 +520,8 @@ Exit codes:
 
 
 @click.command(epilog=_EXIT_CODES_OF_DOCTOR)
-@click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@click.argument("config", type=arguments.PATH, required=False)
+@arguments.json_option
 def doctor(*, config: Path | None, as_json: bool) -> int:
     """Say what will and will not work on this cluster, and what to do about it.
 
@@ -527,7 +529,7 @@ def doctor(*, config: Path | None, as_json: bool) -> int:
     filesystem, looks at the room there, and at what an administrator has set up: hooks, health.yaml, results of nodes,
     and who may change what root relies on. Changes nothing.
     """
-    settings = own_configuration(config) if config is not None else None
+    settings = arguments.own_configuration(config) if config is not None else None
     found = diagnose(settings, os.environ, here=Path.cwd())
     if as_json:
         facts = [asdict(finding) for finding in found.findings]
@@ -551,13 +553,13 @@ Exit codes:
 
 
 @click.command(epilog=_EXIT_CODES_OF_DRILL)
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.qos=low.")
+@arguments.config_argument
+@arguments.set_option("Override one key, such as slurm.qos=low.")
 @click.option("--preempt-with", default="", metavar="PARTITION",
               help="Preempt it for real, with a job of a second in this partition on the same nodes.")  # fmt: skip
-@click.option("--limit", default=300.0, show_default=True, type=Amount(10, 7200), help="Seconds it may take.")
+@click.option("--limit", default=300.0, show_default=True, type=arguments.Amount(10, 7200), help="Seconds it may take.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted and sent, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@arguments.json_option
 def drill(
     *, config: Path, overrides: tuple[str, ...], preempt_with: str, limit: float, dry_run: bool, as_json: bool
 ) -> int:
@@ -569,7 +571,7 @@ def drill(
     """
     if not slurm.available():
         raise UsageError("there is no Slurm on this machine", hint="slurmft doctor")
-    user = own_configuration(config, overrides)
+    user = arguments.own_configuration(config, overrides)
     made = prepared(user, os.environ, preempt_with=preempt_with, limit_s=limit)
     if dry_run:
         then = preempt_argv("NODES", preempt_with) if preempt_with else signal_argv("JOB")
@@ -581,9 +583,6 @@ def drill(
     if as_json:
         say_json({"format": DOCTOR_FORMAT, "exit_code": code, "rows": [asdict(row) for row in table]})
         return code
-    from rich.table import Table  # doctor does without
-    from rich.text import Text
-
     shown = Table(box=None, pad_edge=False)
     for title in ("", "", "what happened"):
         shown.add_column(title, overflow="fold")

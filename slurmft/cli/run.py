@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.arguments import every_run, optional_run_argument
+from slurmft.cli import arguments
 from slurmft.cli.main import say_block, say_error
 from slurmft.errors import UsageError
 from slurmft.ipc.zygote_start import Zygote
@@ -24,7 +24,7 @@ from slurmft.system.processes import without_collections
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@arguments.config_argument
 @click.option(
     "--after-loss",
     type=click.IntRange(1, 64),
@@ -53,7 +53,7 @@ def run(*, config: Path, after_loss: int | None) -> int:
 
 
 @click.command(hidden=True)
-@click.argument("config", type=click.Path(path_type=Path))
+@arguments.config_argument
 @click.argument("attempt")
 @click.pass_obj
 def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
@@ -76,15 +76,15 @@ def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
 
 
 @click.command()
-@optional_run_argument
+@arguments.optional_run_argument
 @click.option(
     "--textfile",
-    type=click.Path(path_type=Path),
+    type=arguments.PATH,
     help="File for node_exporter's textfile collector (*.prom), replaced each time; instead of printing.",
 )
 @click.option(
     "--targets",
-    type=click.Path(path_type=Path),
+    type=arguments.PATH,
     help="File for Prometheus' file_sd_configs (*.json): where supervisors and routers are scraped.",
 )
 def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | None) -> int:
@@ -96,7 +96,7 @@ def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | Non
     from slurmft.reporting.metrics import families, looks_at
     from slurmft.system.exposition import text
 
-    runs = [run] if run is not None else every_run()
+    runs = [run] if run is not None else arguments.every_run()
     looks, problems = looks_at(runs)
     for problem in problems:
         say_error(problem)
@@ -113,10 +113,9 @@ def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | Non
 
 
 @click.command(hidden=True)
-@click.argument("config", type=click.Path(path_type=Path))
+@arguments.config_argument
 def companion(*, config: Path) -> int:
     """Publish the metrics of a run and tell its events (started by the supervisor)."""
-    from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
     from slurmft.reporting.metrics import accompany
 
     refuse_foreign_configuration(config)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 import slurmft.examples
-from slurmft.cli.arguments import Amount, own_run_argument, run_argument, runs_root
+from slurmft.cli import arguments
 from slurmft.cli.main import say, say_block, say_json
 from slurmft.errors import UsageError
 from slurmft.storage.run_folder import RunFolder
@@ -41,12 +41,11 @@ if TYPE_CHECKING:
 def submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """What each verb that submits a run takes."""
     parameters = (
-        click.argument("config", type=click.Path(path_type=Path)),
+        arguments.config_argument,
         click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED),
         click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing."),
-        click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code."),
-        click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-                     help="Where to run; auto: Slurm where its commands are, else this machine."),
+        arguments.wait_option,
+        arguments.cluster_option,
     )  # fmt: skip
     for each in reversed(parameters):
         function = each(function)
@@ -58,7 +57,7 @@ def submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
 @click.option("--unchecked", is_flag=True, help="Do not look here for the command's program, script and packages: only "
               "the nodes have them.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.time=30.")
+@arguments.set_option("Override one key, such as slurm.time=30.")
 @click.option("--data", help="Text file or folder to train on: added to the command as --data.")
 def submit(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, strict: bool, wait: bool, cluster: str,
@@ -117,10 +116,9 @@ TOLD_EVERY = 100_000
 @submission_options
 @click.option("-i", "--input-file", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE",
               help="The requests, in place of inference.input; - is standard input.")  # fmt: skip
-@click.option("-o", "--output-file", type=click.Path(path_type=Path), metavar="PATH",
+@click.option("-o", "--output-file", type=arguments.PATH, metavar="PATH",
               help="In place of inference.output: one file (.jsonl, .parquet) or a folder.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key, such as inference.concurrency=8.")  # fmt: skip
+@arguments.set_option("Override one key, such as inference.concurrency=8.")
 def infer(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     overrides: tuple[str, ...], input_file: Path | None, output_file: Path | None,
@@ -153,15 +151,12 @@ def _tell(count: int) -> None:
 
 # --- ``slurmft serve`` and ``slurmft endpoint`` ---
 
-MAX_TIMEOUT_S = 366 * 86_400
-
 
 @click.command(context_settings={"ignore_unknown_options": False})
 @submission_options
 @click.option("--update", is_flag=True, help="Give the endpoint that runs the engine of CONFIG, replica by replica, "
               "and wait for the end; it goes back when one does not become ready.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key, such as inference.serving.routers=1.")  # fmt: skip
+@arguments.set_option("Override one key, such as inference.serving.routers=1.")
 def serve(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     update: bool, overrides: tuple[str, ...],
@@ -192,12 +187,12 @@ def serve(
 
 
 @click.command()
-@own_run_argument
+@arguments.own_run_argument
 @click.option("--header-file", is_flag=True, help="Print the path of a file with the header that has the token, for "
               "curl -H @FILE, instead.")  # fmt: skip
 @click.option("--ca-file", "ca", is_flag=True, help="Print the path of the certificate to trust, for curl --cacert, "
               "where the endpoint makes its own (inference.serving.tls_own), instead.")  # fmt: skip
-@click.option("--timeout", default=0.0, type=Amount(0, MAX_TIMEOUT_S), show_default=True,
+@click.option("--timeout", default=0.0, type=arguments.Amount(0, arguments.MAX_TIMEOUT_S), show_default=True,
               help="Seconds to wait until a router takes connections.")  # fmt: skip
 @click.option("--forward", type=click.IntRange(0, 65_535), metavar="PORT", help="Listen at this port of 127.0.0.1 (0: "
               "a free one) until interrupted, and pass each connection on to a router that lives.")  # fmt: skip
@@ -242,7 +237,7 @@ PROMPTS, KILL_AFTER = 200, 40
 
 
 @click.command()
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="local", show_default=True,
+@click.option("--cluster", type=arguments.CLUSTERS, default="local", show_default=True,
               help="Where to train; auto: Slurm where its commands are, else this machine.")  # fmt: skip
 @click.option("--data", help="Text file or folder to train on; default: Python's own standard library.")
 @click.option("--infer", is_flag=True, help="Let the trained GPT answer 200 prompts on two replicas of this machine, "
@@ -390,7 +385,7 @@ _PYTHON = "python is the one that your shell finds; another one is named by its 
 
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]...]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: NAME.yaml here.")
+@click.option("-o", "--output", type=arguments.PATH, help="File to write; default: NAME.yaml here.")
 @click.option("--run-folder", help="Folder of the run, whose last part is its name; default: one below SLURMFT_RUNS.")
 @click.option("--nodes", type=click.IntRange(1, 100_000), help="Nodes; default: 1.")
 @click.option("--gpus", type=click.IntRange(0, 1024), help="GPUs of each node, with a worker each; default: 0, one "
@@ -423,7 +418,11 @@ def init(
         "gpus": (gpus, "GPUs of each node", 0),
         "partition": (partition, "partition (empty: the cluster's own)", ""),
         "limit": (limit, "time limit of one job", "4:00:00"),
-        "run_folder": (run_folder, "folder of the run, which all nodes see", str(runs_root().absolute() / name)),
+        "run_folder": (
+            run_folder,
+            "folder of the run, which all nodes see",
+            str(arguments.runs_root().absolute() / name),
+        ),
     }
     answers: dict[str, Any] = {}
     for key, (value, question, default) in given.items():
@@ -515,8 +514,7 @@ _AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False, "
 
 @click.command(context_settings=_AS_GIVEN)
 @click.option("--again", is_flag=True, help="Repeat launches that have finished in an earlier start of the job.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Set one key of the configuration of each run, such as checkpoint.interval_steps=50.")  # fmt: skip
+@arguments.set_option("Set one key of the configuration of each run, such as checkpoint.interval_steps=50.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF SBATCH] SCRIPT [ARGUMENTS]...")
 def sbatch(*, again: bool, overrides: tuple[str, ...], words: tuple[str, ...]) -> int:
     """Submit the batch script that you have, as sbatch would; what it launches is supervised.
@@ -580,15 +578,15 @@ def convert(*, words: tuple[str, ...]) -> int:
     name="ft-launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )  # fmt: skip
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[LAUNCHER OPTIONS] SCRIPT [ARGUMENTS]...")
-@click.option("--run-folder", type=click.Path(path_type=Path),
+@click.option("--run-folder", type=arguments.PATH,
               help="Folder of the run; default: runs/ and the --rdzv-id, or the script's name.")  # fmt: skip
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default=None,
+@click.option("--cluster", type=arguments.CLUSTERS, default=None,
               help="Where to run; auto: Slurm where its commands are, else this machine. "
               "Default: local with --standalone, else auto.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one key, such as slurm.time=30.")
+@arguments.set_option("Set one key, such as slurm.time=30.")
 @click.option("--print-config", is_flag=True, help="Print the configuration for slurmft submit, and change nothing.")
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
+@arguments.wait_option
 def ft_launch(
     *, words: tuple[str, ...], run_folder: Path | None, cluster: str | None, overrides: tuple[str, ...],
     print_config: bool, dry_run: bool, wait: bool,
@@ -599,7 +597,6 @@ def ft_launch(
     and --ft-* or --ft-param-* of nvidia-resiliency-ext behind the options below. Options without a counterpart are
     named.
     """
-    from slurmft.cli.submit import submit_run  # not for a launch, whose training waits for it
     from slurmft.compat import neighbours
     from slurmft.config.run import from_values
     from slurmft.scheduler.slurm import known_options
@@ -646,8 +643,7 @@ def trials() -> None:
 
 @trials.command("submit", context_settings={"ignore_unknown_options": False})
 @submission_options
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key, such as trials.max_jobs=8.")  # fmt: skip
+@arguments.set_option("Override one key, such as trials.max_jobs=8.")
 def submit_sweep(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     overrides: tuple[str, ...],
@@ -664,11 +660,10 @@ def submit_sweep(
 
 
 @trials.command()
-@own_run_argument
+@arguments.own_run_argument
 @click.option("--failed", is_flag=True, required=True, help="Those that have failed.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@arguments.wait_option
+@arguments.cluster_option
 def retry(*, run: RunFolder, failed: bool, wait: bool, cluster: str) -> int:
     """Run trials of RUN again, each in its folder."""
     from slurmft.operations.run_configuration import configuration_of
@@ -678,10 +673,10 @@ def retry(*, run: RunFolder, failed: bool, wait: bool, cluster: str) -> int:
 
 
 @trials.command()
-@run_argument
+@arguments.run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each trial, a line each.")
 @click.option("--csv", "as_csv", is_flag=True, help="A table, with a column for each parameter.")
-@click.option("--parquet", type=click.Path(path_type=Path), metavar="FILE", help="Write a Parquet file.")
+@click.option("--parquet", type=arguments.PATH, metavar="FILE", help="Write a Parquet file.")
 def results(*, run: RunFolder, as_json: bool, as_csv: bool, parquet: Path | None) -> int:
     """Print what has come of the trials of RUN so far; without an option only how many."""
     from slurmft.inference.trials import rows, write_csv, write_parquet

@@ -46,6 +46,7 @@ from slurmft.health.node import (
     unknown,
 )
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
+from slurmft.system.files import write_all
 from slurmft.system.processes import Answer, Errand, end_group, output_of, run_all
 
 # --- Probes of local filesystems: space and inodes, remounts after errors, bytes that come back ---
@@ -141,9 +142,7 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
 
 
 def _through_the_disk(descriptor: int, content: bytes) -> bytes:
-    left = memoryview(content)
-    while left:  # a disk that fills up accepts a part, and refuses the rest
-        left = left[os.write(descriptor, left) :]
+    write_all(descriptor, content)  # a disk that fills up accepts a part, and refuses the rest
     os.fsync(descriptor)
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

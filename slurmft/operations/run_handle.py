@@ -19,16 +19,7 @@ import cloudpickle
 
 from slurmft.config.run import RunConfig, from_values, load
 from slurmft.errors import LaunchError, RunFailed, StorageError, UsageError
-from slurmft.inference.endpoint import (
-    HighAvailabilityCluster,
-    State,
-    ask,
-    headers_file,
-    prepare,
-    prepare_authority,
-    read_update,
-    write_update,
-)
+from slurmft.inference import endpoint
 from slurmft.operations import control
 from slurmft.operations.control import Overview, account_of, exit_code_of, has_ended, logs_of, overviews, story
 from slurmft.operations.run_configuration import load_given
@@ -317,10 +308,10 @@ def prepare_endpoint(settings: RunConfig) -> Path:
         raise TypeError("this configuration has no section inference.serving")
     run = RunFolder(settings.run_folder)
     run.create()
-    prepare(run.path, settings.serving.token_file)
+    endpoint.prepare(run.path, settings.serving.token_file)
     if settings.serving.tls_own:
-        prepare_authority(run.path)
-    return headers_file(run.path)
+        endpoint.prepare_authority(run.path)
+    return endpoint.headers_file(run.path)
 
 
 def living_url(run: RunFolder, *, within_s: float = 0.0) -> str:
@@ -332,7 +323,7 @@ def living_url(run: RunFolder, *, within_s: float = 0.0) -> str:
     """
     deadline_s = time.monotonic() + within_s
     while True:
-        cluster = HighAvailabilityCluster.read(run.path)
+        cluster = endpoint.HighAvailabilityCluster.read(run.path)
         for url in [url for router in cluster.routers for url in router.urls]:
             if _answers(url):
                 return url
@@ -386,21 +377,21 @@ def update_engine(settings: RunConfig, tell: Callable[[str], None]) -> str:
     keys, run = engine_keys(settings), RunFolder(settings.run_folder)
     if not control.is_alive(run):
         raise UsageError(f"run {run.path.name} is not running", hint="slurmft serve without --update starts it")
-    asked, told = ask(run, settings.as_yaml()), ""
+    asked, told = endpoint.ask(run, settings.as_yaml()), ""
     tell(f"update {asked.number} of {run.path.name}: {', '.join(keys)}")
     looked_s = time.monotonic()
     while True:
         time.sleep(LOOK_AT_UPDATE_S)
-        seen = read_update(run)
+        seen = endpoint.read_update(run)
         if seen is None or seen.number != asked.number:
             raise StorageError(f"update {asked.number} of {run.path.name} is not recorded any more")
-        if seen.state is State.DONE:
+        if seen.state is endpoint.State.DONE:
             return f"update {seen.number} is done: all {seen.total} replicas have the new engine"
-        if seen.state is State.BACK:
+        if seen.state is endpoint.State.BACK:
             raise LaunchError(f"update {seen.number} went back to the old engine: {seen.reason}",
                               hint=f"slurmft explain {run.path}")  # fmt: skip
         words = f"{seen.renewed} of {seen.total} replicas have the new engine"
-        if seen.state is State.ROLLING and words != told:
+        if seen.state is endpoint.State.ROLLING and words != told:
             told = words
             tell(words)
         if time.monotonic() - looked_s > ALIVE_S:
@@ -413,6 +404,6 @@ def update_engine(settings: RunConfig, tell: Callable[[str], None]) -> str:
 
 def _undo(run: RunFolder, number: int) -> None:
     with run.lock():
-        found = read_update(run)
+        found = endpoint.read_update(run)
         if found is not None and found.number == number and found.is_open:
-            write_update(run, replace(found, state=State.BACK, reason="the run ended"))
+            endpoint.write_update(run, replace(found, state=endpoint.State.BACK, reason="the run ended"))

@@ -33,21 +33,6 @@ from slurmft.policy import stop as grace_policy
 from slurmft.policy.container import Container, command_prefix, srun_options, starting
 from slurmft.policy.interval import Advice, FailureHistory, Measured, Setting, advise, in_words
 from slurmft.policy.job_identity import OwnJob
-from slurmft.policy.site import (
-    AdminFacts,
-    ContainerFacts,
-    DrillFacts,
-    Finding,
-    FolderFacts,
-    Level,
-    PartitionFacts,
-    RoomFacts,
-    Row,
-    SiteFacts,
-    TrustedPath,
-    Wishes,
-    rows,
-)
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.own_jobs import preempt, signal_job
@@ -69,7 +54,7 @@ TRIAL_S = 300.0
 """An image may have to be loaded first."""
 
 
-def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> ContainerFacts | None:
+def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> policy.ContainerFacts | None:
     """What this machine can say of the run's container; None where it has none. Leaves nothing behind."""
     container = config.contained()
     if container is None:
@@ -77,7 +62,7 @@ def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> Cont
     starter, has_starter = _starter(container)
     image = _path_of_image(container)
     own = [str(each.source) for each in config.container.mounts]
-    facts = ContainerFacts(
+    facts = policy.ContainerFacts(
         name=container.name, runtime=container.runtime, starter=starter, has_starter=has_starter,
         image="" if image is None else str(image), has_image=image is None or image.exists(),
         missing_mounts=tuple(path for path in own if not Path(path).exists()),
@@ -115,7 +100,9 @@ def _path_of_image(container: Container) -> Path | None:
     return Path(container.image).expanduser() if is_path else None
 
 
-def _tried_by_srun(facts: ContainerFacts, config: RunConfig, trial: Container, look: Sequence[str]) -> ContainerFacts:
+def _tried_by_srun(
+    facts: policy.ContainerFacts, config: RunConfig, trial: Container, look: Sequence[str]
+) -> policy.ContainerFacts:
     there = next(each for each in config.run_folder.parents if each.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".slurmft-doctor-", dir=there) as folder:
@@ -128,7 +115,9 @@ def _tried_by_srun(facts: ContainerFacts, config: RunConfig, trial: Container, l
         return replace(facts, error=f"container {facts.name}: no bundle can be made in {there}: {error.strerror}")
 
 
-def _container_tried(facts: ContainerFacts, argv: Sequence[str], environment: Mapping[str, str]) -> ContainerFacts:
+def _container_tried(
+    facts: policy.ContainerFacts, argv: Sequence[str], environment: Mapping[str, str]
+) -> policy.ContainerFacts:
     kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=TRIAL_S, check=False,
@@ -140,7 +129,7 @@ def _container_tried(facts: ContainerFacts, argv: Sequence[str], environment: Ma
     return _judged(facts, done.returncode, done.stdout, done.stderr)
 
 
-def _judged(facts: ContainerFacts, code: int, output: str, errors: str) -> ContainerFacts:
+def _judged(facts: policy.ContainerFacts, code: int, output: str, errors: str) -> policy.ContainerFacts:
     """By what the look at Python (``policy.container``) has said, and else by the runtime's last words."""
     if code == 0 and (said := [line for line in output.splitlines() if line.startswith("Python ")]):
         return replace(facts, tried=said[-1])
@@ -162,7 +151,7 @@ _MOST_LINKS = 40
 class Diagnosis:
     """All findings, and how the command ends."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[policy.Finding, ...]
     exit_code: int
 
 
@@ -192,22 +181,24 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
     return Diagnosis(findings=tuple(found), exit_code=code or policy.exit_code(found))
 
 
-def _missing(text: str, remedy: str) -> Finding:
-    return Finding(check="Slurm", level=Level.PROBLEM, text=text, remedy=remedy)
+def _missing(text: str, remedy: str) -> policy.Finding:
+    return policy.Finding(check="Slurm", level=policy.Level.PROBLEM, text=text, remedy=remedy)
 
 
-def _of_slurm(config: RunConfig | None, environment: Mapping[str, str], offsets: dict[str, float]) -> list[Finding]:
+def _of_slurm(
+    config: RunConfig | None, environment: Mapping[str, str], offsets: dict[str, float]
+) -> list[policy.Finding]:
     before = time.time()
     conf = slurm.configuration()
     if (clock := parse_time(conf.get(AS_OF, ""))) is not None:
         offsets["Slurm's controller"] = round(clock + 0.5 - (before + time.time()) / 2, 1)
     partitions = slurm.partitions(timeout_s=10.0)
     wishes = _wishes(config, environment)
-    known = {each.name: PartitionFacts(name=each.name, preempt_mode=each.preempt_mode, grace_s=each.grace_s)
+    known = {each.name: policy.PartitionFacts(name=each.name, preempt_mode=each.preempt_mode, grace_s=each.grace_s)
              for each in partitions}  # fmt: skip
     name, version = conf.get("ClusterName", "unknown"), conf.get("SLURM_VERSION", "unknown")
     return [
-        Finding(check="Slurm", level=Level.OK, text=f"cluster {name}, version {version}"),
+        policy.Finding(check="Slurm", level=policy.Level.OK, text=f"cluster {name}, version {version}"),
         *policy.judge_cluster(conf, wishes),
         *policy.judge_partitions(conf, known, [each.name for each in partitions if each.is_default], wishes),
         *policy.judge_federation(slurm.federation()),
@@ -217,7 +208,7 @@ def _of_slurm(config: RunConfig | None, environment: Mapping[str, str], offsets:
     ]
 
 
-def _of_options(config: RunConfig | None) -> Iterator[Finding]:
+def _of_options(config: RunConfig | None) -> Iterator[policy.Finding]:
     if config is None:
         return
     try:
@@ -225,17 +216,17 @@ def _of_options(config: RunConfig | None) -> Iterator[Finding]:
     except SlurmUnavailable:
         raise
     except SlurmError as error:
-        yield Finding(check="options", level=Level.PROBLEM, text=error.what,
+        yield policy.Finding(check="options", level=policy.Level.PROBLEM, text=error.what,
                       remedy=error.hint or "correct the section slurm")  # fmt: skip
     else:
-        yield Finding(check="options", level=Level.OK, text="sbatch takes the run's options")
+        yield policy.Finding(check="options", level=policy.Level.OK, text="sbatch takes the run's options")
 
 
-def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> Wishes:
+def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> policy.Wishes:
     if config is None:
-        return Wishes()
+        return policy.Wishes()
     named = environment.get("SBATCH_PARTITION") or config.slurm.partition or ""
-    return Wishes(
+    return policy.Wishes(
         partitions=tuple(filter(None, named.split(","))),
         requeue=config.slurm.requeue,
         continue_by=config.preemption.continue_by,
@@ -244,34 +235,34 @@ def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> Wishes:
     )
 
 
-def _of_grace(config: RunConfig | None, environment: Mapping[str, str]) -> list[Finding]:
+def _of_grace(config: RunConfig | None, environment: Mapping[str, str]) -> list[policy.Finding]:
     """The grace budget, from what earlier runs of the same workload have measured."""
     if config is None:
         return []
-    levels = {Severity.WARNING: Level.WARNING, Severity.NOTE: Level.NOTE}
+    levels = {Severity.WARNING: policy.Level.WARNING, Severity.NOTE: policy.Level.NOTE}
     return [
-        Finding(check="grace budget", level=levels[each.severity], text=each.text)
+        policy.Finding(check="grace budget", level=levels[each.severity], text=each.text)
         for each in grace.check(config, {}, environment)
     ]
 
 
-def _permissions(conf: Mapping[str, str]) -> AdminFacts:
+def _permissions(conf: Mapping[str, str]) -> policy.AdminFacts:
     user = user_name()
     if os.getuid() == 0 or conf.get("SlurmUser", "").startswith(f"{user}("):
-        return AdminFacts(may_drain=True, why=f"{user} is Slurm's administrator")
+        return policy.AdminFacts(may_drain=True, why=f"{user} is Slurm's administrator")
     if not policy.has_accounting(conf):
-        return AdminFacts(may_drain=None, why="without accounting only Slurm's own user surely may")
+        return policy.AdminFacts(may_drain=None, why="without accounting only Slurm's own user surely may")
     try:
         level = slurm.admin_level(user)
     except SlurmError as error:
-        return AdminFacts(may_drain=None, why=f"the accounting did not answer: {error.what}")
+        return policy.AdminFacts(may_drain=None, why=f"the accounting did not answer: {error.what}")
     why = f"admin level {level} in the accounting" if level else f"the accounting does not know the user {user}"
-    return AdminFacts(may_drain=level in ("Administrator", "Operator"), why=why)
+    return policy.AdminFacts(may_drain=level in ("Administrator", "Operator"), why=why)
 
 
-def as_lines(findings: Sequence[Finding]) -> list[str]:
+def as_lines(findings: Sequence[policy.Finding]) -> list[str]:
     """For people: findings that need action come last, where a terminal shows them."""
-    order = list(Level)
+    order = list(policy.Level)
     lines = []
     for each in sorted(findings, key=lambda finding: order.index(finding.level)):
         lines.append(f"{each.level.upper():8} {each.check}: {each.text}")
@@ -280,7 +271,7 @@ def as_lines(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def try_folder(path: Path) -> FolderFacts:
+def try_folder(path: Path) -> policy.FolderFacts:
     """What works where ``path`` is or will be: in its nearest folder that exists. Leaves nothing behind."""
     there = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
     began_s = time.monotonic()
@@ -288,10 +279,10 @@ def try_folder(path: Path) -> FolderFacts:
         with tempfile.TemporaryDirectory(prefix=".slurmft-doctor-", dir=there) as name:
             return _folder_tried(there, Path(name), began_s)
     except OSError as error:
-        return FolderFacts(path=str(there), error=error.strerror or str(error))
+        return policy.FolderFacts(path=str(there), error=error.strerror or str(error))
 
 
-def _folder_tried(there: Path, folder: Path, began_s: float) -> FolderFacts:
+def _folder_tried(there: Path, folder: Path, began_s: float) -> policy.FolderFacts:
     one = folder / "one"
     descriptor = os.open(one, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     os.close(descriptor)
@@ -303,7 +294,7 @@ def _folder_tried(there: Path, folder: Path, began_s: float) -> FolderFacts:
     before = time.time()
     replace_atomically(one, "new")
     at = one.stat().st_mtime
-    return FolderFacts(
+    return policy.FolderFacts(
         path=str(there), exclusive=exclusive, renames=one.read_text(encoding="utf-8") == "new", flock=_flock(one),
         clock_offset_s=0.0 if before - 1 <= at <= time.time() + 1 else at - before, took_s=time.monotonic() - began_s,
     )  # fmt: skip
@@ -327,7 +318,7 @@ def _flock(path: Path) -> str:
         return "two hold it at once"
 
 
-def _site(environment: Mapping[str, str]) -> SiteFacts:
+def _site(environment: Mapping[str, str]) -> policy.SiteFacts:
     """What the administrator has set up for all runs; empty where Slurm does not answer."""
     conf: Mapping[str, str] = {}
     names: tuple[str, ...] = ()
@@ -344,7 +335,7 @@ def _site(environment: Mapping[str, str]) -> SiteFacts:
             error = str(problem)
     folder = settings.results_folder
     programs = {key: Path(conf.get(key, "").split(",")[0]) for key in policy.HOOKS}
-    return SiteFacts(
+    return policy.SiteFacts(
         installation=place(Path(sys.prefix)),
         conf=conf,
         nodes=names,
@@ -365,14 +356,14 @@ def _ages(folder: Path) -> dict[str, float]:
     return {node: now - max(each.at for each in looks) for node, looks in found.items() if looks}
 
 
-def _room(config: RunConfig) -> RoomFacts:
+def _room(config: RunConfig) -> policy.RoomFacts:
     there = _nearest(config.run_folder)
     kinds = [each for each in mounts(Scene(node="", now=time.time())) if there.is_relative_to(each.point)]
     try:
         free = shutil.disk_usage(_nearest(config.checkpoint_dir)).free
     except OSError:
         free = None
-    return RoomFacts(
+    return policy.RoomFacts(
         folder=place(there),
         kind=max(kinds, key=lambda each: len(each.point.parts)).kind if kinds else "",
         nodes=config.nodes,
@@ -397,13 +388,13 @@ def _nearest(path: Path) -> Path:
     return next((each for each in (path, *path.parents) if each.exists()), Path("/")).resolve()
 
 
-def place(path: Path) -> TrustedPath:
+def place(path: Path) -> policy.TrustedPath:
     """Who may change what lies there: itself, what its links lead to, and by the folders above."""
     if not path.exists():
-        return TrustedPath(path=str(path), exists=False)
+        return policy.TrustedPath(path=str(path), exists=False)
     owner = path.stat().st_uid
     found = sorted({who for each in _rooms(path) for who in _changers(each, beside=owner)})
-    return TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
+    return policy.TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
 
 
 def _rooms(path: Path) -> Iterator[Path]:
@@ -494,7 +485,7 @@ def prepared(user: RunConfig, environment: Mapping[str, str], *, preempt_with: s
     return Drill(settings=settings, user=user, environment=environment, preempt_with=preempt_with, limit_s=limit_s)
 
 
-def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[Row]:
+def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[policy.Row]:
     """Run the drill, and clean up in any case; ``tell`` gets a line about each wait.
 
     Raises:
@@ -516,7 +507,7 @@ def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[Row]:
         tell(f"job {job} trains; now the signal")
         how = _disturb(drill, job, tell)
         events = _wait_for_return(run, deadline)
-        return rows(_with_site(_facts(drill, run, events, how), run))
+        return policy.rows(_with_site(_facts(drill, run, events, how), run))
     finally:
         _clean_up(run, drill.folder, tell)
 
@@ -564,7 +555,7 @@ def _wait_for_return(run: RunFolder, deadline: float) -> list[Event]:
 _REFUSALS = (EventName.REQUEUE_FAILED, EventName.REQUEUE_SKIPPED, EventName.NOT_CONTINUED)
 
 
-def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> DrillFacts:
+def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> policy.DrillFacts:
     found = {event.event: event for event in reversed(events)}  # the first of each name
     stop, saved = found.get(EventName.STOP_REQUESTED), found.get(EventName.STOP_SAVED)
     firsts = [event for event in events if event.event == EventName.FIRST_STEP]
@@ -581,7 +572,7 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
     unsaid = resumed if resumed is not None and resumed == agreed else None
     refused = [found[name].details.get("reason", "") for name in _REFUSALS if name in found]
     need = grace.need_of(drill.user)
-    return DrillFacts(
+    return policy.DrillFacts(
         how=how,
         stop_reason=None if stop is None else str(stop.details.get("reason")),
         stop_cause="" if stop is None else str(stop.details.get("cause")),
@@ -598,7 +589,7 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
     )
 
 
-def _with_site(facts: DrillFacts, run: RunFolder) -> DrillFacts:
+def _with_site(facts: policy.DrillFacts, run: RunFolder) -> policy.DrillFacts:
     """``facts`` with the preemption settings of the drill's partition, where Slurm reports them."""
     with contextlib.suppress(SlurmError):
         jobs = run.own_jobs()

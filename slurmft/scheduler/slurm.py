@@ -21,18 +21,7 @@ from pathlib import Path
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.policy.node_health import NodeFact
 from slurmft.policy.stop import KILL_WAIT_S, JobTimes, SlurmClock, Terms
-from slurmft.scheduler.parsing import (
-    JOB_FORMAT,
-    HelpedOptions,
-    JobRecord,
-    expand_hostlist,
-    job_pairs,
-    parse_duration_s,
-    parse_jobs,
-    parse_pairs,
-    parse_sbatch_help,
-    parse_time,
-)
+from slurmft.scheduler import parsing
 from slurmft.system.files import read_text
 from slurmft.system.processes import user_name
 
@@ -268,7 +257,7 @@ class Site:
 
 def parse_partitions(text: str) -> list[Partition]:
     """The partitions in the output of ``scontrol -o show partition``, one on each line; other lines are skipped."""
-    lines = (parse_pairs(line) for line in text.splitlines())
+    lines = (parsing.parse_pairs(line) for line in text.splitlines())
     return [_partition(pairs) for pairs in lines if pairs.get("PartitionName")]
 
 
@@ -293,7 +282,7 @@ def parse_site(text: str) -> Site:
     return Site(
         preempt_type=_preempt_type(facts.get("PreemptType", "")),
         kill_wait_s=float(wait.group()) if wait else None,
-        clock=parse_time(asked_at.group(1)) if asked_at else None,
+        clock=parsing.parse_time(asked_at.group(1)) if asked_at else None,
         cluster=facts.get("ClusterName", ""),
         # from 24.11 on there is a line for each script, and none where there is no script
         has_epilog="EpilogMsgTime" not in facts
@@ -322,7 +311,7 @@ def parse_limit_s(text: str) -> float | None:
     text = text.strip()
     if text.upper() in _NO_LIMIT:
         return math.inf
-    seconds = parse_duration_s(text)
+    seconds = parsing.parse_duration_s(text)
     if seconds is None:
         return None
     return math.inf if seconds == 0 else math.ceil(seconds / 60) * 60.0
@@ -330,12 +319,12 @@ def parse_limit_s(text: str) -> float | None:
 
 def parse_job_times(text: str) -> JobTimes:
     """Start, end, limit and preemption of the job in the output of ``scontrol -o show job``."""
-    pairs = job_pairs(text)
+    pairs = parsing.job_pairs(text)
     return JobTimes(
-        start=parse_time(pairs.get("StartTime", "")),
-        end=parse_time(pairs.get("EndTime", "")),
-        limit_s=parse_duration_s(pairs.get("TimeLimit", "")),
-        preempted=parse_time(pairs.get("PreemptTime", "")),
+        start=parsing.parse_time(pairs.get("StartTime", "")),
+        end=parsing.parse_time(pairs.get("EndTime", "")),
+        limit_s=parsing.parse_duration_s(pairs.get("TimeLimit", "")),
+        preempted=parsing.parse_time(pairs.get("PreemptTime", "")),
     )
 
 
@@ -352,13 +341,13 @@ def known_options(options: frozenset[str]) -> frozenset[str]:
 
 
 @functools.cache
-def options_of_site() -> HelpedOptions:
+def options_of_site() -> parsing.HelpedOptions:
     """What ``sbatch --help`` lists; asks no controller. Asked once."""
     try:
-        return parse_sbatch_help(run(["sbatch", "--help"], timeout_s=ASK_S))
+        return parsing.parse_sbatch_help(run(["sbatch", "--help"], timeout_s=ASK_S))
     except SlurmError as error:
         log.debug("sbatch does not tell its options: %s", error.what)
-        return HelpedOptions(frozenset(), frozenset())
+        return parsing.HelpedOptions(frozenset(), frozenset())
 
 
 # --- slurm ---
@@ -399,7 +388,7 @@ def configured_cluster(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") -> dict[str, JobRecord]:
+def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") -> dict[str, parsing.JobRecord]:
     """What squeue knows of these ids; one that it has forgotten is absent, which does not mean that it finished.
 
     Their owners are not checked: ``own_jobs`` asks for those of a run.
@@ -413,17 +402,17 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") 
         return {**jobs(job_ids[:JOBS_AT_ONCE], patience_s=patience_s, cluster=cluster),
                 **jobs(job_ids[JOBS_AT_ONCE:], patience_s=patience_s, cluster=cluster)}  # fmt: skip
     # -a: also those in partitions that are hidden from their own users
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", JOB_FORMAT]
+    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", parsing.JOB_FORMAT]
     try:
         text = run_patiently(argv, patience_s=patience_s, cluster=cluster)
     except SlurmError as error:
         if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is not an id
             return {}
         raise
-    return {record.job_id: record for record in parse_jobs(text)}
+    return {record.job_id: record for record in parsing.parse_jobs(text)}
 
 
-def job(job_id: str, *, patience_s: float = 5.0) -> JobRecord | None:
+def job(job_id: str, *, patience_s: float = 5.0) -> parsing.JobRecord | None:
     """The job with this id, or None when squeue has forgotten it; for a job that was submitted just now.
 
     Raises:
@@ -500,7 +489,7 @@ def preempt_mode(partition: str) -> str:
         SlurmUnavailable: Slurm did not answer.
         SlurmError: no such partition.
     """
-    pairs = parse_pairs(run_patiently(["scontrol", "-o", "show", "partition", partition], patience_s=5.0))
+    pairs = parsing.parse_pairs(run_patiently(["scontrol", "-o", "show", "partition", partition], patience_s=5.0))
     words = pairs.get("PreemptMode", "OFF").split(",")  # with GANG, in either order
     return next((word for word in words if word in ("REQUEUE", "CANCEL", "SUSPEND")), "OFF")
 
@@ -574,7 +563,11 @@ def parse_refusals(text: str) -> list[Refusal]:
     """The nodes in the output of ``sinfo -N -o REFUSAL_FORMAT`` that could not start a job, each once."""
     found: dict[str, Refusal] = {}
     for fields in (line.split("|", 2) for line in text.splitlines()):
-        if len(fields) == 3 and _REFUSED.search(fields[2]) and (at := parse_time(fields[1].strip())) is not None:
+        if (
+            len(fields) == 3
+            and _REFUSED.search(fields[2])
+            and (at := parsing.parse_time(fields[1].strip())) is not None
+        ):
             found.setdefault(fields[0].strip(), Refusal(node=fields[0].strip(), reason=fields[2].strip()[:200], at=at))
     return list(found.values())
 
@@ -602,7 +595,7 @@ def nodes(*, timeout_s: float = 5.0) -> list[NodeRecord]:
 def parse_named(text: str) -> list[NodeRecord]:
     """The nodes in the output of ``scontrol -o show partition``, of unknown state."""
     found = []
-    for pairs in map(parse_pairs, text.splitlines()):
+    for pairs in map(parsing.parse_pairs, text.splitlines()):
         try:
             names = expand(pairs.get("Nodes", "").replace("(null)", ""))
         except ValueError:
@@ -647,7 +640,7 @@ def expand(text: str) -> list[str]:
             raise ValueError(f"{text[:80]!r} is not a hostlist: [{ranges[:40]}] holds something else than numbers")
     if _size(text) > MAX_NODES:
         raise ValueError(f"{text[:80]!r} stands for more than {MAX_NODES} nodes")
-    names = list(dict.fromkeys(expand_hostlist(re.sub(r"\s*,\s*", ",", text.strip()))))
+    names = list(dict.fromkeys(parsing.expand_hostlist(re.sub(r"\s*,\s*", ",", text.strip()))))
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name[:80]!r} is not the name of a node")
@@ -697,7 +690,7 @@ def compress(names: Iterable[str]) -> str:
 def in_order(names: Sequence[str]) -> str:
     """As ``compress``, but in the order of ``names``: folded only where that is the order of a sorted list."""
     folded = compress(names)
-    return folded if expand_hostlist(folded) == list(names) else ",".join(names)
+    return folded if parsing.expand_hostlist(folded) == list(names) else ",".join(names)
 
 
 def _folded(numbers: Sequence[str]) -> str:

@@ -33,17 +33,7 @@ from slurmft.errors import DirectoryInUse, Fenced, NewerFormat, StorageError, Us
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.patience import patiently, translated, write_state, writing
 from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
-from slurmft.system.files import (
-    check_private,
-    fsync_folder,
-    naming,
-    open_regular,
-    opened,
-    read_json,
-    replace_atomically,
-    trusted_owners,
-    write_json,
-)
+from slurmft.system import files
 
 # --- Segments: append-only files of records, each written by one process in its life, and read by any ---
 # A line is the CRC-32 of its JSON in hexadecimal, a blank, and the JSON. The first line is a header. A torn or damaged
@@ -74,7 +64,7 @@ class SegmentWriter:
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = path
-        self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
+        self._descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
         self.end = 0
         try:
             self.append([{"segment": FORMAT, **header}])
@@ -91,11 +81,9 @@ class SegmentWriter:
             OSError: they are not all there; the end is as before, and the rest is not read.
         """
         data = b"".join(line_of(record) for record in records)
-        view = memoryview(data)
-        with naming(self.path):
+        with files.naming(self.path):
             os.ftruncate(self._descriptor, self.end)  # what an earlier try has left
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+            files.write_all(self._descriptor, data)
         self.end += len(data)
         return self.end
 
@@ -120,7 +108,7 @@ class SegmentWriter:
         Raises:
             OSError: it is not.
         """
-        with naming(self.path):
+        with files.naming(self.path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -155,28 +143,23 @@ def read(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]
         StorageError: the file cannot be read, is not this run's, or was written by a newer version.
     """
     try:
-        descriptor = open_regular(path, owners=trusted_owners(path.parent))
-    except OSError as error:
-        raise translated(f"cannot read {path}", error) from error
-    try:
-        at, rest = start, b""
-        while True:
-            room = _CHUNK_BYTES if end is None else min(_CHUNK_BYTES, end - at - len(rest))
-            part = os.pread(descriptor, room, at + len(rest)) if room > 0 else b""
-            if not part or len(rest) > MAX_RECORD_BYTES:
-                return
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if (value := parse(line)) is None:
+        with files.opened(path, owners=files.trusted_owners(path.parent)) as descriptor:
+            at, rest = start, b""
+            while True:
+                room = _CHUNK_BYTES if end is None else min(_CHUNK_BYTES, end - at - len(rest))
+                part = os.pread(descriptor, room, at + len(rest)) if room > 0 else b""
+                if not part or len(rest) > MAX_RECORD_BYTES:
                     return
-                if at == 0 and value.get("segment", FORMAT) != FORMAT:
-                    raise NewerFormat(f"{path} was written by a newer slurmft (segment {value['segment']})")
-                yield Record(at, at + len(line) + 1, value)
-                at += len(line) + 1
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    if (value := parse(line)) is None:
+                        return
+                    if at == 0 and value.get("segment", FORMAT) != FORMAT:
+                        raise NewerFormat(f"{path} was written by a newer slurmft (segment {value['segment']})")
+                    yield Record(at, at + len(line) + 1, value)
+                    at += len(line) + 1
     except OSError as error:
         raise translated(f"cannot read {path}", error) from error
-    finally:
-        os.close(descriptor)
 
 
 def names_in(folder: Path, pattern: re.Pattern[str], *, must_exist: bool = False) -> list[str]:
@@ -311,7 +294,7 @@ def stop_taking(queues: Path, *, over: bool = False) -> None:
         if over:
             (queues / STOPPING).unlink(missing_ok=True)
         elif queues.is_dir():
-            replace_atomically(queues / STOPPING, b"", durable=False)
+            files.replace_atomically(queues / STOPPING, b"", durable=False)
 
 
 def folder_of(name: str | Path) -> Path:
@@ -358,7 +341,7 @@ class Queue:
         with writing(self.folder):
             for path in (self.folder, self._segments):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                check_private(path)
+                files.check_private(path)
         self._writer = _Writer(self._segments, self.folder / "taken.json", max_waiting)
         self._order: _Followed | None = None
         self._ended_with: set[bytes] | None = None
@@ -516,7 +499,7 @@ class Queue:
     def _item(self, place: _Place) -> Item:
         path = self._segments / place.segment
         try:
-            with opened(path, owners=trusted_owners(self._segments)) as descriptor:
+            with files.opened(path, owners=files.trusted_owners(self._segments)) as descriptor:
                 value = parse(os.pread(descriptor, place.end - place.start, place.start).removesuffix(b"\n"))
         except FileNotFoundError as error:
             raise StorageError(
@@ -569,7 +552,7 @@ class _Writer:
             self._begin()
         if sum(self._waiting.values()) < self._max_waiting:
             return True
-        facts = (read_json(self._taken, owners=trusted_owners(self._taken.parent)) or {}).get("segments")
+        facts = (files.read_json(self._taken, owners=files.trusted_owners(self._taken.parent)) or {}).get("segments")
         for name in list(self._waiting):
             taken = facts.get(name, 0) if isinstance(facts, dict) else 0
             if not _exists(self._folder / name):  # deleted, since all of it is taken
@@ -593,7 +576,7 @@ class _Writer:
                     self._number += 1
                     path = self._folder / f"{self._prefix}-{self._number:06d}.jsonl"
                     self._segment = SegmentWriter(path, {})
-                    fsync_folder(self._folder)
+                    files.fsync_folder(self._folder)
                 self._segment.commit([record])
             if _exists(self._segment.path):
                 name = self._segment.path.name
@@ -732,7 +715,7 @@ class _Order(_Followed):
         with writing(self._folder):
             file = SegmentWriter(self._orders.path(self._number), header)
             file.sync()
-            fsync_folder(self._folder)
+            files.fsync_folder(self._folder)
         return file
 
     def _header(self, number: int) -> Mapping[str, Any]:
@@ -743,7 +726,7 @@ class _Order(_Followed):
         """
         path = self._orders.path(number)
         if not (header := self._orders.header(number)):
-            with _looking(path), opened(path, owners=trusted_owners(self._folder)) as descriptor:
+            with _looking(path), files.opened(path, owners=files.trusted_owners(self._folder)) as descriptor:
                 if b"\n" in os.pread(descriptor, MAX_RECORD_BYTES, 0):
                     raise StorageError(f"{path} is damaged at byte 0")
         return header
@@ -814,7 +797,7 @@ class _Order(_Followed):
         """Tell the writers what is taken. They wait longer where that fails."""
         taken = {name: known.taken for name, known in self._known.items() if known.taken}
         try:
-            write_json(self._folder / "taken.json", {"segments": taken}, durable=False)
+            files.write_json(self._folder / "taken.json", {"segments": taken}, durable=False)
         except OSError as error:
             log.warning("cannot write %s: %s", self._folder / "taken.json", error.strerror or error)
 

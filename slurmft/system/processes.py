@@ -29,7 +29,7 @@ from dataclasses import field
 from tempfile import mkdtemp
 
 from slurmft.errors import StorageUnavailable
-from slurmft.system.files import check_private, own_folders, prefix, shared_memory
+from slurmft.system.files import check_private, own_folders, prefix, shared_memory, write_all
 
 # --- Importing without the garbage collector, which looks at all modules again and again meanwhile ---
 
@@ -129,12 +129,8 @@ def birth_of(pid: int) -> str:
 
     Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-    _, fields = _stat(Path(f"/proc/{pid}"))
-    return f"{boot}:{fields[_START_TICKS]}" if fields else ""
+    boot, (_, fields) = _text("/proc/sys/kernel/random/boot_id").strip(), _stat(Path(f"/proc/{pid}"))
+    return f"{boot}:{fields[_START_TICKS]}" if boot and fields else ""
 
 
 def lives(pid: int, birth: str) -> bool:
@@ -152,11 +148,7 @@ def was_given(pid: int, variable: str, value: str) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether the kernel has stopped the process: SIGSTOP, or a debugger."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def user_name(user_id: int | None = None) -> str:
@@ -308,11 +300,8 @@ def owners_of_loopback_port(port: int) -> set[int]:
 
 def _stat(folder: Path) -> tuple[str, list[str]]:
     """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
-    try:
-        before, _, after = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
-    except OSError:
-        return "", []
-    state, *fields = after.split()
+    before, _, after = _text(f"{folder}/stat").rpartition(")")
+    state, *fields = after.split() or "Z"
     return before.partition("(")[2], [] if state in "ZX" else fields
 
 
@@ -487,12 +476,8 @@ def _rooms(folder: Path, root: Path) -> Iterator[tuple[str, int, int]]:
 
 def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
     """The limits of this process's control group and of all above it: any of them may be the tightest."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
     mount = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in _text(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             top, limit, usage, idle = mount, "memory.max", "memory.current", "inactive_file"
@@ -514,16 +499,13 @@ def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # ``max``: no limit
+        return int(_text(str(path)))
+    except ValueError:  # ``max``: no limit
         return None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    try:
-        rows = [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return {}
+    rows = [line.split() for line in _text(str(path)).splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
@@ -735,15 +717,9 @@ def _be_isolated_child(errand: Errand, writer: int) -> None:
             said = json.dumps({"value": errand.task()})
         except Exception as error:  # noqa: BLE001 - a probe that crashes is a result
             said = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
-        _write_all(writer, said.encode())
+        write_all(writer, said.encode()[:MAX_ANSWER_BYTES])
     finally:
         os._exit(_EXIT_NOW)  # nothing of the parent's is flushed or cleaned up twice
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    left = memoryview(content[:MAX_ANSWER_BYTES])
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 def _has_answered(child: _Child) -> bool:

@@ -477,7 +477,7 @@ def test_an_error_of_the_operating_system_that_nobody_foresaw(runs, monkeypatch,
     def refuse(_run: RunFolder) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
-    monkeypatch.setattr("slurmft.cli.status.story", refuse)
+    monkeypatch.setattr("slurmft.operations.control.story", refuse)
     monkeypatch.setattr(sys, "argv", ["slurmft", "explain", "good"])
     with pytest.raises(SystemExit) as ended:
         main()
