@@ -66,6 +66,8 @@ class _Opened:
     list: ExclusionList
     rules: Rules
     path: Path
+    may_exclude: float
+    """The part of the nodes that may be excluded."""
 
 
 def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,27 +84,8 @@ def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def _open(file: Path | None, config: Path | None) -> _Opened:
     settings = arguments.own_configuration(config).exclusions if config is not None else ExclusionsConfig()
     path = file if file is not None else list_path(settings.path, os.environ)
-    return _Opened(ExclusionList(path, _mode_of(path, settings)), settings.rules(), path)
-
-
-def opened_list(file: Path | None, config: Path | None) -> tuple[ExclusionList, Rules]:
-    """The list that --file and --config mean, for other verbs.
-
-    Raises:
-        SlurmftError: the configuration cannot be read, or the cluster's name is needed and not known.
-    """
-    opened = _open(file, config)
-    return opened.list, opened.rules
-
-
-def may_exclude(config: Path | None) -> float:
-    """The part of the nodes that may be excluded.
-
-    Raises:
-        SlurmftError: the configuration cannot be read.
-    """
-    settings = arguments.own_configuration(config).exclusions if config is not None else ExclusionsConfig()
-    return settings.max_excluded_fraction
+    list_ = ExclusionList(path, _mode_of(path, settings))
+    return _Opened(list_, settings.rules(), path, settings.max_excluded_fraction)
 
 
 def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
@@ -423,15 +406,15 @@ def sweep(
 
     def work() -> int:
         try:
-            list_, rules = opened_list(file, config)
+            opened = _open(file, config)
             settings = load_config(health, os.environ)
             if visits != Visits() and settings.results_folder is None:
                 raise UsageError("--check-idle: the jobs leave what they find in results_folder, which is not set",
                                  hint="see --health")  # fmt: skip
             order = SweepOrder(
-                exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
-                health_file=_health_file(health), runs=arguments.runs_root(), who=who(),
-                may_drain=drain, dry_run=dry_run, visits=visits, partition=partition, qos=qos, limit_s=limit,
+                exclusions=opened.list, rules=opened.rules, results=settings.results_folder,
+                health=settings.verdict.rules(), health_file=_health_file(health), runs=arguments.runs_root(),
+                who=who(), may_drain=drain, dry_run=dry_run, visits=visits, partition=partition, qos=qos, limit_s=limit,
             )  # fmt: skip
             report = do_sweep(order)
         except SlurmftError as error:
@@ -443,7 +426,7 @@ def sweep(
             return 70
         if metrics is not None and not dry_run:
             try:
-                write_metrics(metrics, report, may_exclude=may_exclude(config))
+                write_metrics(metrics, report, may_exclude=opened.may_exclude)
             except OSError as error:
                 report.problems.append(f"{metrics} cannot be written: {error.strerror}")
         if url and report.saw_cluster and not dry_run and (problem := send_heartbeat(url)):

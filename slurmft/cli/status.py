@@ -33,7 +33,7 @@ from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations import control
 from slurmft.storage import run_folder
-from slurmft.storage.journal import Entry, Event, EventName, JournalTail
+from slurmft.storage.journal import Event, EventName, JournalTail
 from slurmft.storage.run_folder import LiveView, RunFolder, progress_of
 from slurmft.system.files import opened, read_part
 from slurmft.system.foreign_text import Terminal, one_line
@@ -251,7 +251,7 @@ class Scene:
     """The run that is looked at closely; None: all are listed."""
 
     view: LiveView = field(default_factory=LiveView)
-    events: Sequence[Entry] = ()
+    events: Sequence[Event] = ()
     """The newest events, oldest first."""
 
     span: str | None = None
@@ -278,7 +278,7 @@ class Watcher:
         self._runs, self._chosen = [chosen] if chosen is not None else runs, chosen
         self._tail = None if chosen is None else JournalTail(chosen.path)
         self._begin(0)
-        self._events: deque[Entry] = deque(maxlen=KEPT_EVENTS)
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._seen: Sequence[control.Overview] = ()
         self._asked_s = -math.inf
         self._curve: tuple[str, Sequence[float]] = ("", ())
@@ -604,13 +604,13 @@ def _sections(scene: Scene) -> list[Text]:
     return [line]
 
 
-def _event(entry: Entry) -> Text:
+def _event(entry: Event) -> Text:
     facts = entry.details
     kind = next((f"{facts[name]}: " for name in ("cause", "action") if facts.get(name)), "")
     told = kind + next((str(facts[name]) for name in ("reason", "error", "what") if facts.get(name)), "")
     where = f" {facts['node']}" if facts.get("node") else ""
-    line = _text(f"{time.strftime('%H:%M:%S', time.localtime(entry.at))}  ")
-    line.append(f"{one_line(entry.name, 40):<20}", "red" if entry.name in _BAD else "")
+    line = _text(f"{time.strftime('%H:%M:%S', time.localtime(entry.seconds()))}  ")
+    line.append(f"{one_line(entry.event, 40):<20}", "red" if entry.event in _BAD else "")
     line.append(one_line(f"{where} {told}".rstrip(), 500))
     return line
 

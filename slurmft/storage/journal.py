@@ -523,22 +523,9 @@ def _parse_event(line: bytes, path: Path) -> Event | None:
 # tail = JournalTail(run.path)
 # for entry in tail.news(): ...
 
-_BEGIN = re.compile(rb'\{"format": \d+, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
 _CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 256
 """Beginning of a journal, by which another one in its place is recognised: its first event has a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One event."""
-
-    name: str
-    at: float
-    """Unix time, by its writer's clock."""
-
-    attempt: str
-    details: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -567,7 +554,7 @@ class JournalTail:
         self.place = place or JournalPosition()
         self.begun = 0
 
-    def news(self) -> Iterator[Entry]:
+    def news(self) -> Iterator[Event]:
         """Each new event, oldest first. ``place`` is behind an event as soon as it is given.
 
         The last line counts once it has its end: its writer may be in the middle of it.
@@ -592,7 +579,7 @@ class JournalTail:
             self.begun += 1
         place.head = max(place.head, head, key=len)
 
-    def _read(self, descriptor: int, size: int) -> Iterator[Entry]:
+    def _read(self, descriptor: int, size: int) -> Iterator[Event]:
         place, held, skipping = self.place, b"", False
         at = place.offset
         while at < size and (part := os.pread(descriptor, _CHUNK_BYTES, at)):
@@ -600,25 +587,18 @@ class JournalTail:
             *lines, held = (held + part).split(b"\n")
             for line in lines:
                 place.offset += len(line) + 1
-                if not skipping and self._is_wanted(line) and (entry := _parse_entry(line)) is not None:
-                    yield entry
+                if not skipping and self._is_wanted(line) and (event := self._parsed(line)) is not None:
+                    yield event
                 skipping = False
             if len(held) > MAX_LINE_BYTES:  # damage without an end
                 place.offset += len(held)
                 held, skipping = b"", True
 
+    def _parsed(self, line: bytes) -> Event | None:
+        with contextlib.suppress(NewerFormat):
+            return _parse_event(line, self.path)
+        return None
+
     def _is_wanted(self, line: bytes) -> bool:
         """May be true of any line; false only of one that begins as the journal writes it."""
-        return self._names is None or (begins := _BEGIN.match(line)) is None or begins[1] in self._names
-
-
-def _parse_entry(line: bytes) -> Entry | None:
-    try:
-        value = files.parse_json(line)
-        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at")).timestamp()
-        name, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        return None
-    if not isinstance(version, int) or version > files.FORMAT:
-        return None
-    return Entry(name=name, at=at, attempt=attempt, details=value)
+        return self._names is None or (begins := _NAME.match(line)) is None or begins[3] in self._names
