@@ -74,7 +74,6 @@ ALLOWED = {
         "inference",
         "operations",
         "policy.inference",
-        "storage.published_weights",
         "storage.queue",
         "storage.shared_weights",
     },  # __init__ names them for type checkers, __main__ starts the command line
