@@ -18,7 +18,7 @@ from rich.text import Text
 from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, Problem, by_merit, remove_folder, verify
 from slurmft.checkpoint.holding import reading
 from slurmft.cli.arguments import STEP, json_option, refuse_foreign, runs_root
-from slurmft.cli.main import Verbs, console, say, say_error, say_json
+from slurmft.cli.main import Verbs, console, say, say_error, say_json, table
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
@@ -140,14 +140,12 @@ def list_(*, where: CheckpointDirectory, as_json: bool) -> int:
 
 
 def _table(found: Contents, best: Entry | None) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("step", "commit", "committed", "size", "ranks", "metrics", "note"):
-        table.add_column(title, overflow="fold", no_wrap=title not in ("metrics", "note"))
+    made = table("step", "commit", "committed", "size", "ranks", "metrics", "note", wrapped=("metrics", "note"))
     newest = next((entry for entry in found.committed if not entry.quarantine), None)
     for entry in found.committed:
         notes = ["newest"] * (entry is newest) + ["best"] * (entry is best)
         notes += [f"quarantined: {entry.quarantine}"] * bool(entry.quarantine)
-        table.add_row(
+        made.add_row(
             *_named(entry.path),
             entry.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
             _size(entry.size_bytes),
@@ -156,10 +154,10 @@ def _table(found: Contents, best: Entry | None) -> Table:
             Text(one_line(", ".join(notes)), style="red" if entry.quarantine else ""),
         )
     for path, reason in found.unusable:
-        table.add_row(*_named(path), "-", "-", "-", "", Text(one_line(reason), style="red"))
+        made.add_row(*_named(path), "-", "-", "-", "", Text(one_line(reason), style="red"))
     for path in found.uncommitted:
-        table.add_row(*_named(path), "-", "-", "-", "", "being saved, or never finished")
-    return table
+        made.add_row(*_named(path), "-", "-", "-", "", "being saved, or never finished")
+    return made
 
 
 def _named(path: Path) -> tuple[str, str]:

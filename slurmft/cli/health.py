@@ -11,7 +11,7 @@ import click
 
 import slurmft
 from slurmft.cli import arguments
-from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
+from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json, table
 from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
 from slurmft.policy.node_health import Checkup, Status
@@ -90,17 +90,14 @@ def health(*, as_json: bool, context: str, level: int, config: Path | None, only
 
 
 def _print(found: Checkup) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("check", "status", "detail"):
-        table.add_column(title, overflow="fold", no_wrap=title != "detail")
+    made = table("check", "status", "detail", wrapped=("detail",))
     for result in found.results:
         detail = result.detail + (f"\n-> {result.remedy}" if result.remedy else "")
-        table.add_row(Text(one_line(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
+        made.add_row(Text(one_line(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
                       Text("\n".join(one_line(line) for line in detail.split("\n"))))  # fmt: skip
-    console().print(table)
+    console().print(made)
     files = sorted({line for result in found.results for line in result.evidence if line.startswith("/")})
     for path in files:
         say(f"evidence: {path}")

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli import arguments
-from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
+from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json, table
 from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
@@ -275,18 +275,16 @@ def _natural(name: str) -> list[Any]:
 
 
 def _table(shown: Iterable[Standing]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("node", "state", "score", "until", "reasons"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("state", "score", "until"))
+    made = table("node", "state", "score", "until", "reasons", wrapped=("node", "reasons"))
     for each in shown:
-        table.add_row(
+        made.add_row(
             Text(one_line(each.node)),
             Text(each.state, style=_COLOURS[each.state]),
             f"{each.score:.2f}",
             _told_until(each.until).removeprefix("until "),
             Text(one_line(", ".join(each.reasons) or "-")),
         )
-    return table
+    return made
 
 
 def _observation_lines(weighed: Sequence[Weighed], now: float) -> Iterator[str]:
@@ -561,15 +559,13 @@ def drill(
         say_block(f"# {made.folder / 'drill.yaml'}\n{made.settings.as_yaml()}")
         say_block(f"{shlex.join(made.submission)}\n{shlex.join(then)}\nscancel JOB; rm -r {made.folder}")
         return 0
-    table = carry_out(made, lambda text: say(text, err=True))
-    code = 0 if passed(table) else 1
+    rows = carry_out(made, lambda text: say(text, err=True))
+    code = 0 if passed(rows) else 1
     if as_json:
-        say_json({"format": DOCTOR_FORMAT, "exit_code": code, "rows": [asdict(row) for row in table]})
+        say_json({"format": DOCTOR_FORMAT, "exit_code": code, "rows": [asdict(row) for row in rows]})
         return code
-    shown = Table(box=None, pad_edge=False)
-    for title in ("", "", "what happened"):
-        shown.add_column(title, overflow="fold")
-    for row in table:
+    shown = table("", "", "what happened", wrapped=("", "what happened"))
+    for row in rows:
         word, colour = _WORDS[row.passed]
         shown.add_row(row.what, Text(word, style=colour), Text(one_line(row.text)))
     console().print(shown)

@@ -244,7 +244,7 @@ def plan(
     say(f"{'alternative':<{width}}  {'ETTR':>15}  {'without queue':>15}  {'days':>7}  {'failures':>8}  "
         f"{'restarts':>8}  {'requeues':>8}  {'given up':>8}  {'excluded':>8}")  # fmt: skip
     for each in outcomes:
-        numbers = "  ".join(f"{_mean(each, name):>{7 if name == 'days' else 8}.1f}" for name in _COLUMNS)
+        numbers = "  ".join(f"{getattr(each, name).mean:>{7 if name == 'days' else 8}.1f}" for name in _COLUMNS)
         say(f"{one_line(each.name):<{width}}  {each.ettr!s:>15}  {each.goodput!s:>15}  {numbers}")
     say("")
     say(f"{'share of time':<{width}}  " + "  ".join(f"{name:>9}" for name in _shares(outcomes[0])))
@@ -258,11 +258,6 @@ def plan(
             say(f"{one_line(each.name)}: {len(each.lives) - each.finished} of {len(each.lives)} lives did not finish "
                 "within 20 times their work")  # fmt: skip
     return 0
-
-
-def _mean(outcome: Projection, name: str) -> float:
-    found: Estimate = getattr(outcome, name)
-    return found.mean
 
 
 def _shares(outcome: Projection) -> dict[str, float]:

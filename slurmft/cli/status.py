@@ -25,11 +25,10 @@ import click
 from rich.console import RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli import arguments
-from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw
+from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw, table
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations import control
 from slurmft.storage import run_folder
@@ -79,11 +78,9 @@ def status(*, run: RunFolder | None, as_json: bool, watch: bool) -> int:
 def _table(entries: Sequence[control.Overview]) -> RenderableType:
     if not entries:
         return Text(f"no runs in {arguments.runs_root().absolute()} (SLURMFT_RUNS names another folder)")
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "state", "step", "saved", "loss", "jobs", "starts", "detail"):
-        table.add_column(title, overflow="fold", no_wrap=title not in ("run", "detail"))
+    made = table("run", "state", "step", "saved", "loss", "jobs", "starts", "detail", wrapped=("run", "detail"))
     for entry in entries:
-        table.add_row(
+        made.add_row(
             Text(one_line(entry.run)),
             Text(entry.state, style=_COLOURS.get(entry.state, "")),
             _steps(entry),
@@ -93,7 +90,7 @@ def _table(entries: Sequence[control.Overview]) -> RenderableType:
             str(entry.attempts),
             Text(one_line(entry.detail)),
         )
-    return table
+    return made
 
 
 # --- ``slurmft explain``: the history of a run ---

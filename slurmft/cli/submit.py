@@ -1,10 +1,12 @@
 """The verbs that begin a run, and what they take: ``slurmft submit``, ``infer``, ``serve``, ``endpoint``,
-``quickstart``, ``schema``, ``init``, ``examples``, ``sbatch``, ``launch``, ``ft-launch`` and ``trials``.
+``quickstart``, ``schema``, ``init``, ``examples``, ``sbatch``, ``launch``, ``ft-launch`` and ``trials``; and the
+processes of its job: ``run``, ``agent``, ``companion``, with ``metrics``, which the last one publishes.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
@@ -22,16 +24,17 @@ import click
 
 import slurmft.examples
 from slurmft.cli import arguments
-from slurmft.cli.main import say, say_block, say_json
+from slurmft.cli.main import say, say_block, say_error, say_json
 from slurmft.errors import UsageError
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import mode_of_shown_files, read_text, replace_atomically
-from slurmft.system.processes import who
+from slurmft.system.processes import who, without_collections
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from slurmft.config.run import RunConfig
+    from slurmft.ipc.zygote_start import Zygote
     from slurmft.operations.script import Ranks
     from slurmft.operations.submit import Submitted
 
@@ -249,8 +252,7 @@ def quickstart(context: click.Context, *, cluster: str, data: str | None, infer:
     The run's folder is made below runs/ in the current folder. The configuration is one to copy from.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("the quickstart trains with torch, which is not installed here",
-                         hint="pip install torch")  # fmt: skip
+        raise UsageError("the quickstart trains with torch, which is not installed here", hint="pip install torch")
     # `make quickstart` activates no environment, and the example trains with what is installed in this one
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return _infer(context, cluster, data) if infer else _train(context, cluster, data)
@@ -574,9 +576,7 @@ def convert(*, words: tuple[str, ...]) -> int:
 # --- ``slurmft ft-launch``: a command line of ``ft_launcher`` or torchrun becomes a run ---
 
 
-@click.command(
-    name="ft-launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)  # fmt: skip
+@click.command(name="ft-launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[LAUNCHER OPTIONS] SCRIPT [ARGUMENTS]...")
 @click.option("--run-folder", type=arguments.PATH,
               help="Folder of the run; default: runs/ and the --rdzv-id, or the script's name.")  # fmt: skip
@@ -716,3 +716,110 @@ def _add_trials(settings: Any, sbatch_options: tuple[str, ...], *, cluster: str,
 
         return follow(run, told=len(run.journal().read()), stop_on_interrupt=False)
     return 0
+
+
+# --- ``slurmft run``, a job's supervisor, and ``slurmft agent``, a node's agent: the processes of a run ---
+
+
+@click.command()
+@arguments.config_argument
+@click.option(
+    "--after-loss",
+    type=click.IntRange(1, 64),
+    hidden=True,
+    help="Act in the place of a supervisor that this signal ended.",
+)
+def run(*, config: Path, after_loss: int | None) -> int:
+    """Run the supervisor of one job (called by the batch script)."""
+    # before the fork: the guardian may need it when files cannot be read any more
+    with without_collections():
+        from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+        from slurmft.supervisor.agents import outlives_its_supervisor
+        from slurmft.supervisor.guardian import guarded
+
+    refuse_foreign_configuration(config)
+    settings = functools.cache(lambda: load_given(config))
+    guarded(
+        [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
+        spares=lambda pid: outlives_its_supervisor(settings(), pid),
+    )
+    with without_collections():
+        from slurmft.supervisor.run import recover, supervise
+
+    if after_loss is not None:
+        return recover(settings(), os.environ, after_loss)
+    return supervise(settings(), os.environ)
+
+
+@click.command(hidden=True)
+@arguments.config_argument
+@click.argument("attempt")
+@click.pass_obj
+def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
+    """Run one node's agent (started by the supervisor with srun)."""
+    import asyncio
+
+    with without_collections():
+        from slurmft.agent import container as agent_container
+        from slurmft.agent.agent import serve
+        from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+
+    refuse_foreign_configuration(config)
+    settings = load_given(config)
+    if (container := settings.contained()) is None:
+        return asyncio.run(serve(settings, attempt, os.environ, begun))
+    agent_container.become_first_process()
+    environment = agent_container.usable_environment(os.environ, os.uname().nodename)
+    agent_container.refuse_unusable(container, attempt, environment)
+    return asyncio.run(serve(settings, attempt, environment))
+
+
+# --- ``slurmft metrics``: measured values, for Prometheus; ``slurmft companion``, which publishes a run's own ---
+
+
+@click.command()
+@arguments.optional_run_argument
+@click.option(
+    "--textfile",
+    type=arguments.PATH,
+    help="File for node_exporter's textfile collector (*.prom), replaced each time; instead of printing.",
+)
+@click.option(
+    "--targets",
+    type=arguments.PATH,
+    help="File for Prometheus' file_sd_configs (*.json): where supervisors and routers are scraped.",
+)
+def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | None) -> int:
+    """Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus reads them.
+
+    For cron. A running job publishes its own by itself where its configuration has a section metrics.
+    """
+    from slurmft.reporting import metrics as reporting_metrics
+    from slurmft.reporting.metrics import families, looks_at
+    from slurmft.system.exposition import text
+
+    runs = [run] if run is not None else arguments.every_run()
+    looks, problems = looks_at(runs)
+    for problem in problems:
+        say_error(problem)
+    try:
+        if targets is not None:
+            reporting_metrics.write_targets(targets, runs)
+        if textfile is not None:
+            reporting_metrics.write_textfile(textfile, families(looks))
+    except OSError as error:
+        raise UsageError(f"cannot write {textfile or targets}: {error.strerror}") from error
+    if textfile is None and targets is None:
+        say_block(text(families(looks)).rstrip("\n"))
+    return 1 if problems else 0
+
+
+@click.command(hidden=True)
+@arguments.config_argument
+def companion(*, config: Path) -> int:
+    """Publish the metrics of a run and tell its events (started by the supervisor)."""
+    from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+    from slurmft.reporting.metrics import accompany
+
+    refuse_foreign_configuration(config)
+    return accompany(load_given(config), os.environ)
