@@ -61,7 +61,7 @@ def _number(option: str, setting: str, least: int, most: int, about: str) -> Cal
 @click.option("--expose", type=PATH, multiple=True, help="More paths the lab's user must be able to read.")
 @click.pass_obj
 def up(
-    folder: Path, *, nodes: int, release: str, names: tuple[str, ...], files: tuple[Path, ...],
+    folder: Path, /, *, nodes: int, release: str, names: tuple[str, ...], files: tuple[Path, ...],
     expose: tuple[Path, ...], **others: Any,
 ) -> None:  # fmt: skip
     """Build the cluster and wait until it is ready; quick when it already stands with the same settings."""
@@ -141,36 +141,20 @@ def _working_folder() -> Path | None:
         return None
 
 
-@lab.command("kill-node")
-@click.argument("node")
-@click.pass_obj
-def kill_node(folder: Path, node: str) -> None:
-    """End a node at once, with everything on it, as a power cut does."""
-    cluster.kill_node(folder, node)
+def _of_node(name: str, act: Callable[[Path, str], None], about: str) -> None:
+    """Add a verb that does something to one node."""
+
+    @lab.command(name, help=about)
+    @click.argument("node")
+    @click.pass_obj
+    def command(folder: Path, /, node: str) -> None:
+        act(folder, node)
 
 
-@lab.command("start-node")
-@click.argument("node")
-@click.pass_obj
-def start_node(folder: Path, node: str) -> None:
-    """Start a dead node again."""
-    cluster.start_node(folder, node)
-
-
-@lab.command()
-@click.argument("node")
-@click.pass_obj
-def partition(folder: Path, node: str) -> None:
-    """Cut a node off the network; its processes go on."""
-    cluster.partition(folder, node)
-
-
-@lab.command()
-@click.argument("node")
-@click.pass_obj
-def heal(folder: Path, node: str) -> None:
-    """Connect a node again that `partition` cut off."""
-    cluster.heal(folder, node)
+_of_node("kill-node", cluster.kill_node, "End a node at once, with everything on it, as a power cut does.")
+_of_node("start-node", cluster.start_node, "Start a dead node again.")
+_of_node("partition", cluster.partition, "Cut a node off the network; its processes go on.")
+_of_node("heal", cluster.heal, "Connect a node again that `partition` cut off.")
 
 
 @lab.command("slow-node")

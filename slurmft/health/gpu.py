@@ -829,9 +829,7 @@ JUDGES: Sequence[Callable[[Sequence[Gpu], GpuLimits], ProbeResult]] = (
 )  # fmt: skip
 
 
-def _owners(
-    scene: Scene, gpus: Sequence[Gpu]
-) -> tuple[dict[int, node.Process | None], frozenset[str] | None]:  # fmt: skip
+def _owners(scene: Scene, gpus: Sequence[Gpu]) -> tuple[dict[int, node.Process | None], frozenset[str] | None]:
     # the processes first: a job that starts in between is then among the running ones
     owners = {pid: node.process(scene.path(f"proc/{pid}")) for gpu in gpus for pid in gpu.pids}
     return owners, node.running_jobs(scene)

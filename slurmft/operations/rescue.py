@@ -41,14 +41,7 @@ from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Cause, Evidence, Kind, Suspect
-from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.parsing import (
-    JobRecord,
-    expand_hostlist,
-    is_held_by_launch,
-    is_held_by_requeue,
-    is_held_for_good,
-)
+from slurmft.scheduler import own_jobs, parsing, slurm
 from slurmft.scheduler.slurm import NotPermitted, Refusal, compress, undisturbed
 from slurmft.storage import run_folder
 from slurmft.storage.exclusions import ExclusionList
@@ -70,7 +63,7 @@ MAX_RELEASES = 3
 log = logging.getLogger(__name__)
 
 
-def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str:
     """Let a job that Slurm holds after a failed launch begin elsewhere; says what was done.
 
     The nodes that refused it are recorded on the exclusion list. Call for a job of ``is_held_by_launch``.
@@ -111,7 +104,7 @@ def releases_without_start(history: Sequence[Event]) -> int:
     return count
 
 
-def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
+def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[Refusal]:
     """Nodes that Slurm has drained when it put the job back into the queue, without those of an earlier time."""
     at = record.identity.submitted
     told = {
@@ -299,7 +292,7 @@ def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history:
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
 
 
-def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
+def complete(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Finish the requeue of a waiting job whose supervisor ended in the middle of it; says what was done.
 
     A job that waits has no process left, so no supervisor can be doing the same. May be done twice.
@@ -314,7 +307,7 @@ def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | 
         excluded = began.details.get("excluded")
         avoid = None if excluded is None else expanded(excluded)
         done = own_jobs.place(job, own_jobs.SOONEST_S, avoid=avoid)
-        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
+        if parsing.is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
             own_jobs.release(job)
         run.journal().append(EventName.REQUEUED, job=record.job_id, who=who, **done.in_words())
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")
@@ -459,32 +452,34 @@ def _jobs_to_ask_about(run: RunFolder) -> list[OwnJob]:
         return []
 
 
-def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
+def _rescue(
+    run: RunFolder, records: Mapping[OwnJob, parsing.JobRecord], jobs: Sequence[OwnJob], who: str
+) -> str | None:
     for job, record in records.items():
         if is_orphan(record):
             return _requeue_orphan(run, job, record, who)
         if record.waiting and (done := complete(run, job, record, who)):
             return done
-        if record.waiting and is_held_by_launch(record.reason):
+        if record.waiting and parsing.is_held_by_launch(record.reason):
             return release(run, job, record, who)
-        if record.waiting and is_held_for_good(record.reason) and run.see_request("KILL") is None:
+        if record.waiting and parsing.is_held_for_good(record.reason) and run.see_request("KILL") is None:
             return _submit_in_place_of(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
     return _submit_again(run, records, jobs, who)
 
 
-def is_orphan(record: JobRecord) -> bool:
+def is_orphan(record: parsing.JobRecord) -> bool:
     """Under --no-kill a job whose batch host died stays RUNNING without its script until its time limit."""
     if record.state != "RUNNING" or not record.batch_host:
         return False
     try:
-        return record.batch_host not in expand_hostlist(record.nodes)
+        return record.batch_host not in parsing.expand_hostlist(record.nodes)
     except ValueError:
         return False  # not known: Slurm answered something that cannot be its nodes
 
 
-def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+def _requeue_orphan(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str:
     owner = run.owner()
     restart = owner.restart if owner is not None and owner.job == job.job_id else 0
     journal = run.journal()
@@ -504,7 +499,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
     return f"job {job} had lost its batch host {record.batch_host}; it is requeued"
 
 
-def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
+def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         own_jobs.cancel(job)
@@ -531,7 +526,9 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str
     return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
 
 
-def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
+def _submit_again(
+    run: RunFolder, records: Mapping[OwnJob, parsing.JobRecord], jobs: Sequence[OwnJob], who: str
+) -> str | None:
     owner, events = run.owner(), run.journal().read()
     if owner is None or not is_unfinished(events, owner.job) or run.see_request("KILL") is not None:
         return None

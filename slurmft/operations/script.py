@@ -482,9 +482,7 @@ class _Ready:
     relay: _Relay
 
 
-def _prepared(
-    name: str, words: Sequence[str], line: Line, script: _Script, read_ranks: ReadRanks
-) -> _Ready | str:  # fmt: skip
+def _prepared(name: str, words: Sequence[str], line: Line, script: _Script, read_ranks: ReadRanks) -> _Ready | str:
     """The run of a launch that trains; or why it cannot be one."""
     plan = _plan(name, line, script, read_ranks)
     if isinstance(plan, str):

@@ -276,13 +276,12 @@ def _partition(pairs: dict[str, str]) -> Partition:
 
 def parse_site(text: str) -> Site:
     """The facts in the output of ``scontrol show config``."""
-    facts = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+    facts = parse_configuration(text)
     wait = re.match(r"\d+", facts.get("KillWait", ""))
-    asked_at = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
     return Site(
-        preempt_type=_preempt_type(facts.get("PreemptType", "")),
+        preempt_type=facts.get("PreemptType", ""),
         kill_wait_s=float(wait.group()) if wait else None,
-        clock=parsing.parse_time(asked_at.group(1)) if asked_at else None,
+        clock=parsing.parse_time(facts.get("as of", "")),
         cluster=facts.get("ClusterName", ""),
         # from 24.11 on there is a line for each script, and none where there is no script
         has_epilog="EpilogMsgTime" not in facts
@@ -295,14 +294,9 @@ def parse_configuration(text: str) -> dict[str, str]:
     facts = dict(re.findall(r"^(\w+)\s*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
     if match := re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE):
         facts["as of"] = match[1]
-    if "PreemptType" in facts:
-        facts["PreemptType"] = _preempt_type(facts["PreemptType"])
+    if facts.get("PreemptType") == "(null)":  # newer versions; 22.05 says it
+        facts["PreemptType"] = "preempt/none"
     return facts
-
-
-def _preempt_type(text: str) -> str:
-    """A cluster without preemption says ``preempt/none`` in 22.05, and nothing in newer versions."""
-    return "preempt/none" if text == "(null)" else text
 
 
 def parse_limit_s(text: str) -> float | None:

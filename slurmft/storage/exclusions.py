@@ -36,9 +36,7 @@ MAX_TIME_S = 1e12
 """Unix time beyond any clock: the year 33,658."""
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
-_COLUMN_TYPES = tuple(
-    {int, float} if name in ("weight", "at") else {str} for name in Observation._fields
-)  # fmt: skip
+_COLUMN_TYPES = tuple({int, float} if name in ("weight", "at") else {str} for name in Observation._fields)
 _NODE, _WEIGHT, _AT, _ID = (Observation._fields.index(name) for name in ("node", "weight", "at", "id"))
 _NODE_NAME = re.compile(r"[^\s,\[\]]{1,255}")
 

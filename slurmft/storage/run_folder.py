@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +164,12 @@ def read(run_folder: Path) -> LiveView:
     except StorageError:
         return LiveView()
     tiers = facts.get("tiers")
+    kinds: Mapping[Any, Callable[[Any], Any]] = {"Sequence[float | None]": _numbers, "Sequence[str]": _texts,
+                                                 "float | None": files.number, "int | None": _count}  # fmt: skip
     return LiveView(
+        **{each.name: kinds[each.type](facts.get(each.name)) for each in fields(LiveView) if each.type in kinds},
         at=files.number(facts.get("at")) or 0.0,
         attempt=str(facts.get("attempt") or "")[:MAX_NAME],
-        steps=_numbers(facts.get("steps")), step_s=_numbers(facts.get("step_s")),
-        section_s=_numbers(facts.get("section_s")),
-        nodes=_texts(facts.get("nodes")), sections=_texts(facts.get("sections")),
-        heartbeat_s=files.number(facts.get("heartbeat_s")), hang_used=files.number(facts.get("hang_used")),
-        restarts_left=_count(facts.get("restarts_left")), save_interval_steps=_count(facts.get("save_interval_steps")),
         tiers={str(name)[:MAX_NAME]: str(text)[:MAX_NAME] for name, text in list(tiers.items())[:8]}
         if isinstance(tiers, dict) else {},
     )  # fmt: skip
@@ -217,7 +215,7 @@ class ProgressMarks:
         return self._facts
 
 
-# --- The jobs of a run: their ids, and their identities, as ids are reused for other jobs ---
+# --- The file of the jobs of a run: their ids, and their identities; folders of earlier versions hold ids alone ---
 
 JOBS_FILE = "jobs.json"
 LOCAL_PREFIX = "local-"
@@ -225,66 +223,6 @@ LOCAL_PREFIX = "local-"
 
 _JOB_ID = re.compile(r"(\d{1,10})(?:[_+]\d{1,10})?", re.ASCII)
 _MAX_ID = 2**31 - 1
-
-
-class JobsFile:
-    """``jobs.json`` of a run folder. Folders of earlier versions hold ids alone."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / JOBS_FILE
-
-    def ids(self) -> list[str]:
-        """All jobs so far, oldest first.
-
-        Raises:
-            StorageError: the file cannot be read or believed.
-        """
-        return self._read()[0]
-
-    def own_jobs(self, newest: int | None, told_elsewhere: Callable[[], Mapping[str, JobIdentity]]) -> list[OwnJob]:
-        """Those of Slurm, oldest first; ``told_elsewhere`` is called where the file has no identities.
-
-        Raises:
-            StorageError: the file cannot be read or believed.
-        """
-        jobs, known = self._read()
-        of_slurm = [job for job in jobs if not job.startswith(LOCAL_PREFIX)]
-        chosen = of_slurm if newest is None else of_slurm[-newest:]
-        told = {} if all(job in known for job in chosen) else told_elsewhere()
-        user = self.path.parent.stat().st_uid if chosen else 0
-        return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
-
-    def add(self, job: str, seen: JobIdentity | None) -> None:
-        """Remember a job, and its identity. Idempotent.
-
-        A reused id means the newer job: it becomes the newest one.
-
-        Raises:
-            StorageError: the file cannot be read, believed or written.
-        """
-        jobs, known = self._read()
-        before = known.get(job)
-        is_another = seen is not None and before is not None and is_same_job(before, seen) is False
-        if seen is not None:
-            own = replace(seen, own_script=(seen.script or "").startswith(f"{self.path.parent}{os.sep}"))
-            known[job] = own if before is None or is_another else merged(before, own)
-        order = [*(each for each in jobs if each != job), job] if is_another or job not in jobs else jobs
-        if order != jobs or seen is not None:
-            records = {each: identity.as_json() for each, identity in known.items() if each in order}
-            write_state(self.path, {"jobs": order, "known": records})
-
-    def _read(self) -> tuple[list[str], dict[str, JobIdentity]]:
-        value = files.read_json(self.path) or {}
-        jobs = value.get("jobs", [])
-        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
-            raise StorageError(f"{self.path} does not hold a list of jobs", hint=files.MOVE_AWAY)
-        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
-            is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
-            if not is_id and not job.startswith(LOCAL_PREFIX):
-                raise StorageError(f"{self.path} names a job {job[:40]!r}", hint=files.MOVE_AWAY)
-        known = value.get("known")
-        records = known if isinstance(known, dict) else {}
-        return jobs, {str(job): identity_from(facts) for job, facts in records.items() if isinstance(facts, dict)}
 
 
 # --- The file by which a user asks a run for a fault: believed only when the run's own user has written it ---
@@ -588,7 +526,7 @@ class RunFolder:
         self._owner = path / OWNER_FILE
         self._done = path / "done.json"
         self._progress = path / "progress.json"
-        self._jobs = JobsFile(path)
+        self._jobs = path / JOBS_FILE
         self._marks = ProgressMarks(None)
 
     def create(self, *, only_look: bool = False) -> None:
@@ -648,7 +586,7 @@ class RunFolder:
 
     def has_records(self) -> bool:
         """Whether something was submitted or started from here; a folder that cannot be looked into may have some."""
-        return any(may_exist(path) for path in (self._owner, self._jobs.path, self.journal().path))
+        return any(may_exist(path) for path in (self._owner, self._jobs, self.journal().path))
 
     def journal(self, attempt: Attempt | None = None) -> Journal:
         """The journal, writing as ``attempt``."""
@@ -713,7 +651,7 @@ class RunFolder:
 
     @property
     def _files(self) -> list[Path]:
-        return [self.config, self.script, self._owner, self._jobs.path, self._done, self._progress, self.journal().path]
+        return [self.config, self.script, self._owner, self._jobs, self._done, self._progress, self.journal().path]
 
     def refuse_copy(self) -> None:
         """Return when the folder is what its records say.
@@ -780,7 +718,7 @@ class RunFolder:
         Raises:
             StorageError: the file cannot be read or believed.
         """
-        return self._jobs.ids()
+        return self._known_jobs()[0]
 
     def own_jobs(self, newest: int | None = None) -> list[OwnJob]:
         """Those of Slurm, or the newest of them, with their identities, as ids are reused for other jobs.
@@ -788,7 +726,12 @@ class RunFolder:
         Raises:
             StorageError: a file cannot be read or believed.
         """
-        return self._jobs.own_jobs(newest, self._jobs_in_journal)
+        jobs, known = self._known_jobs()
+        of_slurm = [job for job in jobs if not job.startswith(LOCAL_PREFIX)]
+        chosen = of_slurm if newest is None else of_slurm[-newest:]
+        told = {} if all(job in known for job in chosen) else self._jobs_in_journal()
+        user = self.path.stat().st_uid if chosen else 0
+        return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
 
     def _jobs_in_journal(self) -> dict[str, JobIdentity]:
         """The jobs in the folder of an earlier version."""
@@ -805,10 +748,34 @@ class RunFolder:
     def add_job(self, job: str, seen: JobIdentity | None = None) -> None:
         """Remember a job of this run, and its identity. Idempotent. Call with the lock held.
 
+        A reused id means the newer job: it becomes the newest one.
+
         Raises:
             StorageError: the file cannot be read, believed or written.
         """
-        self._jobs.add(job, seen)
+        jobs, known = self._known_jobs()
+        before = known.get(job)
+        is_another = seen is not None and before is not None and is_same_job(before, seen) is False
+        if seen is not None:
+            own = replace(seen, own_script=(seen.script or "").startswith(f"{self.path}{os.sep}"))
+            known[job] = own if before is None or is_another else merged(before, own)
+        order = [*(each for each in jobs if each != job), job] if is_another or job not in jobs else jobs
+        if order != jobs or seen is not None:
+            records = {each: identity.as_json() for each, identity in known.items() if each in order}
+            write_state(self._jobs, {"jobs": order, "known": records})
+
+    def _known_jobs(self) -> tuple[list[str], dict[str, JobIdentity]]:
+        value = files.read_json(self._jobs) or {}
+        jobs = value.get("jobs", [])
+        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
+            raise StorageError(f"{self._jobs} does not hold a list of jobs", hint=files.MOVE_AWAY)
+        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
+            is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
+            if not is_id and not job.startswith(LOCAL_PREFIX):
+                raise StorageError(f"{self._jobs} names a job {job[:40]!r}", hint=files.MOVE_AWAY)
+        known = value.get("known")
+        records = known if isinstance(known, dict) else {}
+        return jobs, {str(job): identity_from(facts) for job, facts in records.items() if isinstance(facts, dict)}
 
     def ending(self, attempt: Attempt) -> EndingClaim:
         """The right to act on the end of this attempt's (job, restart)."""
@@ -1074,13 +1041,10 @@ class Progress:
         return self.saved if self.saved is not None and self.saved >= 0 else None
 
 
+_TYPES = {"int | None": (int,), "float | None": (int, float), "str | None": (str,)}
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
-    "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
-    "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
-    "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
-    "copied": (int,), "replicas": (str,),
-}  # fmt: skip
+    each.name: _TYPES[str(each.type)] for each in fields(Progress) if each.type in _TYPES
+}
 
 
 def progress_of(run: RunFolder) -> Progress:

@@ -301,7 +301,7 @@ def owners_of_loopback_port(port: int) -> set[int]:
 def _stat(folder: Path) -> tuple[str, list[str]]:
     """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
     before, _, after = _text(f"{folder}/stat").rpartition(")")
-    state, *fields = after.split() or "Z"
+    state, *fields = after.split() or ["Z"]
     return before.partition("(")[2], [] if state in "ZX" else fields
 
 
