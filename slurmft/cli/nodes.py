@@ -23,7 +23,7 @@ from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
 from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
-from slurmft.operations.rescue import SweepOrder, SweepReport, heartbeat_url, send_heartbeat, write_metrics
+from slurmft.operations.rescue import SweepOrder, SweepReport, send_heartbeat, write_metrics
 from slurmft.operations.rescue import sweep as do_sweep
 from slurmft.operations.site import as_lines, carry_out, diagnose, prepared
 from slurmft.policy.node_health import Condition, Visits
@@ -43,6 +43,7 @@ from slurmft.scheduler import slurm
 from slurmft.scheduler.own_jobs import preempt_argv, signal_argv
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.supervisor.avoided_nodes import list_path
+from slurmft.system.files import url_in
 from slurmft.system.foreign_text import one_line
 from slurmft.system.processes import bounded, who
 
@@ -400,7 +401,7 @@ def sweep(
     A node is taken out when N of its last M looks agree, no more than a few in an hour, and none for a failure that
     many share. Without --drain, or without permission, the administrator's commands are printed.
     """
-    url = heartbeat_url(heartbeat_url_file) if heartbeat_url_file is not None else ""
+    url = url_in(heartbeat_url_file) if heartbeat_url_file is not None else ""
 
     def work() -> int:
         try:

@@ -42,12 +42,11 @@ from slurmft.health.node import (
     grown,
     mounts,
     orphaned_memory,
-    text_of,
     unknown,
 )
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
 from slurmft.system.files import write_all
-from slurmft.system.processes import Answer, Errand, end_group, output_of, run_all
+from slurmft.system.processes import Answer, Errand, end_group, output_of, run_all, text_of
 
 # --- Probes of local filesystems: space and inodes, remounts after errors, bytes that come back ---
 

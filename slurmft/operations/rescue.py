@@ -32,7 +32,6 @@ from slurmft.errors import (
     SlurmUnavailable,
     StorageError,
     StorageUnavailable,
-    UsageError,
 )
 from slurmft.health.checker import Results, read_results
 from slurmft.operations.control import NEWEST
@@ -53,7 +52,7 @@ from slurmft.supervisor.observations import progressed
 from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
 from slurmft.system import files, processes
 from slurmft.system.exposition import GAUGE, Family, Sample, text
-from slurmft.system.files import read_text, replace_atomically
+from slurmft.system.files import replace_atomically
 
 # --- Jobs that Slurm holds because a node could not start them, which is what a failing Prolog does by default ---
 
@@ -910,8 +909,6 @@ HEARTBEAT_S = 10.0
 MAX_LEMONS = 20
 """Nodes that the file names."""
 
-MAX_URL_BYTES = 4096
-
 _HELD = (State.EXCLUDED, State.PROBATION)
 
 
@@ -969,21 +966,6 @@ def write_metrics(path: Path, report: SweepReport, *, may_exclude: float) -> Non
         OSError: the old one is untouched.
     """
     replace_atomically(path, metrics_text(report, may_exclude=may_exclude), mode=0o644, durable=False)
-
-
-def heartbeat_url(path: Path) -> str:
-    """The URL in a file; it is a secret, so it is not given on the command line.
-
-    Raises:
-        UsageError: there is none in it.
-    """
-    try:
-        url = read_text(path, limit_bytes=MAX_URL_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if not url.startswith(("https://", "http://")) or any(sign.isspace() for sign in url):
-        raise UsageError(f"{path} does not hold one URL", hint="one line that begins with https://")
-    return url
 
 
 def send_heartbeat(url: str) -> str:

@@ -48,7 +48,7 @@ from slurmft.storage.journal import Event, EventName, JournalPosition, JournalTa
 from slurmft.storage.run_folder import LOCAL_PREFIX, Progress, RunFolder, progress_of, user_name
 from slurmft.system import processes
 from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample, encoded, text
-from slurmft.system.files import read_json, read_text, replace_atomically, token_in, write_json
+from slurmft.system.files import checked_url, read_json, replace_atomically, token_in, url_in, write_json
 from slurmft.system.foreign_text import one_line
 
 # --- What is counted of a run, from its journal alone: so counts survive requeues and never go back ---
@@ -517,7 +517,6 @@ def write_targets(path: Path, runs: Iterable[RunFolder]) -> None:
 # process that is killed between a message and that file tells it twice.
 
 STATE_FILE = "notify.json"
-MAX_URL_BYTES = 4096
 MAX_REASON = 1000
 FIRST_PAUSE_S = 1.0
 HOUR_S = 3600.0
@@ -583,24 +582,13 @@ def webhook_url(config: NotifyConfig, environment: Mapping[str, str]) -> str:
         UsageError: it cannot be read, others can read it, or it is none; the message does not repeat it.
     """
     if config.webhook_variable is not None:
-        url, where = environment.get(config.webhook_variable, ""), f"the variable {config.webhook_variable}"
-    elif config.webhook_file is not None:
-        path = config.webhook_file
-        url, where = _url_in(path), str(path)
-    else:
+        return checked_url(environment.get(config.webhook_variable, ""), f"the variable {config.webhook_variable}")
+    if (path := config.webhook_file) is None:
         return ""
-    if not url.startswith(("https://", "http://")) or any(sign.isspace() or not sign.isprintable() for sign in url):
-        raise UsageError(f"{where} does not hold one URL", hint="one line that begins with https://")
-    return url
-
-
-def _url_in(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):  # as the reading says
         if path.stat().st_mode & 0o077:
             raise UsageError(f"others may read the URL in {path}", hint=f"chmod 600 {path}")
-        return read_text(path, owners={os.geteuid()}, limit_bytes=MAX_URL_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+    return url_in(path, owners={os.geteuid()})
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

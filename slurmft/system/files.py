@@ -823,9 +823,33 @@ class PieceTags:
         return hmac.compare_digest(self.next_tag(piece), tag)
 
 
-# --- A token in a file that its owner alone can read: never on a command line ---
+# --- A token, or a URL that is one, in a file: never on a command line ---
 
 MAX_TOKEN_BYTES = 4096
+
+
+def checked_url(url: str, where: str) -> str:
+    """The URL itself.
+
+    Raises:
+        UsageError: it is none; the message says where it was, and does not repeat it.
+    """
+    if not url.startswith(("https://", "http://")) or any(sign.isspace() or not sign.isprintable() for sign in url):
+        raise UsageError(f"{where} does not hold one URL", hint="one line that begins with https://")
+    return url
+
+
+def url_in(path: Path, *, owners: Collection[int] | None = None) -> str:
+    """The URL in a file of one of ``owners``.
+
+    Raises:
+        UsageError: it cannot be read, or there is none in it.
+    """
+    try:
+        text = read_text(path, owners=owners, limit_bytes=MAX_TOKEN_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+    return checked_url(text.strip(), str(path))
 
 
 def token_in(path: Path, *, at_least: int = 16) -> str:

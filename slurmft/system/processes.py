@@ -129,7 +129,7 @@ def birth_of(pid: int) -> str:
 
     Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
     """
-    boot, (_, fields) = _text("/proc/sys/kernel/random/boot_id").strip(), _stat(Path(f"/proc/{pid}"))
+    boot, (_, fields) = text_of("/proc/sys/kernel/random/boot_id").strip(), _stat(Path(f"/proc/{pid}"))
     return f"{boot}:{fields[_START_TICKS]}" if boot and fields else ""
 
 
@@ -148,7 +148,7 @@ def was_given(pid: int, variable: str, value: str) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether the kernel has stopped the process: SIGSTOP, or a debugger."""
-    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    return text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def user_name(user_id: int | None = None) -> str:
@@ -273,11 +273,7 @@ def end_group(process: subprocess.Popen[bytes], within_s: float) -> None:
 
 def words_of(pid: int) -> list[str]:
     """The command line of a living process; empty where there is none, or it is not ours to look at."""
-    try:
-        data = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return data.decode(errors="replace").split("\0")[:-1]
+    return text_of(f"/proc/{pid}/cmdline").split("\0")[:-1]
 
 
 def owners_of_loopback_port(port: int) -> set[int]:
@@ -300,7 +296,7 @@ def owners_of_loopback_port(port: int) -> set[int]:
 
 def _stat(folder: Path) -> tuple[str, list[str]]:
     """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
-    before, _, after = _text(f"{folder}/stat").rpartition(")")
+    before, _, after = text_of(f"{folder}/stat").rpartition(")")
     state, *fields = after.split() or ["Z"]
     return before.partition("(")[2], [] if state in "ZX" else fields
 
@@ -313,8 +309,7 @@ def _stat(folder: Path) -> tuple[str, list[str]]:
 MAX_THREADS = 64
 """Threads that are looked at; a process on a GPU has hundreds, and the first ones are the program's own."""
 
-MAX_TEXT_BYTES = 1 << 16
-"""A member of a thousand groups has them all in its status, before the signals."""
+MAX_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,7 +362,7 @@ class View:
 
 def view(pid: int) -> View | None:
     """One look at a living process; None when there is none, or it is a zombie."""
-    status = _text(f"/proc/{pid}/status")
+    status = text_of(f"/proc/{pid}/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     state = fields.get("State", "Z")[:1]
     if not status or state in "ZX":
@@ -379,8 +374,8 @@ def view(pid: int) -> View | None:
         threads=threads,
         caught=int(fields.get("SigCgt", "0"), 16),
         status=status,
-        syscall=_text(f"/proc/{pid}/syscall").strip(),
-        stack=_text(f"/proc/{pid}/stack").strip(),
+        syscall=text_of(f"/proc/{pid}/syscall").strip(),
+        stack=text_of(f"/proc/{pid}/stack").strip(),
     )
 
 
@@ -390,7 +385,7 @@ def memory_kills(root: str = "") -> int:
     Args:
         root: in the place of ``/``, for tests.
     """
-    for line in _text(f"{root}/proc/self/cgroup").splitlines():
+    for line in text_of(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "none", "")[:3]
         if controllers == "":
             top, name = f"{root}/sys/fs/cgroup", "memory.events"
@@ -399,7 +394,7 @@ def memory_kills(root: str = "") -> int:
         else:
             continue
         # inside of a container the path is one of the host's, and the group's own files lie at the top
-        text = _text(f"{top}{path}/{name}") or _text(f"{top}/{name}")
+        text = text_of(f"{top}{path}/{name}") or text_of(f"{top}/{name}")
         if found := re.search(r"^oom_kill (\d{1,18})$", text, re.MULTILINE):
             return int(found[1])
     return 0
@@ -414,20 +409,24 @@ def _threads(pid: int) -> tuple[Thread, ...]:
 
 
 def _thread(pid: int, tid: int) -> Thread | None:
-    before, _, after = _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")
+    before, _, after = text_of(f"/proc/{pid}/task/{tid}/stat").rpartition(")")
     if not before:
         return None
-    wchan = _text(f"/proc/{pid}/task/{tid}/wchan").strip()
+    wchan = text_of(f"/proc/{pid}/task/{tid}/wchan").strip()
     return Thread(tid=tid, name=before.partition("(")[2], state=after.strip()[:1], wchan=wchan if wchan != "0" else "")
 
 
-def _text(path: str) -> str:
+def text_of(path: str | Path) -> str:
+    """A file's text, at most a MiB of it, with any content; empty where it cannot be read. Never waits for a writer."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
         return ""
     try:
-        return os.read(descriptor, MAX_TEXT_BYTES).decode(errors="replace")
+        pieces: list[bytes] = []
+        while sum(map(len, pieces)) < MAX_TEXT_BYTES and (piece := os.read(descriptor, 1 << 16)):
+            pieces.append(piece)
+        return b"".join(pieces).decode(errors="replace")
     except OSError:
         return ""
     finally:
@@ -477,7 +476,7 @@ def _rooms(folder: Path, root: Path) -> Iterator[tuple[str, int, int]]:
 def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
     """The limits of this process's control group and of all above it: any of them may be the tightest."""
     mount = root / "sys/fs/cgroup"
-    for line in _text(f"{root}/proc/self/cgroup").splitlines():
+    for line in text_of(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             top, limit, usage, idle = mount, "memory.max", "memory.current", "inactive_file"
@@ -499,13 +498,13 @@ def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(_text(str(path)))
+        return int(text_of(path))
     except ValueError:  # ``max``: no limit
         return None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    rows = [line.split() for line in _text(str(path)).splitlines()]
+    rows = [line.split() for line in text_of(path).splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 

@@ -336,10 +336,10 @@ def test_only_the_command_line_has_a_broad_except():
 OPENERS = {
     "system/files.py": "the one opener; folders, to make renames durable; private folders, checked in its own way",
     "worker/standalone.py": "/proc and cgroups",
-    "system/processes.py": "/proc and cgroups; its own folder, opened as one and without following links",
+    "system/processes.py": "/proc and /sys, without waiting and in bounds; its own folder, opened as one and without "
+    "following links",
     "sync/folder.py": "/proc",
     "agent/notices.py": "/sys",
-    "health/node.py": "/proc and /sys, without waiting and in bounds",
     "health/gpu.py": "/dev/kmsg, without waiting and in bounds",
     "operations/site.py": "a folder that the drill has just made for itself"
     "; a folder that the test has just made for itself",
