@@ -41,10 +41,10 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.errors import StorageError as StorageError
     from slurmft.errors import StorageUnavailable as StorageUnavailable
     from slurmft.errors import UsageError as UsageError
+    from slurmft.inference.endpoint import publish_weights as publish_weights
     from slurmft.operations.executor import Executor as Executor
-    from slurmft.operations.run_handle import RunHandle as RunHandle
-    from slurmft.operations.run_handle import submit as submit
-    from slurmft.storage.published_weights import publish_weights as publish_weights
+    from slurmft.operations.executor import RunHandle as RunHandle
+    from slurmft.operations.executor import submit as submit
     from slurmft.storage.queue import Queue as Queue
     from slurmft.storage.shared_weights import stage_in_memory as stage_in_memory
     from slurmft.worker.data import ElasticLoader as ElasticLoader
@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # for editors and type checkers
 __version__ = "0.1.0"
 
 _NAMES = (
-    ("slurmft.operations.run_handle", "submit RunHandle"),
+    ("slurmft.operations.executor", "submit RunHandle"),
     ("slurmft.operations.executor", "Executor"),
     ("slurmft.worker.session", "start_session Session PlannedStop"),
     ("slurmft.worker.signals", "ignore_strangers_term"),
@@ -80,7 +80,7 @@ _NAMES = (
     ("slurmft.worker.failures", "categorize_failure"),
     ("slurmft.worker.standalone", "detect_gpu_failure detect_network_failure handle_nccl_timeout handle_gpu_oom"),
     ("slurmft.storage.queue", "Queue"),
-    ("slurmft.storage.published_weights", "publish_weights"),
+    ("slurmft.inference.endpoint", "publish_weights"),
     ("slurmft.storage.shared_weights", "stage_in_memory"),
     ("slurmft.worker.shared_weights", "shared_weights"),
     ("slurmft.compat.megatron", "get_rerun_state_machine"),

@@ -21,7 +21,7 @@ from pathlib import Path
 import slurmft
 from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation, Rules, standing
 from slurmft.policy.verdict import Kind
-from slurmft.scheduler.nodes import NodeRecord, compress
+from slurmft.scheduler.slurm import NodeRecord, compress
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.supervisor.avoided_nodes import to_avoid
 

@@ -22,7 +22,7 @@ from running import say, verdict
 
 from slurmft.inference.ledger import Ledger, open_ledger, segments_of
 from slurmft.inference.requests import Batch, runs_of
-from slurmft.storage.segments import SegmentWriter, line_of
+from slurmft.storage.queue import SegmentWriter, line_of
 
 ASKED_S, ASKED_MIB = 10.0, 1000.0
 COMMIT = 256

@@ -24,7 +24,7 @@ from slurmft.operations.rescue import SweepOrder, sweep
 from slurmft.policy.node_health import Checkup, HealthRules, ProbeResult, Status, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import WEIGHTS, Observation, Rules
 from slurmft.policy.verdict import Kind
-from slurmft.scheduler.nodes import node_facts, parse_facts
+from slurmft.scheduler.slurm import node_facts, parse_facts
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.system.files import write_json
 

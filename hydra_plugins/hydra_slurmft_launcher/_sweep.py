@@ -34,8 +34,7 @@ from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.inference.requests import folder_of, records_of
 from slurmft.inference.trials import NAME, folder_of_trial, rows, trial_of
-from slurmft.operations.executor import keys_of
-from slurmft.operations.run_handle import RunHandle
+from slurmft.operations.executor import RunHandle, keys_of
 from slurmft.operations.submit import submit_trials
 from slurmft.scheduler.slurm import known_options
 from slurmft.storage.run_folder import RunFolder

@@ -101,24 +101,14 @@ class OwnRun(RunType):
         return refuse_foreign(super().convert(value, param, ctx))
 
 
-def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RUN of a verb that reads; may be another user's."""
-    return click.argument("run", type=RunType())(function)
+run_argument = click.argument("run", type=RunType())
+"""RUN of a verb that reads; may be another user's."""
 
+own_run_argument = click.argument("run", type=OwnRun())
+"""RUN of a verb that acts; the caller's own."""
 
-def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RUN of a verb that acts; the caller's own."""
-    return click.argument("run", type=OwnRun())(function)
-
-
-def newest_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RUN of a verb that reads; the one that was submitted last where none is named."""
-    return click.argument("run", type=RunType(), default=_newest)(function)
-
-
-def only_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RUN of a verb that acts; the only one of the caller's that is not finished where none is named."""
-    return click.argument("run", type=OwnRun(), default=only_run)(function)
+optional_run_argument = click.argument("run", type=RunType(), required=False)
+"""RUN, or every run."""
 
 
 def _newest() -> RunFolder | None:
@@ -165,9 +155,11 @@ def _chosen(run: RunFolder) -> RunFolder:
     return run
 
 
-def optional_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RUN, or every run."""
-    return click.argument("run", type=RunType(), required=False)(function)
+newest_run_argument = click.argument("run", type=RunType(), default=_newest)
+"""RUN of a verb that reads; the one that was submitted last where none is named."""
+
+only_run_argument = click.argument("run", type=OwnRun(), default=only_run)
+"""RUN of a verb that acts; the only one of the caller's that is not finished where none is named."""
 
 
 class Amount(click.FloatRange):
@@ -183,3 +175,18 @@ class Amount(click.FloatRange):
 RANK = click.IntRange(0, 999_999)
 STEP = click.IntRange(0, MAX_STEP)
 LINES = click.IntRange(0, 999_999_999)
+MAX_TIMEOUT_S = 366 * 86_400
+
+PATH = click.Path(path_type=Path)
+config_argument = click.argument("config", type=PATH)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+wait_option = click.option("--wait", is_flag=True,
+                           help="Show progress until the run ends; exit with the run's exit code.")  # fmt: skip
+CLUSTERS = click.Choice(["auto", "slurm", "local"])
+cluster_option = click.option("--cluster", type=CLUSTERS, default="auto", show_default=True,
+                              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+
+
+def set_option(about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``--set`` of a verb that takes a configuration, with this help."""
+    return click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=about)

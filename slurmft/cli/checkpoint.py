@@ -17,8 +17,8 @@ from rich.text import Text
 
 from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, Problem, by_merit, remove_folder, verify
 from slurmft.checkpoint.holding import reading
-from slurmft.cli.arguments import STEP, refuse_foreign, runs_root
-from slurmft.cli.main import Verbs, console, say, say_error, say_json
+from slurmft.cli.arguments import STEP, json_option, refuse_foreign, runs_root
+from slurmft.cli.main import Verbs, console, say, say_error, say_json, table
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
@@ -108,7 +108,6 @@ def _of_run(run: RunFolder) -> CheckpointDirectory:
 
 
 _run = click.argument("where", metavar="RUN", type=_Where())
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
 
 
 @click.group(cls=Verbs, epilog=_EXIT_CODES)
@@ -121,7 +120,7 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @_run
-@_json
+@json_option
 def list_(*, where: CheckpointDirectory, as_json: bool) -> int:
     """Show the checkpoints, newest first. Only their markers are read."""
     found = where.scan()
@@ -141,14 +140,12 @@ def list_(*, where: CheckpointDirectory, as_json: bool) -> int:
 
 
 def _table(found: Contents, best: Entry | None) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("step", "commit", "committed", "size", "ranks", "metrics", "note"):
-        table.add_column(title, overflow="fold", no_wrap=title not in ("metrics", "note"))
+    made = table("step", "commit", "committed", "size", "ranks", "metrics", "note", wrapped=("metrics", "note"))
     newest = next((entry for entry in found.committed if not entry.quarantine), None)
     for entry in found.committed:
         notes = ["newest"] * (entry is newest) + ["best"] * (entry is best)
         notes += [f"quarantined: {entry.quarantine}"] * bool(entry.quarantine)
-        table.add_row(
+        made.add_row(
             *_named(entry.path),
             entry.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
             _size(entry.size_bytes),
@@ -157,10 +154,10 @@ def _table(found: Contents, best: Entry | None) -> Table:
             Text(one_line(", ".join(notes)), style="red" if entry.quarantine else ""),
         )
     for path, reason in found.unusable:
-        table.add_row(*_named(path), "-", "-", "-", "", Text(one_line(reason), style="red"))
+        made.add_row(*_named(path), "-", "-", "-", "", Text(one_line(reason), style="red"))
     for path in found.uncommitted:
-        table.add_row(*_named(path), "-", "-", "-", "", "being saved, or never finished")
-    return table
+        made.add_row(*_named(path), "-", "-", "-", "", "being saved, or never finished")
+    return made
 
 
 def _named(path: Path) -> tuple[str, str]:
@@ -171,7 +168,7 @@ def _named(path: Path) -> tuple[str, str]:
 
 @checkpoint.command("verify")
 @_run
-@_json
+@json_option
 @click.option("--step", type=STEP, help="Only those of this step.")
 @click.option(
     "--newest", "only_newest", is_flag=True, help="Only the newest good one, and newer ones that are damaged."

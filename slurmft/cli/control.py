@@ -12,37 +12,25 @@ from typing import Any
 
 import click
 
-from slurmft.cli.arguments import (
-    RANK,
-    Amount,
-    OwnRun,
-    only_run,
-    only_run_argument,
-    optional_run_argument,
-    own_run_argument,
-    refuse_foreign,
-    runs_root,
-)
+from slurmft.cli import arguments
 from slurmft.cli.main import say, say_error
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.policy.values import MAX_AFTER_S, Fault, Order
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, give_order, is_pending, left_overs, withdraw_order
-from slurmft.system.files import open_regular
+from slurmft.system.files import opened
 from slurmft.system.processes import who
 
 # --- ``slurmft stop`` and ``slurmft save`` ---
 
-MAX_TIMEOUT_S = 366 * 86_400
-
 
 @click.command()
-@only_run_argument
+@arguments.only_run_argument
 @click.option(
     "--timeout",
     default=0.0,
-    type=Amount(0, MAX_TIMEOUT_S),
+    type=arguments.Amount(0, arguments.MAX_TIMEOUT_S),
     show_default=True,
     help="Seconds to wait until it has ended.",
 )
@@ -62,7 +50,7 @@ def stop(*, run: RunFolder, timeout: float) -> int:
 
 
 @click.command()
-@only_run_argument
+@arguments.only_run_argument
 def save(*, run: RunFolder) -> int:
     """Save a checkpoint now and go on training."""
     if not control.is_alive(run):
@@ -78,11 +66,11 @@ def save(*, run: RunFolder) -> int:
 # --- ``slurmft rm`` ---
 
 
-class _Removable(OwnRun):
+class _Removable(arguments.OwnRun):
     """The caller's own run, or the name of one whose removal was interrupted."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
-        paths = (Path(str(value)).absolute(), runs_root().absolute() / str(value))
+        paths = (Path(str(value)).absolute(), arguments.runs_root().absolute() / str(value))
         if not any(map(os.path.lexists, paths)):  # before a run of that name elsewhere is taken for the one meant
             for path in paths:
                 if left_overs(path):
@@ -113,7 +101,7 @@ def rm(*, run: RunFolder, yes: bool) -> int:
 
 
 @click.command()
-@optional_run_argument
+@arguments.optional_run_argument
 @click.option("--rescue", "only_rescue", is_flag=True,
               help="Only rescue what has lost its supervisor: RUN, or all below SLURMFT_RUNS. For cron.")  # fmt: skip
 @click.option("--as-owner", is_flag=True, hidden=True, help="What root's rescue starts with each owner's rights.")
@@ -126,9 +114,9 @@ def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
     from slurmft.operations import rescue
 
     if not only_rescue:
-        if (run := run or only_run()) is None:  # the shell completes a word
+        if (run := run or arguments.only_run()) is None:  # the shell completes a word
             return 0
-        run = refuse_foreign(run)
+        run = arguments.refuse_foreign(run)
         for line in rescue.rescue([run], who()) or [control.requeue(run, who())]:
             say(line)
         return 0
@@ -137,10 +125,10 @@ def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
             raise UsageError("--as-owner is for the processes of root's rescue, which are not root's")
         signal.alarm(rescue.OWNER_LIMIT_S)  # even if root's process dies
     try:
-        found = rescue.rescue_one(run, who()) if run is not None else rescue.rescue_below(runs_root(), who())
+        found = rescue.rescue_one(run, who()) if run is not None else rescue.rescue_below(arguments.runs_root(), who())
     except OSError as error:
         raise UsageError(
-            f"cannot list {runs_root()}: {error.strerror}", hint="SLURMFT_RUNS names another folder"
+            f"cannot list {arguments.runs_root()}: {error.strerror}", hint="SLURMFT_RUNS names another folder"
         ) from error
     for line in found.done or ["nothing had to be rescued"] * (not as_owner):
         say(line)
@@ -153,7 +141,7 @@ def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
 
 
 @click.command()
-@own_run_argument
+@arguments.own_run_argument
 @click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nodes", "-N", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Nodes to lend.")
 @click.option("--here", is_flag=True, help="Lend the nodes of the job around this command, and submit nothing.")
@@ -165,9 +153,7 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
     elastic.min_nodes below. Options behind -- go to sbatch.
     """
     if here:
-        from slurmft.operations.control import lend
-
-        return lend(run, os.environ)
+        return control.lend(run, os.environ)
     from slurmft.operations.run_configuration import configuration_of
     from slurmft.scheduler import own_jobs, submission
     from slurmft.supervisor import avoided_nodes
@@ -213,11 +199,11 @@ Whole nodes and slow ones: slurmft lab partition, kill-node, slow-node.
 
 
 @click.command(epilog=_FAULTS)
-@own_run_argument
+@arguments.own_run_argument
 @click.argument("fault", type=click.Choice([fault.value for fault in Fault]), metavar="FAULT")
-@click.option("--rank", type=RANK, help="The rank to hit; one by chance without --rank and --node.")
+@click.option("--rank", type=arguments.RANK, help="The rank to hit; one by chance without --rank and --node.")
 @click.option("--node", default="", help="Hit every rank of this node: its host name, or its number from 0.")
-@click.option("--after", "after_s", type=Amount(0.0, MAX_AFTER_S), default=0.0, show_default=True,
+@click.option("--after", "after_s", type=arguments.Amount(0.0, MAX_AFTER_S), default=0.0, show_default=True,
               help="Seconds until then.")  # fmt: skip
 def inject(*, run: RunFolder, fault: str, rank: int | None, node: str, after_s: float) -> int:
     """Inject a fault into a running RUN, to see what follows. Only its owner can; it is recorded in the journal."""
@@ -282,11 +268,8 @@ def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:
 
 
 def _flip(path: Path) -> None:
-    descriptor = open_regular(path, os.O_RDWR, follow=False)
-    try:
+    with opened(path, os.O_RDWR, follow=False) as descriptor:
         middle = os.fstat(descriptor).st_size // 2
         data = os.pread(descriptor, FLIPPED_BYTES, middle)
         os.pwrite(descriptor, bytes(byte ^ 0xFF for byte in data), middle)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 import slurmft
-from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
+from slurmft.cli import arguments
+from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json, table
 from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
 from slurmft.policy.node_health import Checkup, Status
@@ -46,7 +47,7 @@ class _NagiosCommand(click.Command):
 
 
 @click.command(cls=_NagiosCommand, epilog=_EXIT_CODES)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@arguments.json_option
 @click.option(
     "--context",
     type=click.Choice(CONTEXTS),
@@ -63,7 +64,7 @@ class _NagiosCommand(click.Command):
 )
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=arguments.PATH,
     help="Thresholds. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml, or none.",
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Only this probe; may be given several times.")  # fmt: skip
@@ -89,17 +90,14 @@ def health(*, as_json: bool, context: str, level: int, config: Path | None, only
 
 
 def _print(found: Checkup) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("check", "status", "detail"):
-        table.add_column(title, overflow="fold", no_wrap=title != "detail")
+    made = table("check", "status", "detail", wrapped=("detail",))
     for result in found.results:
         detail = result.detail + (f"\n-> {result.remedy}" if result.remedy else "")
-        table.add_row(Text(one_line(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
+        made.add_row(Text(one_line(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
                       Text("\n".join(one_line(line) for line in detail.split("\n"))))  # fmt: skip
-    console().print(table)
+    console().print(made)
     files = sorted({line for result in found.results for line in result.evidence if line.startswith("/")})
     for path in files:
         say(f"evidence: {path}")

@@ -6,11 +6,13 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
-from slurmft.cli.arguments import Amount
+from slurmft.cli.arguments import PATH, Amount
 from slurmft.cli.main import Verbs, say_block, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.lab import cluster
@@ -24,7 +26,7 @@ _DEFAULTS = LabSettings()
 @click.group(cls=Verbs)
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=None,
     help="Where the lab lives [default: $SLURMFT_LAB_FOLDER or /var/lib/slurmft-lab]. Labs in different folders "
     "do not meet.",
@@ -35,91 +37,39 @@ def lab(context: click.Context, folder: Path | None) -> None:
     context.obj = folder or default_folder()
 
 
+def _number(option: str, setting: str, least: int, most: int, about: str) -> Callable[..., Any]:
+    """An option for a number among the lab's settings, with the default that it has there."""
+    return click.option(option, setting, type=click.IntRange(least, most), default=getattr(_DEFAULTS, setting),
+                        show_default=True, help=about)  # fmt: skip
+
+
 @lab.command()
-@click.option(
-    "--nodes", type=click.IntRange(1, 512), default=_DEFAULTS.nodes, show_default=True, help="Compute nodes n1, n2, ..."
-)
-@click.option(
-    "--cpus",
-    type=click.IntRange(1, 1024),
-    default=_DEFAULTS.cpus,
-    show_default=True,
-    help="CPUs each node claims to have.",
-)
+@_number("--nodes", "nodes", 1, 512, "Compute nodes n1, n2, ...")
+@_number("--cpus", "cpus", 1, 1024, "CPUs each node claims to have.")
 @click.option("--accounting", is_flag=True, help="Also run MariaDB and slurmdbd, for sacct.")
-@click.option(
-    "--kill-wait",
-    type=click.IntRange(0, 65_533),
-    default=_DEFAULTS.kill_wait_s,
-    show_default=True,
-    help="KillWait, seconds.",
-)
-@click.option(
-    "--slurmd-timeout",
-    type=click.IntRange(0, 65_533),
-    default=_DEFAULTS.slurmd_timeout_s,
-    show_default=True,
-    help="SlurmdTimeout, seconds.",
-)
-@click.option(
-    "--grace",
-    type=click.IntRange(0, 65_533),
-    default=_DEFAULTS.grace_s,
-    show_default=True,
-    help="GraceTime of low and cancel.",
-)
-@click.option(
-    "--release",
-    default="",
-    metavar="VERSION",
-    help="Another release of Slurm than this machine's: 22.05, 24.11 or 26.05, out of the Debian that has it.",
-)
+@_number("--kill-wait", "kill_wait_s", 0, 65_533, "KillWait, seconds.")
+@_number("--slurmd-timeout", "slurmd_timeout_s", 0, 65_533, "SlurmdTimeout, seconds.")
+@_number("--grace", "grace_s", 0, 65_533, "GraceTime of low and cancel.")
+@click.option("--release", default="", metavar="VERSION", help="Another release of Slurm than this machine's: 22.05, "
+              "24.11 or 26.05, out of the Debian that has it.")  # fmt: skip
 @click.option(
     "--name", "names", multiple=True, help="A node's name, once for each node, in the place of n1, n2, ... and --nodes."
 )
 @click.option("--conf", "lines", multiple=True, metavar="LINE", help="One more line of slurm.conf.")
-@click.option(
-    "--conf-file",
-    "files",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    multiple=True,
-    help="A file to be copied beside slurm.conf, such as job_submit.lua.",
-)
-@click.option(
-    "--expose", type=click.Path(path_type=Path), multiple=True, help="More paths the lab's user must be able to read."
-)
+@click.option("--conf-file", "files", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True,
+              help="A file to be copied beside slurm.conf, such as job_submit.lua.")  # fmt: skip
+@click.option("--expose", type=PATH, multiple=True, help="More paths the lab's user must be able to read.")
 @click.pass_obj
 def up(
-    folder: Path,
-    *,
-    nodes: int,
-    cpus: int,
-    accounting: bool,
-    kill_wait: int,
-    slurmd_timeout: int,
-    grace: int,
-    release: str,
-    names: tuple[str, ...],
-    lines: tuple[str, ...],
-    files: tuple[Path, ...],
-    expose: tuple[Path, ...],
-) -> None:
+    folder: Path, /, *, nodes: int, release: str, names: tuple[str, ...], files: tuple[Path, ...],
+    expose: tuple[Path, ...], **others: Any,
+) -> None:  # fmt: skip
     """Build the cluster and wait until it is ready; quick when it already stands with the same settings."""
     started = time.monotonic()
     settings = LabSettings(
-        folder=folder,
-        nodes=len(names) or nodes,
-        cpus=cpus,
-        accounting=accounting,
-        kill_wait_s=kill_wait,
-        slurmd_timeout_s=slurmd_timeout,
-        grace_s=grace,
-        release=release_of(release),
-        names=names,
-        lines=lines,
-        files=tuple(path.absolute() for path in files),
-        expose=tuple(path.absolute() for path in expose),
-    )
+        folder=folder, nodes=len(names) or nodes, names=names, release=release_of(release),
+        files=tuple(path.absolute() for path in files), expose=tuple(path.absolute() for path in expose), **others,
+    )  # fmt: skip
     built = Lab.up(settings)
     say_block(
         f"lab ready in {time.monotonic() - started:.1f} s: {', '.join(built.nodes)}, partitions low (default), "
@@ -191,36 +141,20 @@ def _working_folder() -> Path | None:
         return None
 
 
-@lab.command("kill-node")
-@click.argument("node")
-@click.pass_obj
-def kill_node(folder: Path, node: str) -> None:
-    """End a node at once, with everything on it, as a power cut does."""
-    cluster.kill_node(folder, node)
+def _of_node(name: str, act: Callable[[Path, str], None], about: str) -> None:
+    """Add a verb that does something to one node."""
+
+    @lab.command(name, help=about)
+    @click.argument("node")
+    @click.pass_obj
+    def command(folder: Path, /, node: str) -> None:
+        act(folder, node)
 
 
-@lab.command("start-node")
-@click.argument("node")
-@click.pass_obj
-def start_node(folder: Path, node: str) -> None:
-    """Start a dead node again."""
-    cluster.start_node(folder, node)
-
-
-@lab.command()
-@click.argument("node")
-@click.pass_obj
-def partition(folder: Path, node: str) -> None:
-    """Cut a node off the network; its processes go on."""
-    cluster.partition(folder, node)
-
-
-@lab.command()
-@click.argument("node")
-@click.pass_obj
-def heal(folder: Path, node: str) -> None:
-    """Connect a node again that `partition` cut off."""
-    cluster.heal(folder, node)
+_of_node("kill-node", cluster.kill_node, "End a node at once, with everything on it, as a power cut does.")
+_of_node("start-node", cluster.start_node, "Start a dead node again.")
+_of_node("partition", cluster.partition, "Cut a node off the network; its processes go on.")
+_of_node("heal", cluster.heal, "Connect a node again that `partition` cut off.")
 
 
 @lab.command("slow-node")

@@ -20,7 +20,10 @@ from slurmft.errors import SlurmftError
 from slurmft.system.foreign_text import MAX_TEXT, block, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rich.console import Console
+    from rich.table import Table
 
 # --- Everything that the command line prints: the one place where text of others becomes safe for a terminal ---
 # `tests/architecture/test_architecture.py` holds the other modules of this package to it.
@@ -80,6 +83,16 @@ def console(width_in_pipe: int = 10_000) -> Console:
     return made
 
 
+def table(*titles: str, wrapped: Collection[str]) -> Table:
+    """A table without a frame; only the columns that are ``wrapped`` may break their lines."""
+    from rich.table import Table  # as the console
+
+    made = Table(box=None, pad_edge=False)
+    for title in titles:
+        made.add_column(title, overflow="fold", no_wrap=title not in wrapped)
+    return made
+
+
 def never_fail_to_encode() -> None:
     """Show characters that the terminal's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
@@ -115,7 +128,7 @@ VERBS = {
     "join": ("control", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("status", "Print a worker's output, and the supervisor's when there is none"),
-    "metrics": ("run", "Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus "
+    "metrics": ("submit", "Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus "
                 "reads them"),
     "plan": ("report", "Simulate the life of CONFIG on a described cluster, with the policy that decides in a real "
              "run"),
@@ -124,7 +137,7 @@ VERBS = {
     "requeue": ("control", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
     "rm": ("control", "Remove a run that is not running: its folder, with journal, logs and the checkpoints in it"),
-    "run": ("run", "Run the supervisor of one job (called by the batch script)"),
+    "run": ("submit", "Run the supervisor of one job (called by the batch script)"),
     "save": ("control", "Save a checkpoint now and go on training"),
     "sbatch": ("submit", "Submit the batch script that you have, as sbatch would; what it launches is supervised"),
     "schema": ("submit", "Print the JSON schema of a configuration, for editors"),
@@ -151,7 +164,7 @@ GROUPS = {
 }
 """The verbs as ``--help`` shows them."""
 
-HIDDEN_VERBS = {"agent": "run", "companion": "run", "launch": "submit"}
+HIDDEN_VERBS = dict.fromkeys(("agent", "companion", "launch"), "submit")
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b

@@ -18,12 +18,12 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import Amount, own_configuration, runs_root
-from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
+from slurmft.cli import arguments
+from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json, table
 from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
-from slurmft.operations.rescue import SweepOrder, SweepReport, heartbeat_url, send_heartbeat, write_metrics
+from slurmft.operations.rescue import SweepOrder, SweepReport, send_heartbeat, write_metrics
 from slurmft.operations.rescue import sweep as do_sweep
 from slurmft.operations.site import as_lines, carry_out, diagnose, prepared
 from slurmft.policy.node_health import Condition, Visits
@@ -39,11 +39,11 @@ from slurmft.policy.suspicion import (
     suspect_gpus,
     weigh,
 )
-from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
 from slurmft.scheduler.own_jobs import preempt_argv, signal_argv
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.supervisor.avoided_nodes import list_path
+from slurmft.system.files import url_in
 from slurmft.system.foreign_text import one_line
 from slurmft.system.processes import bounded, who
 
@@ -67,43 +67,26 @@ class _Opened:
     list: ExclusionList
     rules: Rules
     path: Path
+    may_exclude: float
+    """The part of the nodes that may be excluded."""
 
 
 def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--file, --config and --json, which every verb of the group takes."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format."),
-        click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions."),
-        click.option("--file", "file", type=click.Path(path_type=Path), help="The list itself; overrides --config."),
+        arguments.json_option,
+        click.option("--config", type=arguments.PATH, help="Configuration with the section exclusions."),
+        click.option("--file", "file", type=arguments.PATH, help="The list itself; overrides --config."),
     ):
         function = option(function)
     return function
 
 
 def _open(file: Path | None, config: Path | None) -> _Opened:
-    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
+    settings = arguments.own_configuration(config).exclusions if config is not None else ExclusionsConfig()
     path = file if file is not None else list_path(settings.path, os.environ)
-    return _Opened(ExclusionList(path, _mode_of(path, settings)), settings.rules(), path)
-
-
-def opened_list(file: Path | None, config: Path | None) -> tuple[ExclusionList, Rules]:
-    """The list that --file and --config mean, for other verbs.
-
-    Raises:
-        SlurmftError: the configuration cannot be read, or the cluster's name is needed and not known.
-    """
-    opened = _open(file, config)
-    return opened.list, opened.rules
-
-
-def may_exclude(config: Path | None) -> float:
-    """The part of the nodes that may be excluded.
-
-    Raises:
-        SlurmftError: the configuration cannot be read.
-    """
-    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
-    return settings.max_excluded_fraction
+    list_ = ExclusionList(path, _mode_of(path, settings))
+    return _Opened(list_, settings.rules(), path, settings.max_excluded_fraction)
 
 
 def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
@@ -134,12 +117,12 @@ def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bo
     standings = standing(found.observations, found.manual, now, opened.rules)
     excluded = [node for node, each in standings.items() if each.state is State.EXCLUDED]
     if only_nodes:
-        say(slurm_nodes.compress(excluded))
+        say(slurm.compress(excluded))
         return _tell_damage(found)
     shown = sorted((each for each in standings.values() if show_all or each.state is not State.FREE), key=_order)
     gpus = suspect_gpus(found.observations, now, opened.rules)
     if as_json:
-        _print_json(path=str(opened.path), revision=found.revision, excluded=slurm_nodes.compress(excluded),
+        _print_json(path=str(opened.path), revision=found.revision, excluded=slurm.compress(excluded),
                     nodes=[_standing_json(each) for each in shown], suspect_gpus=gpus)  # fmt: skip
         return _tell_damage(found)
     if not shown:
@@ -169,9 +152,9 @@ def add(
     opened = _open(file, config)
     opened.list.exclude(*(ManualEntry(node=node, reason=reason, who=who(), at=now, until=end) for node in names))
     if as_json:
-        _print_json(path=str(opened.path), added=slurm_nodes.compress(names), until=end)
+        _print_json(path=str(opened.path), added=slurm.compress(names), until=end)
     else:
-        say(f"excluded {slurm_nodes.compress(names)} {_told_until(math.inf if end is None else end)}")
+        say(f"excluded {slurm.compress(names)} {_told_until(math.inf if end is None else end)}")
     return 0
 
 
@@ -184,14 +167,12 @@ def remove(*, nodes: str, file: Path | None, config: Path | None, as_json: bool)
     lifted = opened.list.remove(names, who())
     strangers = sorted(set(names) - set(lifted))
     if as_json:
-        _print_json(
-            path=str(opened.path), removed=slurm_nodes.compress(lifted), unknown=slurm_nodes.compress(strangers)
-        )
+        _print_json(path=str(opened.path), removed=slurm.compress(lifted), unknown=slurm.compress(strangers))
         return 0
     if lifted:
-        say(f"removed {slurm_nodes.compress(lifted)}")
+        say(f"removed {slurm.compress(lifted)}")
     if strangers:
-        say(f"nothing was held against {slurm_nodes.compress(strangers)}")
+        say(f"nothing was held against {slurm.compress(strangers)}")
     return 0
 
 
@@ -253,7 +234,7 @@ def _tell_damage(found: Exclusions) -> int:
 
 def _expanded(hostlist: str) -> list[str]:
     try:
-        names = slurm_nodes.expand(hostlist)
+        names = slurm.expand(hostlist)
     except ValueError as error:
         raise UsageError(str(error), hint="such as gpu-07, or gpu-[07,12-15],login1") from error
     if not names:
@@ -295,18 +276,16 @@ def _natural(name: str) -> list[Any]:
 
 
 def _table(shown: Iterable[Standing]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("node", "state", "score", "until", "reasons"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("state", "score", "until"))
+    made = table("node", "state", "score", "until", "reasons", wrapped=("node", "reasons"))
     for each in shown:
-        table.add_row(
+        made.add_row(
             Text(one_line(each.node)),
             Text(each.state, style=_COLOURS[each.state]),
             f"{each.score:.2f}",
             _told_until(each.until).removeprefix("until "),
             Text(one_line(", ".join(each.reasons) or "-")),
         )
-    return table
+    return made
 
 
 def _observation_lines(weighed: Sequence[Weighed], now: float) -> Iterator[str]:
@@ -393,11 +372,11 @@ class IdleNodes(click.ParamType[Visits]):
 
 
 @click.command(epilog=_EXIT_CODES_OF_SWEEP)
-@click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions.")
-@click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; overrides --config.")
+@click.option("--config", type=arguments.PATH, help="Configuration with the section exclusions.")
+@click.option("--file", "file", type=arguments.PATH, help="The exclusion list itself; overrides --config.")
 @click.option(
     "--health",
-    type=click.Path(path_type=Path),
+    type=arguments.PATH,
     help="Where results lie and when they count. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml.",
 )
 @click.option("--drain", is_flag=True, help="Drain sick nodes and resume those that are well; only reasons of our own.")
@@ -405,12 +384,14 @@ class IdleNodes(click.ParamType[Visits]):
               help="Look at idle nodes with short jobs: so many nodes at a time, or a share such as 5%.")  # fmt: skip
 @click.option("--partition", default="", help="Partition of those jobs.")
 @click.option("--qos", default="", help="QOS of those jobs, such as one that others preempt.")
-@click.option("--metrics", type=click.Path(path_type=Path), help="File for a textfile collector, replaced each time.")
-@click.option("--heartbeat-url-file", type=click.Path(path_type=Path),
+@click.option("--metrics", type=arguments.PATH, help="File for a textfile collector, replaced each time.")
+@click.option("--heartbeat-url-file", type=arguments.PATH,
               help="File with a URL that is asked for when the sweep saw the cluster.")  # fmt: skip
-@click.option("--limit", default=300.0, show_default=True, type=Amount(1, 86_400), help="Seconds it may take.")
+@click.option(
+    "--limit", default=300.0, show_default=True, type=arguments.Amount(1, 86_400), help="Seconds it may take."
+)
 @click.option("--dry-run", is_flag=True, help="Look, say what would be done, and change nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@arguments.json_option
 def sweep(
     *, config: Path | None, file: Path | None, health: Path | None, drain: bool, visits: Visits, partition: str,
     qos: str, metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
@@ -420,19 +401,19 @@ def sweep(
     A node is taken out when N of its last M looks agree, no more than a few in an hour, and none for a failure that
     many share. Without --drain, or without permission, the administrator's commands are printed.
     """
-    url = heartbeat_url(heartbeat_url_file) if heartbeat_url_file is not None else ""
+    url = url_in(heartbeat_url_file) if heartbeat_url_file is not None else ""
 
     def work() -> int:
         try:
-            list_, rules = opened_list(file, config)
+            opened = _open(file, config)
             settings = load_config(health, os.environ)
             if visits != Visits() and settings.results_folder is None:
                 raise UsageError("--check-idle: the jobs leave what they find in results_folder, which is not set",
                                  hint="see --health")  # fmt: skip
             order = SweepOrder(
-                exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
-                health_file=_health_file(health), runs=runs_root(), who=who(),
-                may_drain=drain, dry_run=dry_run, visits=visits, partition=partition, qos=qos, limit_s=limit,
+                exclusions=opened.list, rules=opened.rules, results=settings.results_folder,
+                health=settings.verdict.rules(), health_file=_health_file(health), runs=arguments.runs_root(),
+                who=who(), may_drain=drain, dry_run=dry_run, visits=visits, partition=partition, qos=qos, limit_s=limit,
             )  # fmt: skip
             report = do_sweep(order)
         except SlurmftError as error:
@@ -444,7 +425,7 @@ def sweep(
             return 70
         if metrics is not None and not dry_run:
             try:
-                write_metrics(metrics, report, may_exclude=may_exclude(config))
+                write_metrics(metrics, report, may_exclude=opened.may_exclude)
             except OSError as error:
                 report.problems.append(f"{metrics} cannot be written: {error.strerror}")
         if url and report.saw_cluster and not dry_run and (problem := send_heartbeat(url)):
@@ -521,8 +502,8 @@ Exit codes:
 
 
 @click.command(epilog=_EXIT_CODES_OF_DOCTOR)
-@click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@click.argument("config", type=arguments.PATH, required=False)
+@arguments.json_option
 def doctor(*, config: Path | None, as_json: bool) -> int:
     """Say what will and will not work on this cluster, and what to do about it.
 
@@ -530,7 +511,7 @@ def doctor(*, config: Path | None, as_json: bool) -> int:
     filesystem, looks at the room there, and at what an administrator has set up: hooks, health.yaml, results of nodes,
     and who may change what root relies on. Changes nothing.
     """
-    settings = own_configuration(config) if config is not None else None
+    settings = arguments.own_configuration(config) if config is not None else None
     found = diagnose(settings, os.environ, here=Path.cwd())
     if as_json:
         facts = [asdict(finding) for finding in found.findings]
@@ -554,13 +535,13 @@ Exit codes:
 
 
 @click.command(epilog=_EXIT_CODES_OF_DRILL)
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.qos=low.")
+@arguments.config_argument
+@arguments.set_option("Override one key, such as slurm.qos=low.")
 @click.option("--preempt-with", default="", metavar="PARTITION",
               help="Preempt it for real, with a job of a second in this partition on the same nodes.")  # fmt: skip
-@click.option("--limit", default=300.0, show_default=True, type=Amount(10, 7200), help="Seconds it may take.")
+@click.option("--limit", default=300.0, show_default=True, type=arguments.Amount(10, 7200), help="Seconds it may take.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted and sent, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@arguments.json_option
 def drill(
     *, config: Path, overrides: tuple[str, ...], preempt_with: str, limit: float, dry_run: bool, as_json: bool
 ) -> int:
@@ -572,25 +553,20 @@ def drill(
     """
     if not slurm.available():
         raise UsageError("there is no Slurm on this machine", hint="slurmft doctor")
-    user = own_configuration(config, overrides)
+    user = arguments.own_configuration(config, overrides)
     made = prepared(user, os.environ, preempt_with=preempt_with, limit_s=limit)
     if dry_run:
         then = preempt_argv("NODES", preempt_with) if preempt_with else signal_argv("JOB")
         say_block(f"# {made.folder / 'drill.yaml'}\n{made.settings.as_yaml()}")
         say_block(f"{shlex.join(made.submission)}\n{shlex.join(then)}\nscancel JOB; rm -r {made.folder}")
         return 0
-    table = carry_out(made, lambda text: say(text, err=True))
-    code = 0 if passed(table) else 1
+    rows = carry_out(made, lambda text: say(text, err=True))
+    code = 0 if passed(rows) else 1
     if as_json:
-        say_json({"format": DOCTOR_FORMAT, "exit_code": code, "rows": [asdict(row) for row in table]})
+        say_json({"format": DOCTOR_FORMAT, "exit_code": code, "rows": [asdict(row) for row in rows]})
         return code
-    from rich.table import Table  # doctor does without
-    from rich.text import Text
-
-    shown = Table(box=None, pad_edge=False)
-    for title in ("", "", "what happened"):
-        shown.add_column(title, overflow="fold")
-    for row in table:
+    shown = table("", "", "what happened", wrapped=("", "what happened"))
+    for row in rows:
         word, colour = _WORDS[row.passed]
         shown.add_row(row.what, Text(word, style=colour), Text(one_line(row.text)))
     console().print(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import textwrap
 import time
@@ -13,7 +14,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import RunType, every_run, own_configuration, runs_root
+from slurmft.cli import arguments
 from slurmft.cli.main import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.reporting.accounting import MEANING, WITHOUT_NODES, Category
@@ -43,11 +44,11 @@ class _Age(click.ParamType[float]):
 
 
 @click.command()
-@click.argument("runs", metavar="[RUN]...", nargs=-1, type=RunType())
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=arguments.RunType())
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write one self-contained page to FILE.",
               metavar="FILE")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--compare", type=RunType(), metavar="OTHER", help="Show this run beside RUN.")
+@click.option("--compare", type=arguments.RunType(), metavar="OTHER", help="Show this run beside RUN.")
 @click.option("--since", type=_Age(), metavar="AGE", help="Count only the newest part: 12h, 30d, 2w.")
 def report(
     *, runs: tuple[RunFolder, ...], html: Path | None, as_json: bool, compare: RunFolder | None, since: float | None
@@ -63,11 +64,11 @@ def report(
     if html is not None and (str(html) == "-" or not html.parent.is_dir()):
         raise UsageError(f"--html {html}: no file can be there", hint="name a file in a folder that exists")
     # a run with roles trains nothing itself
-    chosen = with_roles([*runs, *([compare] if compare else [])] or every_run(), alone=True)
+    chosen = with_roles([*runs, *([compare] if compare else [])] or arguments.every_run(), alone=True)
     if compare is not None and len(chosen) > 2:
         raise UsageError("--compare: a run with roles has a line for each of them", hint="name a role: RUN/roles/ROLE")
     if not chosen:
-        raise UsageError(f"there are no runs in {runs_root()}", hint="SLURMFT_RUNS names another folder")
+        raise UsageError(f"there are no runs in {arguments.runs_root()}", hint="SLURMFT_RUNS names another folder")
     now_s = time.time()
     is_fleet = not runs or len(chosen) > 1 + (compare is not None)
     found, problems = _read(chosen, now_s=now_s, since_s=now_s - since if since else 0.0, is_fleet=is_fleet)
@@ -204,16 +205,15 @@ _COLUMNS = ("days", "failures", "restarts", "requeues", "given_up", "excluded")
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option("--site", type=click.Path(path_type=Path),
+@arguments.config_argument
+@click.option("--site", type=arguments.PATH,
               help="The cluster and its failures (configs/plan.yaml); default: a typical one.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key of the run or of the site, for all alternatives.")  # fmt: skip
+@arguments.set_option("Override one key of the run or of the site, for all alternatives.")
 @click.option("--vary", "varied", multiple=True, metavar="KEY=A,B,...",
               help="Compare these values of one key of the run or of the site; several: all combinations.")  # fmt: skip
 @click.option("--seeds", type=click.IntRange(2, 1000), help="Simulated lives of each alternative.")
-@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture of where the time goes.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@click.option("--svg", type=arguments.PATH, help="Write a picture of where the time goes.")
+@arguments.json_option
 def plan(
     *, config: Path, site: Path | None, overrides: tuple[str, ...], varied: tuple[str, ...], seeds: int | None,
     svg: Path | None, as_json: bool,
@@ -244,7 +244,7 @@ def plan(
     say(f"{'alternative':<{width}}  {'ETTR':>15}  {'without queue':>15}  {'days':>7}  {'failures':>8}  "
         f"{'restarts':>8}  {'requeues':>8}  {'given up':>8}  {'excluded':>8}")  # fmt: skip
     for each in outcomes:
-        numbers = "  ".join(f"{_mean(each, name):>{7 if name == 'days' else 8}.1f}" for name in _COLUMNS)
+        numbers = "  ".join(f"{getattr(each, name).mean:>{7 if name == 'days' else 8}.1f}" for name in _COLUMNS)
         say(f"{one_line(each.name):<{width}}  {each.ettr!s:>15}  {each.goodput!s:>15}  {numbers}")
     say("")
     say(f"{'share of time':<{width}}  " + "  ".join(f"{name:>9}" for name in _shares(outcomes[0])))
@@ -258,11 +258,6 @@ def plan(
             say(f"{one_line(each.name)}: {len(each.lives) - each.finished} of {len(each.lives)} lives did not finish "
                 "within 20 times their work")  # fmt: skip
     return 0
-
-
-def _mean(outcome: Projection, name: str) -> float:
-    found: Estimate = getattr(outcome, name)
-    return found.mean
 
 
 def _shares(outcome: Projection) -> dict[str, float]:
@@ -294,8 +289,8 @@ NAME_WIDTH = 13
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key of the configuration.")
+@arguments.config_argument
+@arguments.set_option("Override one key of the configuration.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def advise(*, config: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     """Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured.
@@ -303,9 +298,9 @@ def advise(*, config: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     How long steps and saves took and how often the run failed comes from its own folder, or where that has no record
     yet, from runs of the same workload beside it. Slurm is asked for its grace where there is one; nothing is changed.
     """
-    from slurmft.operations.advise import counsel
+    from slurmft.operations.site import counsel
 
-    found = counsel(own_configuration(config, overrides))
+    found = counsel(arguments.own_configuration(config, overrides), os.environ)
     if as_json:
         say_json(found.as_json())
         return 0

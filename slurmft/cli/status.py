@@ -25,40 +25,20 @@ import click
 from rich.console import RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import (
-    LINES,
-    RANK,
-    Amount,
-    every_run,
-    newest_run_argument,
-    optional_run_argument,
-    runs_root,
-)
-from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw
+from slurmft.cli import arguments
+from slurmft.cli.main import console, counted, say, say_error, say_json, say_raw, table
 from slurmft.errors import StorageError, UsageError
-from slurmft.operations.status import (
-    Overview,
-    account_of,
-    exit_code_of,
-    has_ended,
-    is_over,
-    logs_of,
-    oldest_first,
-    overviews,
-    story,
-)
+from slurmft.operations import control
 from slurmft.storage import run_folder
-from slurmft.storage.journal import Entry, Event, EventName, JournalTail
+from slurmft.storage.journal import Event, EventName, JournalTail
 from slurmft.storage.run_folder import LiveView, RunFolder, progress_of
-from slurmft.system.files import open_regular, read_part
+from slurmft.system.files import opened, read_part
 from slurmft.system.foreign_text import Terminal, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 # --- ``slurmft status``: what runs are doing ---
 
@@ -69,14 +49,14 @@ _COLOURS = {"finished": "green", "running": "cyan", "waiting": "yellow", "stoppe
 
 
 @click.command()
-@optional_run_argument
+@arguments.optional_run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 @click.option("--watch", is_flag=True, help="Refresh until interrupted.")
 def status(*, run: RunFolder | None, as_json: bool, watch: bool) -> int:
     """Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs). Roles have a line of their own."""
 
-    def look() -> list[Overview]:
-        return overviews(run_folder.with_roles([run] if run is not None else every_run()))
+    def look() -> list[control.Overview]:
+        return control.overviews(run_folder.with_roles([run] if run is not None else arguments.every_run()))
 
     shown, entries = console(), look()
     if as_json:
@@ -95,24 +75,22 @@ def status(*, run: RunFolder | None, as_json: bool, watch: bool) -> int:
             return 0
 
 
-def _table(entries: Sequence[Overview]) -> RenderableType:
+def _table(entries: Sequence[control.Overview]) -> RenderableType:
     if not entries:
-        return Text(f"no runs in {runs_root().absolute()} (SLURMFT_RUNS names another folder)")
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "state", "step", "saved", "loss", "jobs", "starts", "detail"):
-        table.add_column(title, overflow="fold", no_wrap=title not in ("run", "detail"))
+        return Text(f"no runs in {arguments.runs_root().absolute()} (SLURMFT_RUNS names another folder)")
+    made = table("run", "state", "step", "saved", "loss", "jobs", "starts", "detail", wrapped=("run", "detail"))
     for entry in entries:
-        table.add_row(
+        made.add_row(
             Text(one_line(entry.run)),
             Text(entry.state, style=_COLOURS.get(entry.state, "")),
-            "-" if entry.step is None else f"{entry.step}/{entry.until or '?'}",
+            _steps(entry),
             "-" if entry.saved is None else str(entry.saved),
             "-" if entry.metric is None else f"{entry.metric:.4f}",
             Text(one_line(" > ".join(entry.jobs[-3:]) or "-")),
             str(entry.attempts),
             Text(one_line(entry.detail)),
         )
-    return table
+    return made
 
 
 # --- ``slurmft explain``: the history of a run ---
@@ -125,7 +103,7 @@ _IN_FULL: dict[str, frozenset[str]] = {
 
 
 @click.command()
-@newest_run_argument
+@arguments.newest_run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def explain(*, run: RunFolder, as_json: bool) -> int:
     """Show the run's history: each event, each decision and its reason, from the journal.
@@ -137,7 +115,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
     from slurmft.supervisor.hangs import look_told  # status needs neither
     from slurmft.supervisor.observations import saves_told
 
-    told = story(run)
+    told = control.story(run)
     if as_json:
         for event in told.events:
             line = {"at": event.at.isoformat(), "attempt": event.attempt, "event": event.event, **event.details}
@@ -145,7 +123,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
     else:
         _tell(told.events)
         _tell_rows("the newest look at the ranks", look_told(told.events))
-        _tell_rows("the newest verdict", account_of(told.events))
+        _tell_rows("the newest verdict", control.account_of(told.events))
         _tell_rows("SAVES KEEP FAILING", saves_told(told.events))
     return _tell_damage(run, told.unreadable, len(told.events))
 
@@ -215,15 +193,15 @@ MAX_SHOWN_BYTES = 64 << 20
 
 
 @click.command()
-@newest_run_argument
-@click.option("--rank", default=0, type=RANK, show_default=True, help="Which worker's output.")
+@arguments.newest_run_argument
+@click.option("--rank", default=0, type=arguments.RANK, show_default=True, help="Which worker's output.")
 @click.option("--attempt", help="JOB.RESTART.CYCLE; the newest when empty.")
 @click.option("--all-attempts", is_flag=True, help="Every attempt's, oldest first.")
-@click.option("-n", "--lines", default=0, type=LINES, help="Only the last lines of each.")
+@click.option("-n", "--lines", default=0, type=arguments.LINES, help="Only the last lines of each.")
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows.")
 def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, lines: int, follow: bool) -> int:
     """Print a worker's output, and the supervisor's when there is none."""
-    files = logs_of(run, rank=rank, attempt=attempt)
+    files = control.logs_of(run, rank=rank, attempt=attempt)
     for path in files if all_attempts else files[-1:]:
         if all_attempts:
             say(f"==> {path.parent.name}/{path.name} <==")
@@ -240,20 +218,16 @@ def _show(text: str, terminal: Terminal) -> None:
 
 
 def _follow(path: Path) -> int:
-    descriptor = open_regular(path)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     terminal = Terminal()
-    try:
+    with contextlib.suppress(KeyboardInterrupt), opened(path) as descriptor:
         os.lseek(descriptor, 0, os.SEEK_END)
         while True:
             if part := os.read(descriptor, 1 << 16):
                 _show(decoder.decode(part), terminal)
             else:
                 time.sleep(0.3)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        os.close(descriptor)
+    return 0
 
 
 # --- What ``slurmft watch`` shows, as values: all runs of a folder, or one run with its ranks and newest events ---
@@ -269,12 +243,12 @@ SLURM_EVERY_S = 10.0
 class Scene:
     """One moment."""
 
-    runs: Sequence[Overview]
-    chosen: Overview | None = None
+    runs: Sequence[control.Overview]
+    chosen: control.Overview | None = None
     """The run that is looked at closely; None: all are listed."""
 
     view: LiveView = field(default_factory=LiveView)
-    events: Sequence[Entry] = ()
+    events: Sequence[Event] = ()
     """The newest events, oldest first."""
 
     span: str | None = None
@@ -301,8 +275,8 @@ class Watcher:
         self._runs, self._chosen = [chosen] if chosen is not None else runs, chosen
         self._tail = None if chosen is None else JournalTail(chosen.path)
         self._begin(0)
-        self._events: deque[Entry] = deque(maxlen=KEPT_EVENTS)
-        self._seen: Sequence[Overview] = ()
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._seen: Sequence[control.Overview] = ()
         self._asked_s = -math.inf
         self._curve: tuple[str, Sequence[float]] = ("", ())
 
@@ -314,7 +288,7 @@ class Watcher:
     def look(self) -> Scene:
         """This moment."""
         if time.monotonic() - self._asked_s > SLURM_EVERY_S:
-            self._seen, self._asked_s = overviews(self._runs), time.monotonic()
+            self._seen, self._asked_s = control.overviews(self._runs), time.monotonic()
             if self._chosen is not None and (found := curve_of(self._chosen))[1]:
                 self._curve = found
         if self._chosen is None or self._tail is None:
@@ -389,7 +363,6 @@ def slowest(view: LiveView, count: int) -> list[tuple[int, float, str]]:
 
 # --- ``slurmft watch``: a full-screen view of runs ---
 
-_STATES = {"finished": "green", "running": "cyan", "waiting": "yellow", "stopped": "red", "unknown": "magenta"}
 _HEAT = ("green", "green", "green", "yellow", "yellow", "yellow", "red", "bold red")
 _BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "01234567"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -402,9 +375,11 @@ class _Ended(Exception):
 
 
 @click.command()
-@optional_run_argument
+@arguments.optional_run_argument
 @click.option("--once", is_flag=True, help="Print the view once, and end.")
-@click.option("--interval", default=2.0, show_default=True, type=Amount(0.2, 3600), help="Seconds between two looks.")
+@click.option(
+    "--interval", default=2.0, show_default=True, type=arguments.Amount(0.2, 3600), help="Seconds between two looks."
+)
 def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
     """Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed.
 
@@ -412,7 +387,7 @@ def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
     save lies, and events as they come; of a run with roles a line for each. NO_COLOR and TERM=dumb are honoured; a view
     of any width will do.
     """
-    runs = run_folder.with_roles([run] if run is not None else every_run())
+    runs = run_folder.with_roles([run] if run is not None else arguments.every_run())
     watcher = Watcher(runs, run if len(runs) == 1 else None)
     shown = console(width_in_pipe=80)
     if once:
@@ -427,9 +402,6 @@ def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
 
 
 def _draw(shown: Console, look: Callable[[], Scene], interval_s: float, pressed: Callable[[float], str]) -> None:
-    from rich.live import Live
-    from rich.text import Text
-
     def frame(scene: Scene) -> Text:
         width, height = shown.size
         lines = _lines(scene, width, _signs(shown), events=height, height=height)[:height]
@@ -508,35 +480,33 @@ def _lines(scene: Scene, width: int, signs: str, *, events: int, height: int | N
 
 
 def _text(text: str, style: str = "") -> Text:
-    from rich.text import Text
-
     return Text(one_line(text), style=style, no_wrap=True, overflow="crop")
 
 
-def _list(runs: Sequence[Overview], width: int) -> list[Text]:
+def _list(runs: Sequence[control.Overview], width: int) -> list[Text]:
     if not runs:
-        return [_text(f"no runs in {runs_root().absolute()} (SLURMFT_RUNS names another folder)")]
+        return [_text(f"no runs in {arguments.runs_root().absolute()} (SLURMFT_RUNS names another folder)")]
     longest = min(max(len(one_line(each.run)) for each in runs), max(8, width // 3))
     lines = []
     for each in runs:
         line = _text(f"{one_line(each.run)[:longest]:<{longest}}  ")
-        line.append(f"{each.state:<9}", _STATES.get(each.state, ""))
+        line.append(f"{each.state:<9}", _COLOURS.get(each.state, ""))
         line.append(f" {_steps(each):>15}{_loss(each)}  {one_line(each.detail)}")
         lines.append(line)
     return lines
 
 
-def _steps(run: Overview) -> str:
+def _steps(run: control.Overview) -> str:
     return "-" if run.step is None else f"{run.step}/{run.until or '?'}"
 
 
-def _loss(run: Overview) -> str:
+def _loss(run: control.Overview) -> str:
     return "" if run.metric is None else f"  loss {run.metric:.4f}"
 
 
-def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
+def _head(scene: Scene, run: control.Overview, width: int, at: str) -> list[Text]:
     title = _text(f"{run.run}  ", "bold")
-    title.append(run.state, _STATES.get(run.state, ""))
+    title.append(run.state, _COLOURS.get(run.state, ""))
     title.append(f"  {at}  (q ends)")
     lines = [title, _text(run.detail)]
     if run.step is not None and run.until:
@@ -562,7 +532,7 @@ def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
     return lines
 
 
-def _pace(scene: Scene, run: Overview) -> str:
+def _pace(scene: Scene, run: control.Overview) -> str:
     """Steps in a second and the time that is left at this pace; nothing while it is not known."""
     known = known_step_s(scene.view)
     if not known or run.state != "running" or run.step is None or not run.until:
@@ -631,13 +601,13 @@ def _sections(scene: Scene) -> list[Text]:
     return [line]
 
 
-def _event(entry: Entry) -> Text:
+def _event(entry: Event) -> Text:
     facts = entry.details
     kind = next((f"{facts[name]}: " for name in ("cause", "action") if facts.get(name)), "")
     told = kind + next((str(facts[name]) for name in ("reason", "error", "what") if facts.get(name)), "")
     where = f" {facts['node']}" if facts.get("node") else ""
-    line = _text(f"{time.strftime('%H:%M:%S', time.localtime(entry.at))}  ")
-    line.append(f"{one_line(entry.name, 40):<20}", "red" if entry.name in _BAD else "")
+    line = _text(f"{time.strftime('%H:%M:%S', time.localtime(entry.seconds()))}  ")
+    line.append(f"{one_line(entry.event, 40):<20}", "red" if entry.event in _BAD else "")
     line.append(one_line(f"{where} {told}".rstrip(), 500))
     return line
 
@@ -713,7 +683,7 @@ class _Following:
         self._last_line_at = time.monotonic()
         self._waiting_for = "starting"
 
-    def follow(self) -> Overview:
+    def follow(self) -> control.Overview:
         """Show what happens until the run has ended."""
         columns = (
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
@@ -726,7 +696,7 @@ class _Following:
                 time.sleep(FAST_S)
                 events = self._tell_news()
                 self._show_progress(progress, bar)
-                every_s = SLURM_S if self._asks_slurm and not is_over(events) else ENDING_S
+                every_s = SLURM_S if self._asks_slurm and not control.is_over(events) else ENDING_S
                 if self._run.done() is None and time.monotonic() - asked_slurm < every_s:
                     continue
                 asked_slurm = time.monotonic()
@@ -755,12 +725,12 @@ class _Following:
             self._last_line_at = time.monotonic()
             self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(note)}", highlight=False, markup=False)
 
-    def _ended(self, events: list[Event]) -> Overview | None:
-        view = overviews([self._run])[0]
+    def _ended(self, events: list[Event]) -> control.Overview | None:
+        view = control.overviews([self._run])[0]
         if view.state == "waiting" and view.detail != self._waiting_for:
             self._waiting_for = view.detail
             self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
-        return view if has_ended(view, events, since=self._began) else None
+        return view if control.has_ended(view, events, since=self._began) else None
 
 
 def _told(event: Event) -> str:
@@ -773,7 +743,7 @@ def _told(event: Event) -> str:
     return ": ".join(words)
 
 
-def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
+def _report(run: RunFolder, view: control.Overview, events: list[Event]) -> int:
     starts, stops = _starts_and_stops(events)
     in_all = _starts_and_stops(run.journal().read())
     earlier = "" if in_all == (starts, stops) else f"; in all submissions {in_all[0]} and {in_all[1]}"
@@ -787,7 +757,7 @@ def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
     if digest := _final_digest(run):
         say(f"  weights    sha256 {digest}")
     say(f"  the story  slurmft explain {run.path}")
-    return exit_code_of(view, events)
+    return control.exit_code_of(view, events)
 
 
 def _starts_and_stops(events: list[Event]) -> tuple[int, int]:
@@ -798,7 +768,7 @@ def _starts_and_stops(events: list[Event]) -> tuple[int, int]:
 def _final_digest(run: RunFolder) -> str | None:
     from slurmft.supervisor.observations import tail
 
-    for path in reversed(oldest_first(run.attempts.glob("*/rank-0.log"))):
+    for path in reversed(control.oldest_first(run.attempts.glob("*/rank-0.log"))):
         for line in (tail(path) or "").splitlines()[-20:]:
             if line.startswith("final weights sha256: "):
                 return line.removeprefix("final weights sha256: ").strip()

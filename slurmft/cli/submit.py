@@ -1,10 +1,12 @@
 """The verbs that begin a run, and what they take: ``slurmft submit``, ``infer``, ``serve``, ``endpoint``,
-``quickstart``, ``schema``, ``init``, ``examples``, ``sbatch``, ``launch``, ``ft-launch`` and ``trials``.
+``quickstart``, ``schema``, ``init``, ``examples``, ``sbatch``, ``launch``, ``ft-launch`` and ``trials``; and the
+processes of its job: ``run``, ``agent``, ``companion``, with ``metrics``, which the last one publishes.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
@@ -21,17 +23,18 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 import slurmft.examples
-from slurmft.cli.arguments import Amount, own_run_argument, run_argument, runs_root
-from slurmft.cli.main import say, say_block, say_json
+from slurmft.cli import arguments
+from slurmft.cli.main import say, say_block, say_error, say_json
 from slurmft.errors import UsageError
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import mode_of_shown_files, read_text, replace_atomically
-from slurmft.system.processes import who
+from slurmft.system.processes import who, without_collections
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from slurmft.config.run import RunConfig
+    from slurmft.ipc.zygote_start import Zygote
     from slurmft.operations.script import Ranks
     from slurmft.operations.submit import Submitted
 
@@ -41,12 +44,11 @@ if TYPE_CHECKING:
 def submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """What each verb that submits a run takes."""
     parameters = (
-        click.argument("config", type=click.Path(path_type=Path)),
+        arguments.config_argument,
         click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED),
         click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing."),
-        click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code."),
-        click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-                     help="Where to run; auto: Slurm where its commands are, else this machine."),
+        arguments.wait_option,
+        arguments.cluster_option,
     )  # fmt: skip
     for each in reversed(parameters):
         function = each(function)
@@ -58,7 +60,7 @@ def submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
 @click.option("--unchecked", is_flag=True, help="Do not look here for the command's program, script and packages: only "
               "the nodes have them.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.time=30.")
+@arguments.set_option("Override one key, such as slurm.time=30.")
 @click.option("--data", help="Text file or folder to train on: added to the command as --data.")
 def submit(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, strict: bool, wait: bool, cluster: str,
@@ -117,10 +119,9 @@ TOLD_EVERY = 100_000
 @submission_options
 @click.option("-i", "--input-file", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE",
               help="The requests, in place of inference.input; - is standard input.")  # fmt: skip
-@click.option("-o", "--output-file", type=click.Path(path_type=Path), metavar="PATH",
+@click.option("-o", "--output-file", type=arguments.PATH, metavar="PATH",
               help="In place of inference.output: one file (.jsonl, .parquet) or a folder.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key, such as inference.concurrency=8.")  # fmt: skip
+@arguments.set_option("Override one key, such as inference.concurrency=8.")
 def infer(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     overrides: tuple[str, ...], input_file: Path | None, output_file: Path | None,
@@ -153,15 +154,12 @@ def _tell(count: int) -> None:
 
 # --- ``slurmft serve`` and ``slurmft endpoint`` ---
 
-MAX_TIMEOUT_S = 366 * 86_400
-
 
 @click.command(context_settings={"ignore_unknown_options": False})
 @submission_options
 @click.option("--update", is_flag=True, help="Give the endpoint that runs the engine of CONFIG, replica by replica, "
               "and wait for the end; it goes back when one does not become ready.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key, such as inference.serving.routers=1.")  # fmt: skip
+@arguments.set_option("Override one key, such as inference.serving.routers=1.")
 def serve(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     update: bool, overrides: tuple[str, ...],
@@ -173,7 +171,7 @@ def serve(
     if settings.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
     if update:
-        from slurmft.operations.run_handle import engine_keys, update_engine
+        from slurmft.operations.control import engine_keys, update_engine
 
         if sbatch_options or wait or cluster != "auto":
             raise UsageError("--update takes no options of a submission", hint="only --dry-run and --set")
@@ -183,7 +181,7 @@ def serve(
         say(update_engine(settings, say))
         return 0
     if not dry_run:
-        from slurmft.operations.run_handle import prepare_endpoint
+        from slurmft.operations.control import prepare_endpoint
 
         folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
         own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.serving.tls_own else ""
@@ -192,19 +190,19 @@ def serve(
 
 
 @click.command()
-@own_run_argument
+@arguments.own_run_argument
 @click.option("--header-file", is_flag=True, help="Print the path of a file with the header that has the token, for "
               "curl -H @FILE, instead.")  # fmt: skip
 @click.option("--ca-file", "ca", is_flag=True, help="Print the path of the certificate to trust, for curl --cacert, "
               "where the endpoint makes its own (inference.serving.tls_own), instead.")  # fmt: skip
-@click.option("--timeout", default=0.0, type=Amount(0, MAX_TIMEOUT_S), show_default=True,
+@click.option("--timeout", default=0.0, type=arguments.Amount(0, arguments.MAX_TIMEOUT_S), show_default=True,
               help="Seconds to wait until a router takes connections.")  # fmt: skip
 @click.option("--forward", type=click.IntRange(0, 65_535), metavar="PORT", help="Listen at this port of 127.0.0.1 (0: "
               "a free one) until interrupted, and pass each connection on to a router that lives.")  # fmt: skip
 def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, forward: int | None) -> int:
     """Print the address of a router of the endpoint RUN that lives."""
     from slurmft.inference.endpoint import ca_file, headers_file
-    from slurmft.operations.run_handle import living_url
+    from slurmft.operations.control import living_url
 
     if not (headers := headers_file(run.path)).is_file():
         raise UsageError(f"run {run.path.name} is no endpoint", hint="slurmft serve starts one")
@@ -242,7 +240,7 @@ PROMPTS, KILL_AFTER = 200, 40
 
 
 @click.command()
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="local", show_default=True,
+@click.option("--cluster", type=arguments.CLUSTERS, default="local", show_default=True,
               help="Where to train; auto: Slurm where its commands are, else this machine.")  # fmt: skip
 @click.option("--data", help="Text file or folder to train on; default: Python's own standard library.")
 @click.option("--infer", is_flag=True, help="Let the trained GPT answer 200 prompts on two replicas of this machine, "
@@ -254,8 +252,7 @@ def quickstart(context: click.Context, *, cluster: str, data: str | None, infer:
     The run's folder is made below runs/ in the current folder. The configuration is one to copy from.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("the quickstart trains with torch, which is not installed here",
-                         hint="pip install torch")  # fmt: skip
+        raise UsageError("the quickstart trains with torch, which is not installed here", hint="pip install torch")
     # `make quickstart` activates no environment, and the example trains with what is installed in this one
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return _infer(context, cluster, data) if infer else _train(context, cluster, data)
@@ -390,7 +387,7 @@ _PYTHON = "python is the one that your shell finds; another one is named by its 
 
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]...]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: NAME.yaml here.")
+@click.option("-o", "--output", type=arguments.PATH, help="File to write; default: NAME.yaml here.")
 @click.option("--run-folder", help="Folder of the run, whose last part is its name; default: one below SLURMFT_RUNS.")
 @click.option("--nodes", type=click.IntRange(1, 100_000), help="Nodes; default: 1.")
 @click.option("--gpus", type=click.IntRange(0, 1024), help="GPUs of each node, with a worker each; default: 0, one "
@@ -426,7 +423,11 @@ def init(
         "gpus": (gpus, "GPUs of each node", 0),
         "partition": (partition, "partition (empty: the cluster's own)", ""),
         "limit": (limit, "time limit of one job", "4:00:00"),
-        "run_folder": (run_folder, "folder of the run, which all nodes see", str(runs_root().absolute() / name)),
+        "run_folder": (
+            run_folder,
+            "folder of the run, which all nodes see",
+            str(arguments.runs_root().absolute() / name),
+        ),
     }
     answers: dict[str, Any] = {}
     for key, (value, question, default) in given.items():
@@ -525,8 +526,7 @@ _AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False, "
 
 @click.command(context_settings=_AS_GIVEN)
 @click.option("--again", is_flag=True, help="Repeat launches that have finished in an earlier start of the job.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Set one key of the configuration of each run, such as checkpoint.interval_steps=50.")  # fmt: skip
+@arguments.set_option("Set one key of the configuration of each run, such as checkpoint.interval_steps=50.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF SBATCH] SCRIPT [ARGUMENTS]...")
 def sbatch(*, again: bool, overrides: tuple[str, ...], words: tuple[str, ...]) -> int:
     """Submit the batch script that you have, as sbatch would; what it launches is supervised.
@@ -586,19 +586,17 @@ def convert(*, words: tuple[str, ...]) -> int:
 # --- ``slurmft ft-launch``: a command line of ``ft_launcher`` or torchrun becomes a run ---
 
 
-@click.command(
-    name="ft-launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)  # fmt: skip
+@click.command(name="ft-launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[LAUNCHER OPTIONS] SCRIPT [ARGUMENTS]...")
-@click.option("--run-folder", type=click.Path(path_type=Path),
+@click.option("--run-folder", type=arguments.PATH,
               help="Folder of the run; default: runs/ and the --rdzv-id, or the script's name.")  # fmt: skip
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default=None,
+@click.option("--cluster", type=arguments.CLUSTERS, default=None,
               help="Where to run; auto: Slurm where its commands are, else this machine. "
               "Default: local with --standalone, else auto.")  # fmt: skip
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one key, such as slurm.time=30.")
+@arguments.set_option("Set one key, such as slurm.time=30.")
 @click.option("--print-config", is_flag=True, help="Print the configuration for slurmft submit, and change nothing.")
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
+@arguments.wait_option
 def ft_launch(
     *, words: tuple[str, ...], run_folder: Path | None, cluster: str | None, overrides: tuple[str, ...],
     print_config: bool, dry_run: bool, wait: bool,
@@ -609,7 +607,6 @@ def ft_launch(
     and --ft-* or --ft-param-* of nvidia-resiliency-ext behind the options below. Options without a counterpart are
     named.
     """
-    from slurmft.cli.submit import submit_run  # not for a launch, whose training waits for it
     from slurmft.compat import neighbours
     from slurmft.config.run import from_values
     from slurmft.scheduler.slurm import known_options
@@ -656,8 +653,7 @@ def trials() -> None:
 
 @trials.command("submit", context_settings={"ignore_unknown_options": False})
 @submission_options
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Override one key, such as trials.max_jobs=8.")  # fmt: skip
+@arguments.set_option("Override one key, such as trials.max_jobs=8.")
 def submit_sweep(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     overrides: tuple[str, ...],
@@ -674,11 +670,10 @@ def submit_sweep(
 
 
 @trials.command()
-@own_run_argument
+@arguments.own_run_argument
 @click.option("--failed", is_flag=True, required=True, help="Those that have failed.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
-@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
-              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@arguments.wait_option
+@arguments.cluster_option
 def retry(*, run: RunFolder, failed: bool, wait: bool, cluster: str) -> int:
     """Run trials of RUN again, each in its folder."""
     from slurmft.operations.run_configuration import configuration_of
@@ -688,10 +683,10 @@ def retry(*, run: RunFolder, failed: bool, wait: bool, cluster: str) -> int:
 
 
 @trials.command()
-@run_argument
+@arguments.run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each trial, a line each.")
 @click.option("--csv", "as_csv", is_flag=True, help="A table, with a column for each parameter.")
-@click.option("--parquet", type=click.Path(path_type=Path), metavar="FILE", help="Write a Parquet file.")
+@click.option("--parquet", type=arguments.PATH, metavar="FILE", help="Write a Parquet file.")
 def results(*, run: RunFolder, as_json: bool, as_csv: bool, parquet: Path | None) -> int:
     """Print what has come of the trials of RUN so far; without an option only how many."""
     from slurmft.inference.trials import rows, write_csv, write_parquet
@@ -731,3 +726,110 @@ def _add_trials(settings: Any, sbatch_options: tuple[str, ...], *, cluster: str,
 
         return follow(run, told=len(run.journal().read()), stop_on_interrupt=False)
     return 0
+
+
+# --- ``slurmft run``, a job's supervisor, and ``slurmft agent``, a node's agent: the processes of a run ---
+
+
+@click.command()
+@arguments.config_argument
+@click.option(
+    "--after-loss",
+    type=click.IntRange(1, 64),
+    hidden=True,
+    help="Act in the place of a supervisor that this signal ended.",
+)
+def run(*, config: Path, after_loss: int | None) -> int:
+    """Run the supervisor of one job (called by the batch script)."""
+    # before the fork: the guardian may need it when files cannot be read any more
+    with without_collections():
+        from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+        from slurmft.supervisor.agents import outlives_its_supervisor
+        from slurmft.supervisor.guardian import guarded
+
+    refuse_foreign_configuration(config)
+    settings = functools.cache(lambda: load_given(config))
+    guarded(
+        [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
+        spares=lambda pid: outlives_its_supervisor(settings(), pid),
+    )
+    with without_collections():
+        from slurmft.supervisor.run import recover, supervise
+
+    if after_loss is not None:
+        return recover(settings(), os.environ, after_loss)
+    return supervise(settings(), os.environ)
+
+
+@click.command(hidden=True)
+@arguments.config_argument
+@click.argument("attempt")
+@click.pass_obj
+def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
+    """Run one node's agent (started by the supervisor with srun)."""
+    import asyncio
+
+    with without_collections():
+        from slurmft.agent import container as agent_container
+        from slurmft.agent.agent import serve
+        from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+
+    refuse_foreign_configuration(config)
+    settings = load_given(config)
+    if (container := settings.contained()) is None:
+        return asyncio.run(serve(settings, attempt, os.environ, begun))
+    agent_container.become_first_process()
+    environment = agent_container.usable_environment(os.environ, os.uname().nodename)
+    agent_container.refuse_unusable(container, attempt, environment)
+    return asyncio.run(serve(settings, attempt, environment))
+
+
+# --- ``slurmft metrics``: measured values, for Prometheus; ``slurmft companion``, which publishes a run's own ---
+
+
+@click.command()
+@arguments.optional_run_argument
+@click.option(
+    "--textfile",
+    type=arguments.PATH,
+    help="File for node_exporter's textfile collector (*.prom), replaced each time; instead of printing.",
+)
+@click.option(
+    "--targets",
+    type=arguments.PATH,
+    help="File for Prometheus' file_sd_configs (*.json): where supervisors and routers are scraped.",
+)
+def metrics(*, run: RunFolder | None, textfile: Path | None, targets: Path | None) -> int:
+    """Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus reads them.
+
+    For cron. A running job publishes its own by itself where its configuration has a section metrics.
+    """
+    from slurmft.reporting import metrics as reporting_metrics
+    from slurmft.reporting.metrics import families, looks_at
+    from slurmft.system.exposition import text
+
+    runs = [run] if run is not None else arguments.every_run()
+    looks, problems = looks_at(runs)
+    for problem in problems:
+        say_error(problem)
+    try:
+        if targets is not None:
+            reporting_metrics.write_targets(targets, runs)
+        if textfile is not None:
+            reporting_metrics.write_textfile(textfile, families(looks))
+    except OSError as error:
+        raise UsageError(f"cannot write {textfile or targets}: {error.strerror}") from error
+    if textfile is None and targets is None:
+        say_block(text(families(looks)).rstrip("\n"))
+    return 1 if problems else 0
+
+
+@click.command(hidden=True)
+@arguments.config_argument
+def companion(*, config: Path) -> int:
+    """Publish the metrics of a run and tell its events (started by the supervisor)."""
+    from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+    from slurmft.reporting.metrics import accompany
+
+    refuse_foreign_configuration(config)
+    return accompany(load_given(config), os.environ)

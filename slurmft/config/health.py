@@ -333,10 +333,6 @@ class HealthConfig(Section):
                 return self._with(changes)
         return self
 
-    def probe_limit_s(self, name: str, default: float) -> float:
-        """Seconds that a probe may take."""
-        return self.limits_s.get(name, default)
-
     def _with(self, changes: Mapping[str, Any]) -> HealthConfig:
         base = self.model_dump(exclude_unset=True, exclude={"platforms"})
         return HealthConfig.model_validate(_merged(base, {k: v for k, v in changes.items() if k != "nodes"}))

@@ -28,7 +28,7 @@ from pydantic import (
 from slurmft.config import base as config_base
 from slurmft.config.base import Count, Folder, Text, Words, section_of
 from slurmft.config.base import Section as _Section
-from slurmft.config.inference import InferenceConfig, ServingConfig
+from slurmft.config.inference import InferenceConfig, ServingConfig, TrialsConfig
 from slurmft.config.sections import (
     CheckpointConfig,
     ContainerConfig,
@@ -48,7 +48,6 @@ from slurmft.config.sections import (
     SyncConfig,
 )
 from slurmft.config.sections import problem_of as sync_problem_of
-from slurmft.config.trials import TrialsConfig
 from slurmft.errors import ConfigError
 from slurmft.policy import sbatch
 from slurmft.policy import values as plain

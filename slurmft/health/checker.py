@@ -37,7 +37,6 @@ from slurmft.health.node import (
     processes,
     running_jobs,
     step_of,
-    text_of,
 )
 from slurmft.health.probes import Probe, known_names, probes_for
 from slurmft.policy import values as plain
@@ -47,7 +46,7 @@ from slurmft.scheduler import slurm
 from slurmft.scheduler.own_jobs import SOONEST_S, begin_in
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.system.files import read_json, remove_tree, write_json
-from slurmft.system.processes import Answer, Errand, run_all
+from slurmft.system.processes import Answer, Errand, run_all, text_of
 
 # --- Results of the probes on a shared folder: one file for each node, which only that node's probes write ---
 #     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last (KEEP), and the newest long one]}

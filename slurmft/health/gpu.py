@@ -18,9 +18,10 @@ from typing import Any
 
 from slurmft.config.health import GpuLimits
 from slurmft.health import node
-from slurmft.health.node import Scene, above, bad, fine, grown, text_of, unknown
+from slurmft.health.node import Scene, above, bad, fine, grown, unknown
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
 from slurmft.scheduler.parsing import expand_hostlist
+from slurmft.system.processes import text_of
 
 # --- gpu facts ---
 # The state of this node's GPUs as NVIDIA's driver reports it: through NVML where its Python binding is installed.
@@ -830,9 +831,7 @@ JUDGES: Sequence[Callable[[Sequence[Gpu], GpuLimits], ProbeResult]] = (
 )  # fmt: skip
 
 
-def _owners(
-    scene: Scene, gpus: Sequence[Gpu]
-) -> tuple[dict[int, node.Process | None], frozenset[str] | None]:  # fmt: skip
+def _owners(scene: Scene, gpus: Sequence[Gpu]) -> tuple[dict[int, node.Process | None], frozenset[str] | None]:
     # the processes first: a job that starts in between is then among the running ones
     owners = {pid: node.process(scene.path(f"proc/{pid}")) for gpu in gpus for pid in gpu.pids}
     return owners, node.running_jobs(scene)

@@ -15,6 +15,7 @@ from slurmft.config.health import HealthConfig
 from slurmft.errors import StorageError
 from slurmft.policy.node_health import ProbeResult, Problem, Sample, Status, growth, with_sample, worst
 from slurmft.system.files import MAX_DEPTH, is_left_over, read_json, write_json
+from slurmft.system.processes import text_of
 
 # --- How numbers become results: pure, and the same for all probes ---
 
@@ -148,23 +149,6 @@ class Mount:
     source: str
     mount_options: frozenset[str]
     super_options: frozenset[str]
-
-
-def text_of(path: Path) -> str:
-    """A file's text, at most a MiB of it, with any content; empty where it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return ""
-    try:
-        pieces: list[bytes] = []
-        while sum(len(each) for each in pieces) < MAX_BYTES and (piece := os.read(descriptor, 1 << 16)):
-            pieces.append(piece)
-        return b"".join(pieces).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
 
 
 def mounts(scene: Scene) -> Iterator[Mount]:

@@ -42,11 +42,11 @@ from slurmft.health.node import (
     grown,
     mounts,
     orphaned_memory,
-    text_of,
     unknown,
 )
 from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
-from slurmft.system.processes import Answer, Errand, end_group, output_of, run_all
+from slurmft.system.files import write_all
+from slurmft.system.processes import Answer, Errand, end_group, output_of, run_all, text_of
 
 # --- Probes of local filesystems: space and inodes, remounts after errors, bytes that come back ---
 
@@ -141,9 +141,7 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
 
 
 def _through_the_disk(descriptor: int, content: bytes) -> bytes:
-    left = memoryview(content)
-    while left:  # a disk that fills up accepts a part, and refuses the rest
-        left = left[os.write(descriptor, left) :]
+    write_all(descriptor, content)  # a disk that fills up accepts a part, and refuses the rest
     os.fsync(descriptor)
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -376,11 +374,6 @@ def judge_shared_memory(orphans: Iterable[tuple[str, int]], limits: HostLimits) 
                remedy="let bin/slurmft-epilog be the Epilog; now: remove what lsof does not show")  # fmt: skip
 
 
-def own_name(scene: Scene) -> str:
-    """The node's name where no other one is configured."""
-    return scene.node or os.uname().nodename
-
-
 # --- Probes of the memory: available memory, pressure, ECC errors ---
 
 
@@ -586,7 +579,7 @@ def _word(text: str) -> str:
 def names(scene: Scene) -> ProbeResult:
     """Names that must resolve, all at the same time."""
     limits = scene.config.network
-    wanted, own = list(limits.resolve), own_name(scene)
+    wanted, own = list(limits.resolve), scene.node or os.uname().nodename
     limit = scene.stretched(limits.resolve_s)
     errands = [Errand(name=name, limit_s=limit, task=lambda name=name: _resolve(name))  # type: ignore[misc]
                for name in dict.fromkeys(wanted or [own])]  # fmt: skip
@@ -698,7 +691,7 @@ class Probe:
 
     def limit(self, scene: Scene) -> float:
         """Seconds that it may take here."""
-        base = max(scene.config.probe_limit_s(name, self.limit_s) for name in self.names)
+        base = max(scene.config.limits_s.get(name, self.limit_s) for name in self.names)
         own, late_s = self.waits(scene.config), self.late_after_s(scene)
         if not self.is_patient:
             return base
@@ -733,30 +726,26 @@ PROBES = (
     Probe(names=("names",), look=names, waits=lambda config: config.network.resolve_s),
     Probe(names=gpu.NAMES, look=gpu.gpus, late_s=lambda config: config.gpu.answer_s),
     Probe(names=("xid",), look=gpu.xid),
-    Probe(names=("gpu-matmul", "gpu-memory"), look=gpu.gpu_compute, limit_s=gpu.WORK_S, level=2,
-          is_patient=False),
+    Probe(names=("gpu-matmul", "gpu-memory"), look=gpu.gpu_compute, limit_s=gpu.WORK_S, level=2, is_patient=False),
     Probe(names=("cpu-matmul", "cpu-memory"), look=gpu.cpu_compute, limit_s=gpu.WORK_S, level=2, is_patient=False),
     Probe(names=("dcgm",), look=gpu.diagnose, limit_s=gpu.DIAGNOSE_S, level=2, is_patient=False),
     Probe(names=("all-reduce",), look=gpu.all_reduce, limit_s=gpu.PAIR_S, level=2, is_patient=False),
-)  # fmt: skip
+)
 """Our own. Those of level 1 take less than two seconds together, even if one hangs."""
 
 
 def probes_for(scene: Scene) -> list[Probe]:
     """The probes of this look: ours and the site's, without those that are disabled."""
-    own = [probe for probe in PROBES if probe.level <= scene.level and not set(probe.names) <= _disabled(scene)]
+    off = frozenset(scene.config.disabled)
+    own = [probe for probe in PROBES if probe.level <= scene.level and not set(probe.names) <= off]
     theirs = [_user_probe(name, probe) for name, probe in scene.config.user_probes.items()
-              if probe.level <= scene.level and name not in _disabled(scene)]  # fmt: skip
+              if probe.level <= scene.level and name not in off]  # fmt: skip
     return own + theirs
 
 
 def known_names(scene: Scene) -> list[str]:
     """Every name that a result may have."""
     return [*(name for probe in PROBES for name in probe.names), *scene.config.user_probes]
-
-
-def _disabled(scene: Scene) -> frozenset[str]:
-    return frozenset(scene.config.disabled)
 
 
 def _user_probe(name: str, probe: UserProbe) -> Probe:

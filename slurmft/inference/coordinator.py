@@ -33,7 +33,7 @@ from slurmft.ipc import messages
 from slurmft.policy.inference import Death, all_down, evidence_of, is_poison, is_suspect
 from slurmft.policy.serving import Readiness
 from slurmft.storage.journal import EventName
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 
 # --- leases ---
 # Who answers what: ranges of requests are leased to agents, and come back when an agent is lost or gives them back.

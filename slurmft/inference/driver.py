@@ -45,7 +45,7 @@ from slurmft.ipc.messages import ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy import inference
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 from slurmft.storage.shared_weights import stage_in_memory
 from slurmft.system.background import run_below_agent
 from slurmft.system.files import PrivateFolder, make_private_folder, token_in

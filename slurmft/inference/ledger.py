@@ -36,7 +36,7 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.inference.requests import Batch, Requests, answers_in, arrow, load, runs_of, segment_name
 from slurmft.policy.serving import Prefix
 from slurmft.storage.patience import writing
-from slurmft.storage.segments import Record, SegmentWriter, Series, names_in, parse, read
+from slurmft.storage.queue import Record, SegmentWriter, Series, names_in, parse, read
 from slurmft.system.files import fsync_folder, open_regular, opened, read_json, trusted_owners, write_json
 
 FORMAT = 1

@@ -34,11 +34,11 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import ConfigError, StorageError, UsageError
 from slurmft.policy.inference import is_open, normal
 from slurmft.storage.patience import writing
-from slurmft.storage.segments import read
+from slurmft.storage.queue import read
 from slurmft.system.files import UnsafeFile, fsync_folder, open_regular, opened, read_json, trusted_owners, write_json
 
 # --- Answers in segments ---
-# Replicas write answers into segments (``storage.segments``). The first line is the header (run's generation, node,
+# Replicas write answers into segments (``storage.queue``). The first line is the header (run's generation, node,
 # replica); every other one an answer: ``{"index": 7, "response": {...}}`` or ``{"index": 7, "error": {...}}``. What
 # counts of a segment is said by the ledger, never by its length: a torn end is cut, and what a fenced process adds
 # later is not read.

@@ -41,13 +41,20 @@ from slurmft.config.run import load
 from slurmft.errors import LaunchError, StorageError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
-from slurmft.inference.endpoint import context_for, folder_of, is_local, key_of, token_of
+from slurmft.inference.endpoint import (
+    WEIGHTS_LOOK_S,
+    context_for,
+    folder_of,
+    is_local,
+    key_of,
+    read_published,
+    token_of,
+)
 from slurmft.inference.replicas import EMPTY_LOOK_S, TURNS, Replica, Replicas
 from slurmft.ipc.channel import listening_socket
 from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
 from slurmft.policy import inference, serving
 from slurmft.policy.values import Strangers
-from slurmft.storage.published_weights import WEIGHTS_LOOK_S, read_published
 from slurmft.system.background import run_below_agent
 from slurmft.system.exposition import registry_text
 from slurmft.system.files import token_in, write_bytes

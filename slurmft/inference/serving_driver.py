@@ -22,11 +22,10 @@ from typing import Any
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
 from slurmft.inference import driver
-from slurmft.inference.endpoint import OWN_CONFIG, is_local, key_of
+from slurmft.inference.endpoint import OWN_CONFIG, WEIGHTS_LOOK_S, is_local, key_of, read_published
 from slurmft.inference.gate import Gate
 from slurmft.policy.inference import has_crashed
 from slurmft.policy.serving import FAILURES_TO_AVOID
-from slurmft.storage.published_weights import WEIGHTS_LOOK_S, read_published
 from slurmft.system.processes import allow_descriptors
 
 TELL_S = 0.05

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from slurmft.config.trials import MAX_TRIALS, TrialsConfig
+from slurmft.config.inference import MAX_TRIALS, TrialsConfig
 from slurmft.errors import ConfigError, UsageError
 from slurmft.inference.ledger import AnswersSoFar
 from slurmft.inference.requests import MAX_ID_LENGTH, Requests, arrow, extend, folder_of, object_in, records_of

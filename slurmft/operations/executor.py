@@ -1,4 +1,5 @@
-"""``slurmft.Executor``: submitit's interface, where each submission is a run, and an array a sweep.
+"""slurmft from Python: ``slurmft.submit``, the handle of a run, and ``slurmft.Executor``, which is submitit's
+interface.
 
 A program of submitit's changes one import; its jobs then survive what runs survive. submitit's own class is the base,
 so that ``submit``, ``map_array``, ``submit_array``, ``batch`` and the jobs' ``result``, ``results``, ``exception``,
@@ -15,6 +16,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,26 +27,284 @@ import cloudpickle
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 
-from slurmft.config.run import RunConfig
-from slurmft.config.trials import MAX_JOBS
+from slurmft.config.inference import MAX_JOBS
+from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import RunFailed, SlurmftError, SlurmUnavailable, StorageError, UsageError
-from slurmft.operations.run_handle import (
-    MAX_RESULT_BYTES,
-    RunHandle,
-    pickled,
-    settings_of_array,
-    settings_of_callable,
-    submitted,
-)
-from slurmft.operations.status import Overview, oldest_first, overviews
-from slurmft.operations.submit import submit_trials
+from slurmft.operations import control
+from slurmft.operations.control import Overview
+from slurmft.operations.run_configuration import load_given
+from slurmft.operations.submit import Submitted, read_requests, submit_run, submit_trials
 from slurmft.scheduler import slurm
+from slurmft.scheduler.slurm import known_options
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder, result_of
-from slurmft.system.files import read_bytes, replace_atomically
+from slurmft.system.files import LOG_LIMIT_BYTES, read_bytes, read_part, replace_atomically
 from slurmft.system.processes import who
 
 if TYPE_CHECKING:
     from slurmft.inference.trials import Outcomes
+
+# --- ``slurmft.submit`` and the handle of a run, for notebooks, sweeps and scripts ---
+
+LOOK_S, ASK_SLURM_S = 0.2, 3.0
+"""How often ``wait`` reads the folder, and asks Slurm."""
+
+MAX_RESULT_BYTES = 2 << 30
+
+
+class RunHandle:
+    """One run, whether it waits, runs or has ended; cheap to make, and safe to make again in another process.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        StorageError: it belongs to another user, or is a copy of another run's folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._run = RunFolder(Path(folder).absolute())
+        self._run.refuse_foreign()
+        self._run.refuse_copy()
+
+    def __repr__(self) -> str:
+        return f"RunHandle({str(self._run.path)!r})"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._run.path
+
+    def status(self) -> Overview:
+        """The run at this moment: ``state`` is finished, running, waiting, stopped, unknown, damaged or new."""
+        return control.overviews([self._run])[0]
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the run has ended for good, over requeues and restarts; returns its exit code.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout_s``; it goes on.
+            StorageError: the run was never submitted, or its journal cannot be read.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        asked_s = -ASK_SLURM_S
+        while True:
+            if self._run.done() is not None or time.monotonic() - asked_s >= ASK_SLURM_S:
+                asked_s = time.monotonic()
+                if (code := self.exit_code(self.status())) is not None:
+                    return code
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise TimeoutError(f"run {self._run.path.name} has not ended within {timeout_s} s")
+            time.sleep(LOOK_S)
+
+    def exit_code(self, view: Overview) -> int | None:
+        """The exit code of a run that has ended for good; None while something follows.
+
+        Args:
+            view: its status.
+
+        Raises:
+            StorageError: the run was never submitted, or its journal cannot be read.
+        """
+        if view.state in ("waiting", "running"):  # no journal of a thousand runs is read for that
+            return None
+        events = self._since_submission()
+        return (
+            control.exit_code_of(view, events) if control.has_ended(view, events, since=events[0].seconds()) else None
+        )
+
+    def result(self, timeout_s: float | None = None, *, rank: int = 0) -> Any:
+        """Wait for the run's end; returns what the submitted callable returned, None for other runs.
+
+        Args:
+            rank: another one than 0 for runs of ``slurmft.Executor``, which stores the result of each.
+
+        Raises:
+            RunFailed: the run has ended otherwise, or was stopped; names the cause and the traceback.
+            TimeoutError: it has not ended within ``timeout_s``; it goes on.
+            StorageError: the result cannot be read.
+        """
+        if code := self.wait(timeout_s):
+            view, rows = self.status(), control.account_of(self._since_submission())
+            traceback = "\n".join(text for name, text in rows if name == "traceback")
+            raise RunFailed(f"run {view.run} has ended with exit code {code}: {view.detail}", run_exit_code=code,
+                            traceback=traceback, hint=f"slurmft explain {self._run.path}")  # fmt: skip
+        if not self._run.call.exists():
+            return None
+        return pickled(result_of(self._run.result, rank))
+
+    def stop(self) -> str:
+        """Ask the run to save and end; a waiting job is cancelled. Returns what was done, in words.
+
+        Raises:
+            SlurmError: Slurm refused or did not answer.
+        """
+        return control.stop(self._run, who())
+
+    def requeue(self) -> str:
+        """Ask the run to save and go through the queue again; returns what was done, in words.
+
+        Raises:
+            SlurmError: Slurm refused or did not answer.
+            UsageError: the run has no job.
+        """
+        return control.requeue(self._run, who())
+
+    def logs(self, rank: int = 0, *, lines: int | None = None) -> str:
+        """The newest output of a rank, or its last ``lines``; the supervisor's where no worker has written yet.
+
+        Raises:
+            UsageError: there is no such rank.
+            StorageError: nothing was written yet.
+        """
+        newest = control.logs_of(self._run, rank=rank)[-1]
+        text = read_part(newest, -LOG_LIMIT_BYTES, LOG_LIMIT_BYTES).decode(errors="replace")
+        return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines else [])
+
+    def explain(self) -> list[Event]:
+        """All events of the run's journal, oldest first: what happened, what was decided, and why.
+
+        Raises:
+            StorageError: nothing was submitted, or the journal cannot be read.
+        """
+        return control.story(self._run).events
+
+    def _since_submission(self) -> list[Event]:
+        events = self.explain()
+        begins = [at for at, event in enumerate(events) if event.event == EventName.SUBMITTING]
+        if not begins:
+            raise StorageError(f"run {self._run.path.name} was not submitted with slurmft",
+                               hint="its status tells how it is")  # fmt: skip
+        return events[begins[-1] :]
+
+
+def pickled(path: Path) -> Any:
+    """What a callable has returned.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        stored = read_bytes(path, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
+    except OSError as error:
+        hint = "a callable that ends its process, as sys.exit does, stores none"
+        raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+    try:
+        return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise StorageError(f"{path} is damaged: {error}") from error
+
+
+def submit(
+    what: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., Any], /, *, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, sbatch_options: Sequence[str] = (), cluster: str = "auto",
+    strict: bool = False, **overrides: Any,
+) -> RunHandle:  # fmt: skip
+    """Submit a run, or continue one that has stopped; as ``slurmft submit``, ``infer`` and ``serve`` do.
+
+    Args:
+        what: the path of a configuration, its keys and values, or a callable. A callable is pickled into the run folder
+            and called in each worker; it needs ``run_folder=`` and may use ``slurmft.start_session`` inside. It is
+            called again from its beginning after each restart: what it does not save itself is done again. At a stop,
+            its method ``checkpoint`` (if it has one, as submitit's have) is asked on rank 0 for the call to go on with.
+        args: for the callable.
+        kwargs: for the callable.
+        sbatch_options: further options of sbatch, such as ``["--nice=5"]``.
+        cluster: ``slurm``, ``local``, or ``auto``: Slurm where its commands are, else this machine.
+        strict: refuse when a stop would not have the time for its save.
+        **overrides: keys of the configuration; a section as a mapping of those keys that are to change:
+            ``nodes=2, slurm={"time": 30}``.
+
+    Raises:
+        UsageError: the configuration cannot be used, or the run is busy or finished; nothing was submitted.
+        SlurmftError: it was refused; nothing was submitted.
+    """
+    made = submitted(what, args, kwargs, sbatch_options=sbatch_options, cluster=cluster, strict=strict, keys=overrides)
+    return RunHandle(made.run.path)
+
+
+def submitted(
+    what: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., Any], args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, *, sbatch_options: Sequence[str] = (), cluster: str = "auto",
+    strict: bool = False, each: bool = False, keys: Mapping[str, Any],
+) -> Submitted:  # fmt: skip
+    """As ``submit``, with the job's id; with ``each``, every rank of a callable stores what it returns.
+
+    Raises:
+        SlurmftError: it was refused; nothing was submitted.
+    """
+    call = None
+    if callable(what):
+        call = cloudpickle.dumps((what, tuple(args), dict(kwargs or {})))
+        settings = settings_of_callable(keys, each=each)
+    elif args or kwargs:
+        raise UsageError("args and kwargs are for a callable, and a configuration was given")
+    elif isinstance(what, Mapping):
+        settings = from_values(_plain(what), list(_as_overrides(keys)), source="slurmft.submit",
+                               known_here=known_options)  # fmt: skip
+    else:
+        settings = load_given(Path(what), list(_as_overrides(keys)))
+    if settings.serving is not None:
+        control.prepare_endpoint(settings)
+    elif settings.trials is not None:
+        raise UsageError("a sweep is submitted by slurmft trials CONFIG")
+    elif settings.inference is not None:
+        read_requests(settings, lambda _count: None)
+    return submit_run(
+        settings, tuple(sbatch_options), strict=strict, cluster=cluster, who=who(), command="slurmft.submit",
+        tell=log.warning, call=call,
+    )  # fmt: skip
+
+
+def settings_of_callable(overrides: Mapping[str, Any], *, each: bool = False) -> RunConfig:
+    """The configuration of a run that calls what is in its run folder.
+
+    Raises:
+        UsageError: a key is unknown, or cannot be used.
+    """
+    for key in ("command", "inference"):
+        if key in overrides:
+            raise UsageError(f"a callable was given, and {key} as well: one of them is to run")
+    given = from_values({**_plain(overrides), "command": ["-"]}, source="slurmft.submit", known_here=known_options)
+    run = RunFolder(given.run_folder)
+    command = (
+        sys.executable, "-m", "slurmft.worker.call", str(run.call), str(run.result), given.preemption.signal,
+        *(["--each"] if each else []),
+    )  # fmt: skip
+    return given.model_copy(update={"command": command})
+
+
+def settings_of_array(keys: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a sweep of which each trial calls what is in its folder (``slurmft.Executor``).
+
+    Raises:
+        UsageError: a key is unknown, or cannot be used.
+    """
+    signal = settings_of_callable({name: value for name, value in keys.items() if name != "trials"}).preemption.signal
+    command = [sys.executable, "-m", "slurmft.worker.call", "{trial_folder}/call.pkl", "--trial", signal]
+    return from_values({**_plain(keys), "command": command}, source="slurmft.submit", known_here=known_options)
+
+
+def _as_overrides(values: Mapping[str, Any], inside: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _as_overrides(value, f"{inside}{key}.")
+        else:
+            try:
+                yield f"{inside}{key}={json.dumps(_plain(value))}"
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{inside}{key}: {error}", hint="give texts, numbers, lists and mappings") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+# --- ``slurmft.Executor``: submitit's interface, where each submission is a run, and an array a sweep ---
 
 SHORTEST_S, LONGEST_S = 2.0, 30.0
 """Between two questions to Slurm about all jobs of a process; longer from look to look, as submitit's."""
@@ -140,7 +400,7 @@ class _Watch:
 
     def _refresh(self, folders: Sequence[Path], wanted: Path) -> None:
         problem: StorageError | None = None
-        for folder, view in zip(folders, overviews([RunFolder(each) for each in folders]), strict=True):
+        for folder, view in zip(folders, control.overviews([RunFolder(each) for each in folders]), strict=True):
             try:
                 ended = RunHandle(folder).exit_code(view) is not None
             except StorageError as error:
@@ -184,7 +444,7 @@ class _Paths(JobPaths):
     @property
     def stdout(self) -> Path:
         """The newest log of the task: both of its streams."""
-        logs = oldest_first(self._run.attempts.glob(f"*/rank-{self.task_id}.log"))
+        logs = control.oldest_first(self._run.attempts.glob(f"*/rank-{self.task_id}.log"))
         return logs[-1] if logs else self._run.attempts / f"rank-{self.task_id}.log"
 
     stderr = stdout
@@ -210,7 +470,7 @@ class _CallPaths(_Paths):
     @property
     def result_pickle(self) -> Path:
         """What the newest try returned."""
-        return next(reversed(oldest_first(self._trial.glob(".result-*.pkl"))), self._trial / "result.pkl")
+        return next(reversed(control.oldest_first(self._trial.glob(".result-*.pkl"))), self._trial / "result.pkl")
 
     @property
     def stdout(self) -> Path:

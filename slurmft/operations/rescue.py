@@ -32,7 +32,6 @@ from slurmft.errors import (
     SlurmUnavailable,
     StorageError,
     StorageUnavailable,
-    UsageError,
 )
 from slurmft.health.checker import Results, read_results
 from slurmft.operations.control import NEWEST
@@ -41,16 +40,8 @@ from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Cause, Evidence, Kind, Suspect
-from slurmft.scheduler import nodes, own_jobs
-from slurmft.scheduler.nodes import NotPermitted, Refusal, compress
-from slurmft.scheduler.parsing import (
-    JobRecord,
-    expand_hostlist,
-    is_held_by_launch,
-    is_held_by_requeue,
-    is_held_for_good,
-)
-from slurmft.scheduler.slurm import undisturbed
+from slurmft.scheduler import own_jobs, parsing, slurm
+from slurmft.scheduler.slurm import NotPermitted, Refusal, compress, undisturbed
 from slurmft.storage import run_folder
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.journal import Event, EventName
@@ -61,7 +52,7 @@ from slurmft.supervisor.observations import progressed
 from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
 from slurmft.system import files, processes
 from slurmft.system.exposition import GAUGE, Family, Sample, text
-from slurmft.system.files import read_text, replace_atomically
+from slurmft.system.files import replace_atomically
 
 # --- Jobs that Slurm holds because a node could not start them, which is what a failing Prolog does by default ---
 
@@ -71,7 +62,7 @@ MAX_RELEASES = 3
 log = logging.getLogger(__name__)
 
 
-def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str:
     """Let a job that Slurm holds after a failed launch begin elsewhere; says what was done.
 
     The nodes that refused it are recorded on the exclusion list. Call for a job of ``is_held_by_launch``.
@@ -112,7 +103,7 @@ def releases_without_start(history: Sequence[Event]) -> int:
     return count
 
 
-def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
+def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[Refusal]:
     """Nodes that Slurm has drained when it put the job back into the queue, without those of an earlier time."""
     at = record.identity.submitted
     told = {
@@ -121,7 +112,7 @@ def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
         if event.event == EventName.EVIDENCE
     }
     try:
-        return [each for each in nodes.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
+        return [each for each in slurm.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
     except SlurmError as error:
         log.warning("Slurm does not report which node refused job %s: %s", record.job_id, error.what)
         return []
@@ -300,7 +291,7 @@ def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history:
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
 
 
-def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
+def complete(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Finish the requeue of a waiting job whose supervisor ended in the middle of it; says what was done.
 
     A job that waits has no process left, so no supervisor can be doing the same. May be done twice.
@@ -315,7 +306,7 @@ def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | 
         excluded = began.details.get("excluded")
         avoid = None if excluded is None else expanded(excluded)
         done = own_jobs.place(job, own_jobs.SOONEST_S, avoid=avoid)
-        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
+        if parsing.is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
             own_jobs.release(job)
         run.journal().append(EventName.REQUEUED, job=record.job_id, who=who, **done.in_words())
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")
@@ -460,32 +451,34 @@ def _jobs_to_ask_about(run: RunFolder) -> list[OwnJob]:
         return []
 
 
-def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
+def _rescue(
+    run: RunFolder, records: Mapping[OwnJob, parsing.JobRecord], jobs: Sequence[OwnJob], who: str
+) -> str | None:
     for job, record in records.items():
         if is_orphan(record):
             return _requeue_orphan(run, job, record, who)
         if record.waiting and (done := complete(run, job, record, who)):
             return done
-        if record.waiting and is_held_by_launch(record.reason):
+        if record.waiting and parsing.is_held_by_launch(record.reason):
             return release(run, job, record, who)
-        if record.waiting and is_held_for_good(record.reason) and run.see_request("KILL") is None:
+        if record.waiting and parsing.is_held_for_good(record.reason) and run.see_request("KILL") is None:
             return _submit_in_place_of(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
     return _submit_again(run, records, jobs, who)
 
 
-def is_orphan(record: JobRecord) -> bool:
+def is_orphan(record: parsing.JobRecord) -> bool:
     """Under --no-kill a job whose batch host died stays RUNNING without its script until its time limit."""
     if record.state != "RUNNING" or not record.batch_host:
         return False
     try:
-        return record.batch_host not in expand_hostlist(record.nodes)
+        return record.batch_host not in parsing.expand_hostlist(record.nodes)
     except ValueError:
         return False  # not known: Slurm answered something that cannot be its nodes
 
 
-def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+def _requeue_orphan(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str:
     owner = run.owner()
     restart = owner.restart if owner is not None and owner.job == job.job_id else 0
     journal = run.journal()
@@ -505,7 +498,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
     return f"job {job} had lost its batch host {record.batch_host}; it is requeued"
 
 
-def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
+def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         own_jobs.cancel(job)
@@ -532,7 +525,9 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: JobRecord, who: str
     return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
 
 
-def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
+def _submit_again(
+    run: RunFolder, records: Mapping[OwnJob, parsing.JobRecord], jobs: Sequence[OwnJob], who: str
+) -> str | None:
     owner, events = run.owner(), run.journal().read()
     if owner is None or not is_unfinished(events, owner.job) or run.see_request("KILL") is not None:
         return None
@@ -798,11 +793,11 @@ def _look_and_act(order: SweepOrder, report: SweepReport) -> None:
 
 def _look(order: SweepOrder, report: SweepReport) -> SweepPlan:
     report.queries += 1
-    facts = nodes.node_facts()
+    facts = slurm.node_facts()
     visits = order.visits
     if visits.room(len(facts)) and order.results is not None:
         report.queries += 2
-        visits = replace(visits, under_way=nodes.nodes_under_test(), switch_of=nodes.switches())
+        visits = replace(visits, under_way=slurm.nodes_under_test(), switch_of=slurm.switches())
     try:
         results = Results(checkups={}) if order.results is None else read_results(order.results)
     except StorageError as error:
@@ -839,12 +834,12 @@ def _record(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
 def _change_nodes(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
     for verdict in plan.drain:
         seen, reason = plan.nodes[verdict.node], verdict.reason
-        command = nodes.drain_command(seen.node, reason)
-        drain = functools.partial(nodes.drain, seen, reason)
+        command = slurm.drain_command(seen.node, reason)
+        drain = functools.partial(slurm.drain, seen, reason)
         report.drained += _change(order, report, f"{seen.node} drained: {reason}", command, drain)
     for seen in plan.resume:
-        command = nodes.resume_command(seen.node)
-        resume = functools.partial(nodes.resume, seen)
+        command = slurm.resume_command(seen.node)
+        resume = functools.partial(slurm.resume, seen)
         report.resumed += _change(order, report, f"{seen.node} resumed", command, resume)
 
 
@@ -872,13 +867,13 @@ def _test(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
     if order.results is None:
         return
     for pair in plan.test:
-        probe, names = nodes.probe_command(order.health_file), " and ".join(pair)
-        argv = nodes.probe_argv(pair, probe, order.test_minutes, partition=order.partition, qos=order.qos)
+        probe, names = slurm.probe_command(order.health_file), " and ".join(pair)
+        argv = slurm.probe_argv(pair, probe, order.test_minutes, partition=order.partition, qos=order.qos)
         if order.dry_run:
             report.done.append(f"{names} would be looked at by a job")
             continue
         try:
-            job = nodes.submit_probe(argv)
+            job = slurm.submit_probe(argv)
         except SlurmUnavailable:
             raise
         except SlurmError as error:
@@ -913,8 +908,6 @@ def _rescue_runs(order: SweepOrder, report: SweepReport) -> None:
 HEARTBEAT_S = 10.0
 MAX_LEMONS = 20
 """Nodes that the file names."""
-
-MAX_URL_BYTES = 4096
 
 _HELD = (State.EXCLUDED, State.PROBATION)
 
@@ -973,21 +966,6 @@ def write_metrics(path: Path, report: SweepReport, *, may_exclude: float) -> Non
         OSError: the old one is untouched.
     """
     replace_atomically(path, metrics_text(report, may_exclude=may_exclude), mode=0o644, durable=False)
-
-
-def heartbeat_url(path: Path) -> str:
-    """The URL in a file; it is a secret, so it is not given on the command line.
-
-    Raises:
-        UsageError: there is none in it.
-    """
-    try:
-        url = read_text(path, limit_bytes=MAX_URL_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if not url.startswith(("https://", "http://")) or any(sign.isspace() for sign in url):
-        raise UsageError(f"{path} does not hold one URL", hint="one line that begins with https://")
-    return url
 
 
 def send_heartbeat(url: str) -> str:

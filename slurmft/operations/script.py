@@ -38,17 +38,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-from slurmft.system.files import (
-    append_line,
-    appending,
-    open_regular,
-    read_lines,
-    read_part,
-    read_text,
-    replace_atomically,
-    write_bytes,
-    write_json,
-)
+from slurmft.system import files
 
 LAUNCHERS = Path(__file__).parent.parent / "launchers"
 MAX_SCRIPT_BYTES = 4 << 20
@@ -100,7 +90,7 @@ def submit_script(
     guarded = policy.with_guard(text, _guard(sent, overrides, again=again))
     with tempfile.TemporaryDirectory(prefix="slurmft-sbatch-") as folder:
         path = Path(folder) / name  # its name is the job's where none is given
-        write_bytes(path, guarded.encode(errors=AS_IT_IS))
+        files.write_bytes(path, guarded.encode(errors=AS_IT_IS))
         return slurm.sbatch_as_given([*options, *added, str(path), *line.command[1:]], environment)
 
 
@@ -116,7 +106,7 @@ def _script_of(line: Line) -> tuple[str, str]:
         path = Path(line.command[0])
         if not path.exists() and "/" not in line.command[0] and (found := shutil.which(line.command[0])):
             path = Path(found)
-        return read_text(path, limit_bytes=MAX_SCRIPT_BYTES, errors=AS_IT_IS), path.name
+        return files.read_text(path, limit_bytes=MAX_SCRIPT_BYTES, errors=AS_IT_IS), path.name
     except OSError as error:
         raise UsageError(
             f"cannot read {(line.command or ('standard input',))[0]}: {error.strerror or error}"
@@ -235,7 +225,7 @@ class _Script:
     def lines(self) -> list[dict[str, Any]]:
         """The record; damaged lines are left out."""
         try:
-            lines = list(read_lines(self.record, limit_bytes=64 << 20, line_limit_bytes=_MAX_LINE_BYTES))
+            lines = list(files.read_lines(self.record, limit_bytes=64 << 20, line_limit_bytes=_MAX_LINE_BYTES))
         except FileNotFoundError:
             return []
         found = []
@@ -251,7 +241,7 @@ class _Script:
             OSError: it cannot be written.
         """
         self.record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        append_line(self.record, json.dumps({"start": self.start, **facts}))
+        files.append_line(self.record, json.dumps({"start": self.start, **facts}))
 
     def known(self) -> list[Known]:
         """Its launches that trained."""
@@ -358,7 +348,7 @@ def _is_itself(line: Line, script: _Script) -> bool:
     if line.value("wrap") is not None or not line.command:
         return False
     try:
-        own, given = (read_text(path, limit_bytes=MAX_SCRIPT_BYTES, errors="replace")
+        own, given = (files.read_text(path, limit_bytes=MAX_SCRIPT_BYTES, errors="replace")
                       for path in (script.environment.get("SLURMFT_SCRIPT", ""), line.command[0]))  # fmt: skip
     except OSError:
         return False
@@ -378,7 +368,7 @@ def _said(environment: Mapping[str, str]) -> str:
         return said
     line = environment.get("SLURMFT_LINE", "")
     try:
-        text = read_text(environment.get("SLURMFT_SOURCE", ""), limit_bytes=MAX_SCRIPT_BYTES, errors=AS_IT_IS)
+        text = files.read_text(environment.get("SLURMFT_SOURCE", ""), limit_bytes=MAX_SCRIPT_BYTES, errors=AS_IT_IS)
     except (OSError, ValueError):
         return ""
     return policy.said_in(text.split("\n"), int(line)) if line.isdecimal() else ""
@@ -464,7 +454,7 @@ def _interpreter_of(program: str | None) -> str | None:
     if program is None:
         return None
     with contextlib.suppress(OSError):
-        first = read_part(Path(program), 0, 256).partition(b"\n")[0].decode(errors="replace")
+        first = files.read_part(Path(program), 0, 256).partition(b"\n")[0].decode(errors="replace")
         path = first.removeprefix("#!").strip()
         if first.startswith("#!/") and " " not in path and "python" in path:
             return path
@@ -498,9 +488,7 @@ class _Ready:
     relay: _Relay
 
 
-def _prepared(
-    name: str, words: Sequence[str], line: Line, script: _Script, read_ranks: ReadRanks
-) -> _Ready | str:  # fmt: skip
+def _prepared(name: str, words: Sequence[str], line: Line, script: _Script, read_ranks: ReadRanks) -> _Ready | str:
     """The run of a launch that trains; or why it cannot be one."""
     plan = _plan(name, line, script, read_ranks)
     if isinstance(plan, str):
@@ -532,7 +520,7 @@ def _prepared(
     if code is None:
         run.create()
         run_folder.note_run(run.path, script.own)
-        replace_atomically(run.config, config.as_yaml())
+        files.replace_atomically(run.config, config.as_yaml())
         _leave_tasks(run.path / "tasks.json", plan, config, supervisors)
     relay = _Relay(run, line, plan, script, own_errors=own_errors)
     return _Ready(number=number, code=code, plan=plan, run=run, environment=supervisors, relay=relay)
@@ -541,8 +529,7 @@ def _prepared(
 def _claimed(words: Sequence[str], script: _Script) -> tuple[int, int | None]:
     """The number of this launch, and its exit code where it has ended for good in an earlier start."""
     script.record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = open_regular(script.record, os.O_RDWR | os.O_CREAT, owners={os.geteuid()})
-    try:
+    with files.opened(script.record, os.O_RDWR | os.O_CREAT, owners={os.geteuid()}) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # all launches of a script are on the batch host
         known = script.known()
         before = policy.same_launch(words, known, script.start)
@@ -553,8 +540,6 @@ def _claimed(words: Sequence[str], script: _Script) -> tuple[int, int | None]:
         number = max((each.number for each in known), default=0) + 1 if is_new or before is None else before.number
         script.note(number=number, words=list(words), code=None)
         return number, None
-    finally:
-        os.close(descriptor)
 
 
 def _leave_tasks(path: Path, plan: _Plan, config: RunConfig, supervisors: Mapping[str, str]) -> None:
@@ -568,7 +553,7 @@ def _leave_tasks(path: Path, plan: _Plan, config: RunConfig, supervisors: Mappin
             for task in tasks
         ]  # fmt: skip
         hosts[host] = each * (config.nproc_per_node // len(each))
-    write_json(path, {"hosts": hosts})
+    files.write_json(path, {"hosts": hosts})
 
 
 def _supervised(ready: _Ready) -> int | None:
@@ -585,7 +570,7 @@ def _supervised(ready: _Ready) -> int | None:
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     argv = [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(run.config)]
-    with ready.relay, appending(run.logs / f"{environment['SLURM_JOB_ID']}.log") as log:
+    with ready.relay, files.appending(run.logs / f"{environment['SLURM_JOB_ID']}.log") as log:
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment))
         code = child.wait()
     if run.done() is None and _has_left(run):
@@ -656,7 +641,7 @@ class _Relay:
     def _next(self, path: Path, *, to_the_end: bool) -> bytes:
         at = self._read.get(path, 0)
         try:
-            part = read_part(path, at, _PART_BYTES)
+            part = files.read_part(path, at, _PART_BYTES)
         except OSError:
             return b""
         if not to_the_end and len(part) < _PART_BYTES:  # whole lines: several ranks write to one file
@@ -670,7 +655,6 @@ class _Relay:
             part = b"".join(b"%d: %s" % (rank, line) for line in part.splitlines(keepends=True))
         task = self._tasks[min(rank, len(self._tasks) - 1)]
         if pattern is not None and (name := policy.output_name(pattern, task, user=getpass.getuser())) is not None:
-            write_bytes(name, part, append=True)
+            files.write_bytes(name, part, append=True)
             return
-        while part:
-            part = part[os.write(descriptor, part) :]
+        files.write_all(descriptor, part)

@@ -1,4 +1,4 @@
-"""Is this site ready: ``slurmft doctor`` and the fire drill of a preemption."""
+"""Is this site ready: ``slurmft doctor`` and the fire drill of a preemption; and which settings fit it (``advise``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import grp
 import importlib.metadata
+import logging
 import os
 import pwd
 import secrets
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
@@ -28,32 +30,20 @@ from slurmft.health.node import Scene, mounts
 from slurmft.operations import submit
 from slurmft.policy import site as policy
 from slurmft.policy import stop as grace_policy
+from slurmft.policy.checkpoints import Advice, FailureHistory, Measured, Setting, advise, in_words
 from slurmft.policy.container import Container, command_prefix, srun_options, starting
 from slurmft.policy.job_identity import OwnJob
-from slurmft.policy.site import (
-    AdminFacts,
-    ContainerFacts,
-    DrillFacts,
-    Finding,
-    FolderFacts,
-    Level,
-    PartitionFacts,
-    RoomFacts,
-    Row,
-    SiteFacts,
-    TrustedPath,
-    Wishes,
-    rows,
-)
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.nodes import nodes
 from slurmft.scheduler.own_jobs import preempt, signal_job
 from slurmft.scheduler.parsing import parse_time
+from slurmft.scheduler.slurm import nodes
+from slurmft.storage import history
 from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
+from slurmft.supervisor.act import history_of
 from slurmft.supervisor.cluster import bundle_for
 from slurmft.system.files import replace_atomically
 from slurmft.system.processes import user_name
@@ -64,7 +54,7 @@ TRIAL_S = 300.0
 """An image may have to be loaded first."""
 
 
-def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> ContainerFacts | None:
+def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> policy.ContainerFacts | None:
     """What this machine can say of the run's container; None where it has none. Leaves nothing behind."""
     container = config.contained()
     if container is None:
@@ -72,7 +62,7 @@ def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> Cont
     starter, has_starter = _starter(container)
     image = _path_of_image(container)
     own = [str(each.source) for each in config.container.mounts]
-    facts = ContainerFacts(
+    facts = policy.ContainerFacts(
         name=container.name, runtime=container.runtime, starter=starter, has_starter=has_starter,
         image="" if image is None else str(image), has_image=image is None or image.exists(),
         missing_mounts=tuple(path for path in own if not Path(path).exists()),
@@ -110,7 +100,9 @@ def _path_of_image(container: Container) -> Path | None:
     return Path(container.image).expanduser() if is_path else None
 
 
-def _tried_by_srun(facts: ContainerFacts, config: RunConfig, trial: Container, look: Sequence[str]) -> ContainerFacts:
+def _tried_by_srun(
+    facts: policy.ContainerFacts, config: RunConfig, trial: Container, look: Sequence[str]
+) -> policy.ContainerFacts:
     there = next(each for each in config.run_folder.parents if each.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".slurmft-doctor-", dir=there) as folder:
@@ -123,7 +115,9 @@ def _tried_by_srun(facts: ContainerFacts, config: RunConfig, trial: Container, l
         return replace(facts, error=f"container {facts.name}: no bundle can be made in {there}: {error.strerror}")
 
 
-def _container_tried(facts: ContainerFacts, argv: Sequence[str], environment: Mapping[str, str]) -> ContainerFacts:
+def _container_tried(
+    facts: policy.ContainerFacts, argv: Sequence[str], environment: Mapping[str, str]
+) -> policy.ContainerFacts:
     kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=TRIAL_S, check=False,
@@ -135,7 +129,7 @@ def _container_tried(facts: ContainerFacts, argv: Sequence[str], environment: Ma
     return _judged(facts, done.returncode, done.stdout, done.stderr)
 
 
-def _judged(facts: ContainerFacts, code: int, output: str, errors: str) -> ContainerFacts:
+def _judged(facts: policy.ContainerFacts, code: int, output: str, errors: str) -> policy.ContainerFacts:
     """By what the look at Python (``policy.container``) has said, and else by the runtime's last words."""
     if code == 0 and (said := [line for line in output.splitlines() if line.startswith("Python ")]):
         return replace(facts, tried=said[-1])
@@ -157,7 +151,7 @@ _MOST_LINKS = 40
 class Diagnosis:
     """All findings, and how the command ends."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[policy.Finding, ...]
     exit_code: int
 
 
@@ -187,22 +181,24 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
     return Diagnosis(findings=tuple(found), exit_code=code or policy.exit_code(found))
 
 
-def _missing(text: str, remedy: str) -> Finding:
-    return Finding(check="Slurm", level=Level.PROBLEM, text=text, remedy=remedy)
+def _missing(text: str, remedy: str) -> policy.Finding:
+    return policy.Finding(check="Slurm", level=policy.Level.PROBLEM, text=text, remedy=remedy)
 
 
-def _of_slurm(config: RunConfig | None, environment: Mapping[str, str], offsets: dict[str, float]) -> list[Finding]:
+def _of_slurm(
+    config: RunConfig | None, environment: Mapping[str, str], offsets: dict[str, float]
+) -> list[policy.Finding]:
     before = time.time()
     conf = slurm.configuration()
     if (clock := parse_time(conf.get(AS_OF, ""))) is not None:
         offsets["Slurm's controller"] = round(clock + 0.5 - (before + time.time()) / 2, 1)
     partitions = slurm.partitions(timeout_s=10.0)
     wishes = _wishes(config, environment)
-    known = {each.name: PartitionFacts(name=each.name, preempt_mode=each.preempt_mode, grace_s=each.grace_s)
+    known = {each.name: policy.PartitionFacts(name=each.name, preempt_mode=each.preempt_mode, grace_s=each.grace_s)
              for each in partitions}  # fmt: skip
     name, version = conf.get("ClusterName", "unknown"), conf.get("SLURM_VERSION", "unknown")
     return [
-        Finding(check="Slurm", level=Level.OK, text=f"cluster {name}, version {version}"),
+        policy.Finding(check="Slurm", level=policy.Level.OK, text=f"cluster {name}, version {version}"),
         *policy.judge_cluster(conf, wishes),
         *policy.judge_partitions(conf, known, [each.name for each in partitions if each.is_default], wishes),
         *policy.judge_federation(slurm.federation()),
@@ -212,7 +208,7 @@ def _of_slurm(config: RunConfig | None, environment: Mapping[str, str], offsets:
     ]
 
 
-def _of_options(config: RunConfig | None) -> Iterator[Finding]:
+def _of_options(config: RunConfig | None) -> Iterator[policy.Finding]:
     if config is None:
         return
     try:
@@ -220,17 +216,17 @@ def _of_options(config: RunConfig | None) -> Iterator[Finding]:
     except SlurmUnavailable:
         raise
     except SlurmError as error:
-        yield Finding(check="options", level=Level.PROBLEM, text=error.what,
+        yield policy.Finding(check="options", level=policy.Level.PROBLEM, text=error.what,
                       remedy=error.hint or "correct the section slurm")  # fmt: skip
     else:
-        yield Finding(check="options", level=Level.OK, text="sbatch takes the run's options")
+        yield policy.Finding(check="options", level=policy.Level.OK, text="sbatch takes the run's options")
 
 
-def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> Wishes:
+def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> policy.Wishes:
     if config is None:
-        return Wishes()
+        return policy.Wishes()
     named = environment.get("SBATCH_PARTITION") or config.slurm.partition or ""
-    return Wishes(
+    return policy.Wishes(
         partitions=tuple(filter(None, named.split(","))),
         requeue=config.slurm.requeue,
         continue_by=config.preemption.continue_by,
@@ -239,34 +235,34 @@ def _wishes(config: RunConfig | None, environment: Mapping[str, str]) -> Wishes:
     )
 
 
-def _of_grace(config: RunConfig | None, environment: Mapping[str, str]) -> list[Finding]:
+def _of_grace(config: RunConfig | None, environment: Mapping[str, str]) -> list[policy.Finding]:
     """The grace budget, from what earlier runs of the same workload have measured."""
     if config is None:
         return []
-    levels = {Severity.WARNING: Level.WARNING, Severity.NOTE: Level.NOTE}
+    levels = {Severity.WARNING: policy.Level.WARNING, Severity.NOTE: policy.Level.NOTE}
     return [
-        Finding(check="grace budget", level=levels[each.severity], text=each.text)
+        policy.Finding(check="grace budget", level=levels[each.severity], text=each.text)
         for each in grace.check(config, {}, environment)
     ]
 
 
-def _permissions(conf: Mapping[str, str]) -> AdminFacts:
+def _permissions(conf: Mapping[str, str]) -> policy.AdminFacts:
     user = user_name()
     if os.getuid() == 0 or conf.get("SlurmUser", "").startswith(f"{user}("):
-        return AdminFacts(may_drain=True, why=f"{user} is Slurm's administrator")
+        return policy.AdminFacts(may_drain=True, why=f"{user} is Slurm's administrator")
     if not policy.has_accounting(conf):
-        return AdminFacts(may_drain=None, why="without accounting only Slurm's own user surely may")
+        return policy.AdminFacts(may_drain=None, why="without accounting only Slurm's own user surely may")
     try:
         level = slurm.admin_level(user)
     except SlurmError as error:
-        return AdminFacts(may_drain=None, why=f"the accounting did not answer: {error.what}")
+        return policy.AdminFacts(may_drain=None, why=f"the accounting did not answer: {error.what}")
     why = f"admin level {level} in the accounting" if level else f"the accounting does not know the user {user}"
-    return AdminFacts(may_drain=level in ("Administrator", "Operator"), why=why)
+    return policy.AdminFacts(may_drain=level in ("Administrator", "Operator"), why=why)
 
 
-def as_lines(findings: Sequence[Finding]) -> list[str]:
+def as_lines(findings: Sequence[policy.Finding]) -> list[str]:
     """For people: findings that need action come last, where a terminal shows them."""
-    order = list(Level)
+    order = list(policy.Level)
     lines = []
     for each in sorted(findings, key=lambda finding: order.index(finding.level)):
         lines.append(f"{each.level.upper():8} {each.check}: {each.text}")
@@ -275,7 +271,7 @@ def as_lines(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def try_folder(path: Path) -> FolderFacts:
+def try_folder(path: Path) -> policy.FolderFacts:
     """What works where ``path`` is or will be: in its nearest folder that exists. Leaves nothing behind."""
     there = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
     began_s = time.monotonic()
@@ -283,10 +279,10 @@ def try_folder(path: Path) -> FolderFacts:
         with tempfile.TemporaryDirectory(prefix=".slurmft-doctor-", dir=there) as name:
             return _folder_tried(there, Path(name), began_s)
     except OSError as error:
-        return FolderFacts(path=str(there), error=error.strerror or str(error))
+        return policy.FolderFacts(path=str(there), error=error.strerror or str(error))
 
 
-def _folder_tried(there: Path, folder: Path, began_s: float) -> FolderFacts:
+def _folder_tried(there: Path, folder: Path, began_s: float) -> policy.FolderFacts:
     one = folder / "one"
     descriptor = os.open(one, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     os.close(descriptor)
@@ -298,7 +294,7 @@ def _folder_tried(there: Path, folder: Path, began_s: float) -> FolderFacts:
     before = time.time()
     replace_atomically(one, "new")
     at = one.stat().st_mtime
-    return FolderFacts(
+    return policy.FolderFacts(
         path=str(there), exclusive=exclusive, renames=one.read_text(encoding="utf-8") == "new", flock=_flock(one),
         clock_offset_s=0.0 if before - 1 <= at <= time.time() + 1 else at - before, took_s=time.monotonic() - began_s,
     )  # fmt: skip
@@ -322,7 +318,7 @@ def _flock(path: Path) -> str:
         return "two hold it at once"
 
 
-def _site(environment: Mapping[str, str]) -> SiteFacts:
+def _site(environment: Mapping[str, str]) -> policy.SiteFacts:
     """What the administrator has set up for all runs; empty where Slurm does not answer."""
     conf: Mapping[str, str] = {}
     names: tuple[str, ...] = ()
@@ -339,7 +335,7 @@ def _site(environment: Mapping[str, str]) -> SiteFacts:
             error = str(problem)
     folder = settings.results_folder
     programs = {key: Path(conf.get(key, "").split(",")[0]) for key in policy.HOOKS}
-    return SiteFacts(
+    return policy.SiteFacts(
         installation=place(Path(sys.prefix)),
         conf=conf,
         nodes=names,
@@ -360,14 +356,14 @@ def _ages(folder: Path) -> dict[str, float]:
     return {node: now - max(each.at for each in looks) for node, looks in found.items() if looks}
 
 
-def _room(config: RunConfig) -> RoomFacts:
+def _room(config: RunConfig) -> policy.RoomFacts:
     there = _nearest(config.run_folder)
     kinds = [each for each in mounts(Scene(node="", now=time.time())) if there.is_relative_to(each.point)]
     try:
         free = shutil.disk_usage(_nearest(config.checkpoint_dir)).free
     except OSError:
         free = None
-    return RoomFacts(
+    return policy.RoomFacts(
         folder=place(there),
         kind=max(kinds, key=lambda each: len(each.point.parts)).kind if kinds else "",
         nodes=config.nodes,
@@ -392,13 +388,13 @@ def _nearest(path: Path) -> Path:
     return next((each for each in (path, *path.parents) if each.exists()), Path("/")).resolve()
 
 
-def place(path: Path) -> TrustedPath:
+def place(path: Path) -> policy.TrustedPath:
     """Who may change what lies there: itself, what its links lead to, and by the folders above."""
     if not path.exists():
-        return TrustedPath(path=str(path), exists=False)
+        return policy.TrustedPath(path=str(path), exists=False)
     owner = path.stat().st_uid
     found = sorted({who for each in _rooms(path) for who in _changers(each, beside=owner)})
-    return TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
+    return policy.TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
 
 
 def _rooms(path: Path) -> Iterator[Path]:
@@ -489,7 +485,7 @@ def prepared(user: RunConfig, environment: Mapping[str, str], *, preempt_with: s
     return Drill(settings=settings, user=user, environment=environment, preempt_with=preempt_with, limit_s=limit_s)
 
 
-def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[Row]:
+def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[policy.Row]:
     """Run the drill, and clean up in any case; ``tell`` gets a line about each wait.
 
     Raises:
@@ -511,7 +507,7 @@ def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[Row]:
         tell(f"job {job} trains; now the signal")
         how = _disturb(drill, job, tell)
         events = _wait_for_return(run, deadline)
-        return rows(_with_site(_facts(drill, run, events, how), run))
+        return policy.rows(_with_site(_facts(drill, run, events, how), run))
     finally:
         _clean_up(run, drill.folder, tell)
 
@@ -559,7 +555,7 @@ def _wait_for_return(run: RunFolder, deadline: float) -> list[Event]:
 _REFUSALS = (EventName.REQUEUE_FAILED, EventName.REQUEUE_SKIPPED, EventName.NOT_CONTINUED)
 
 
-def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> DrillFacts:
+def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> policy.DrillFacts:
     found = {event.event: event for event in reversed(events)}  # the first of each name
     stop, saved = found.get(EventName.STOP_REQUESTED), found.get(EventName.STOP_SAVED)
     firsts = [event for event in events if event.event == EventName.FIRST_STEP]
@@ -576,7 +572,7 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
     unsaid = resumed if resumed is not None and resumed == agreed else None
     refused = [found[name].details.get("reason", "") for name in _REFUSALS if name in found]
     need = grace.need_of(drill.user)
-    return DrillFacts(
+    return policy.DrillFacts(
         how=how,
         stop_reason=None if stop is None else str(stop.details.get("reason")),
         stop_cause="" if stop is None else str(stop.details.get("cause")),
@@ -593,7 +589,7 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
     )
 
 
-def _with_site(facts: DrillFacts, run: RunFolder) -> DrillFacts:
+def _with_site(facts: policy.DrillFacts, run: RunFolder) -> policy.DrillFacts:
     """``facts`` with the preemption settings of the drill's partition, where Slurm reports them."""
     with contextlib.suppress(SlurmError):
         jobs = run.own_jobs()
@@ -630,3 +626,95 @@ def _clean_up(run: RunFolder, folder: Path, tell: Callable[[str], None]) -> None
         tell(f"the drill could not be cleaned up: {error}; look for its jobs, and remove {folder}")
         return
     shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- ``slurmft advise``: what was measured of a workload, and the settings that follow ---
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counsel:
+    """The advice for one configuration, and what Slurm's own settings have to do with it."""
+
+    config: RunConfig
+    advice: Advice
+    findings: tuple[grace_policy.Finding, ...]
+    """About the grace that Slurm leaves; empty where there is no Slurm to ask."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and sentences."""
+        words = in_words(self.advice, lead_s=self.config.preemption.signal_lead_s, setting=_setting(self.config))
+        return [*words, *((finding.severity.value, finding.text) for finding in self.findings)]
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts; the format only grows. Unknown values are null."""
+        advice, measured = self.advice, self.advice.measured
+        section = self.config.checkpoint
+        return {
+            "format": 1,
+            "run_folder": str(self.config.run_folder),
+            "measured": {
+                "attempts": measured.attempts, "of_this_run": measured.is_own, "step_s": measured.need.step_s,
+                "longest_step_s": measured.need.longest_step_s, "p99_save_s": measured.need.save_s,
+                "save_was_cut_off": measured.need.cut_off, "saves_s": list(measured.saves_s),
+                "costs_s": list(measured.costs_s),
+            },
+            "failures": {**asdict(measured.history), "nodes": advice.nodes, "expected_mtbf_s": round(advice.mtbf_s, 1)},
+            "signal_lead_s": {"least": advice.lead_s, "configured": self.config.preemption.signal_lead_s},
+            "interval": {
+                "configured": {"interval": section.interval, "interval_steps": section.interval_steps,
+                               "interval_seconds": section.interval_seconds},
+                "steps": advice.steps,
+                "cost_was_measured": advice.is_cost_known,
+                "recommended": _plan(advice.plan),
+                "now": _plan(advice.now),
+            },
+            "words": [list(line) for line in self.lines()],
+        }  # fmt: skip
+
+
+def counsel(config: RunConfig, environment: Mapping[str, str]) -> Counsel:
+    """Look at what earlier attempts measured, and at Slurm where it is there; nothing is changed."""
+    measured = _measured_before(config)
+    return Counsel(
+        config=config,
+        advice=advise(measured, nodes=config.nodes, setting=_setting(config)),
+        findings=tuple(grace.check(config, {}, environment, measured.need)) if slurm.available() else (),
+    )
+
+
+def _measured_before(config: RunConfig) -> Measured:
+    workload = grace.workload_of(config)
+    own = list(history.read(config.run_folder, workload).values())  # once: it warns of a file that is damaged
+    earlier = own or history.beside(config.run_folder, workload)
+    return Measured(
+        need=grace.need_from(config, earlier),
+        saves_s=tuple(seconds for one in earlier for seconds in one.saves_s),
+        costs_s=tuple(seconds for one in earlier for seconds in one.costs_s),
+        history=_history(config),
+        attempts=len(earlier),
+        is_own=bool(own),
+    )
+
+
+def _history(config: RunConfig) -> FailureHistory:
+    try:
+        return history_of(RunFolder(config.run_folder).journal().read(), config.nproc_per_node)
+    except StorageError as error:
+        log.warning("the run's journal is left out: %s", error.what)
+        return FailureHistory()
+
+
+def _setting(config: RunConfig) -> Setting:
+    section = config.checkpoint
+    return Setting(interval=section.interval, steps=section.interval_steps, seconds=section.interval_seconds)
+
+
+def _plan(plan: Any) -> dict[str, Any] | None:
+    if plan is None:
+        return None
+    return {"interval_s": round(plan.interval_s, 3), "cost_s": round(plan.cost_s, 4),
+            "durable_s": round(plan.durable_s, 3), "overhead_fraction": plan.overhead_fraction,
+            "lost_s": round(plan.lost_s, 3), "lost_fraction": plan.lost_fraction,
+            "limited_by": plan.limited_by}  # fmt: skip

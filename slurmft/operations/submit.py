@@ -32,8 +32,8 @@ from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.site import Finding, Level
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import asked_for
+from slurmft.scheduler.slurm import compress
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
@@ -671,7 +671,7 @@ def summary_of(run: RunFolder) -> Summary:
     """
     from slurmft.inference.ledger import segments_of  # numpy and more, which no other submission needs
     from slurmft.inference.requests import folder_of
-    from slurmft.storage.segments import read
+    from slurmft.storage.queue import read
 
     events = run.journal().read()
     written = [event for event in events if event.event == EventName.OUTPUT_WRITTEN]

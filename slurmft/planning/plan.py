@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from slurmft.config.base import Positive, Section
 from slurmft.config.run import Role, RunConfig, load, load_section, roles_of
 from slurmft.errors import UsageError
-from slurmft.operations.advise import counsel
+from slurmft.operations.site import counsel
 from slurmft.planning.simulation import DAY_S, Part, Projection, Scenario, as_one, shares, simulate
 from slurmft.policy import values as plain
 from slurmft.policy.checkpoints import typical_cost_s
@@ -30,9 +30,7 @@ MOST = 1e9
 Number = Annotated[float, Field(ge=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MOST))]
 Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 
-DEFAULT_RATES = {
-    Cause.NODE_LOST: 0.8, Cause.SIGNAL_CRASH: 1.5, Cause.HANG: 0.8, Cause.COMMUNICATION_ERROR: 0.7,
-}  # fmt: skip
+DEFAULT_RATES = {Cause.NODE_LOST: 0.8, Cause.SIGNAL_CRASH: 1.5, Cause.HANG: 0.8, Cause.COMMUNICATION_ERROR: 0.7}
 """3.8 in 1,000 node-days together: 419 interruptions in 54 days on 2,048 nodes ("The Llama 3 Herd of Models", 2024,
 table 5). How they divide among the causes is our assumption."""
 

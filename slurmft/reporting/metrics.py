@@ -44,11 +44,11 @@ from slurmft.policy.values import Strangers
 from slurmft.policy.verdict import PLANNED, Cause, steps_at_risk
 from slurmft.scheduler.slurm import configured_cluster
 from slurmft.storage import run_folder
-from slurmft.storage.journal import Entry, EventName, JournalPosition, JournalTail
+from slurmft.storage.journal import Event, EventName, JournalPosition, JournalTail
 from slurmft.storage.run_folder import LOCAL_PREFIX, Progress, RunFolder, progress_of, user_name
 from slurmft.system import processes
 from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample, encoded, text
-from slurmft.system.files import read_json, read_text, replace_atomically, token_in, write_json
+from slurmft.system.files import checked_url, read_json, replace_atomically, token_in, url_in, write_json
 from slurmft.system.foreign_text import one_line
 
 # --- What is counted of a run, from its journal alone: so counts survive requeues and never go back ---
@@ -115,17 +115,17 @@ class RunCounts:
         self.job = self.nodes = self.attempt = ""
         self.ready_replicas: set[tuple[str, str]] = set()
 
-    def take(self, entries: Iterable[Entry]) -> None:
+    def take(self, entries: Iterable[Event]) -> None:
         """Count these events; those of a newer slurmft, and values that do not fit, are left out."""
         for entry in entries:
             self._take(entry)
 
-    def _take(self, entry: Entry) -> None:
-        if (counted := _COUNTED.get(entry.name)) is not None:
+    def _take(self, entry: Event) -> None:
+        if (counted := _COUNTED.get(entry.event)) is not None:
             self.events[counted[0]] += 1
-        if entry.name in _BEGINS:
-            self._begin(_BEGINS[entry.name], entry.at)
-        match entry.name:
+        if entry.event in _BEGINS:
+            self._begin(_BEGINS[entry.event], entry.seconds())
+        match entry.event:
             case EventName.ATTEMPT_STARTED:
                 self.attempt, self.job = entry.attempt, entry.attempt.partition(".")[0]
                 self.nodes = str(entry.details.get("nodes") or entry.details.get("host") or "")
@@ -133,7 +133,7 @@ class RunCounts:
             case EventName.VERDICT:
                 self._judge(entry.details)
             case EventName.DECISION if entry.details.get("action") in ("stop", "finish"):
-                self._begin(None, entry.at)
+                self._begin(None, entry.seconds())
             case EventName.REPLICA_READY:
                 self.ready_replicas.add(_replica(entry.details))
             case EventName.REPLICA_DIED | EventName.REPLICA_DOWN:
@@ -517,7 +517,6 @@ def write_targets(path: Path, runs: Iterable[RunFolder]) -> None:
 # process that is killed between a message and that file tells it twice.
 
 STATE_FILE = "notify.json"
-MAX_URL_BYTES = 4096
 MAX_REASON = 1000
 FIRST_PAUSE_S = 1.0
 HOUR_S = 3600.0
@@ -558,21 +557,21 @@ def _slack(text: str) -> str:
     return "".join(f"\u200b{each}\u200b" if each in "*_~`@#[]!|" else each for each in text)
 
 
-def message_of(run: str, entry: Entry, chosen: frozenset[str]) -> Message | None:
+def message_of(run: str, entry: Event, chosen: frozenset[str]) -> Message | None:
     """The message about an event, where it is one of the ``chosen``."""
     facts = entry.details
     kinds = [str(facts.get(name, "")) for name in ("action", "cause")]
-    if not chosen & {entry.name, *(f"{entry.name}: {kind}" for kind in kinds if kind)}:
+    if not chosen & {entry.event, *(f"{entry.event}: {kind}" for kind in kinds if kind)}:
         return None
     kind = next((kind for kind in kinds if kind), "")
     reason = one_line(str(facts.get("reason") or facts.get("error") or ""), MAX_REASON)
     where = ", ".join(map(str, facts["nodes"])) if isinstance(facts.get("nodes"), list) else facts.get("node")
-    text = one_line(entry.name, 80) + f": {one_line(kind, 80)}" * bool(kind) + f": {reason}" * bool(reason)
+    text = one_line(entry.event, 80) + f": {one_line(kind, 80)}" * bool(kind) + f": {reason}" * bool(reason)
     text += f" ({one_line(str(where), 200)})" if where else ""
     small = {name: facts[name] for name in ("job", "rank", "node", "step", "in_a_row", "exit_code", "saved_step")
              if type(facts.get(name)) in (int, float, str)}  # fmt: skip
     shown = {name: one_line(value, 200) if isinstance(value, str) else value for name, value in small.items()}
-    return Message(run=one_line(run, 200), event=one_line(entry.name, 80), text=text, at=entry.at,
+    return Message(run=one_line(run, 200), event=one_line(entry.event, 80), text=text, at=entry.seconds(),
                    attempt=one_line(entry.attempt, 200), facts=shown)  # fmt: skip
 
 
@@ -583,24 +582,13 @@ def webhook_url(config: NotifyConfig, environment: Mapping[str, str]) -> str:
         UsageError: it cannot be read, others can read it, or it is none; the message does not repeat it.
     """
     if config.webhook_variable is not None:
-        url, where = environment.get(config.webhook_variable, ""), f"the variable {config.webhook_variable}"
-    elif config.webhook_file is not None:
-        path = config.webhook_file
-        url, where = _url_in(path), str(path)
-    else:
+        return checked_url(environment.get(config.webhook_variable, ""), f"the variable {config.webhook_variable}")
+    if (path := config.webhook_file) is None:
         return ""
-    if not url.startswith(("https://", "http://")) or any(sign.isspace() or not sign.isprintable() for sign in url):
-        raise UsageError(f"{where} does not hold one URL", hint="one line that begins with https://")
-    return url
-
-
-def _url_in(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):  # as the reading says
         if path.stat().st_mode & 0o077:
             raise UsageError(f"others may read the URL in {path}", hint=f"chmod 600 {path}")
-        return read_text(path, owners={os.geteuid()}, limit_bytes=MAX_URL_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+    return url_in(path, owners={os.geteuid()})
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -671,7 +659,7 @@ class Notifier:
         """
         before = self._tail.place.offset
         for entry in self._tail.news():
-            if self._clock() - entry.at > NEWS_S:
+            if self._clock() - entry.seconds() > NEWS_S:
                 continue
             if (message := message_of(self._folder.name, entry, self._chosen)) is not None:
                 if self._may_tell():

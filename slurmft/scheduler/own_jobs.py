@@ -23,7 +23,6 @@ from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job
 from slurmft.policy.stop import JobTimes
 from slurmft.policy.verdict import Requeueing
 from slurmft.scheduler import slurm
-from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import (
     ALIVE,
     JOB_FORMAT,
@@ -39,7 +38,7 @@ from slurmft.scheduler.parsing import (
     parse_time,
     scrubbed,
 )
-from slurmft.scheduler.slurm import PATIENCE_S, parse_job_times
+from slurmft.scheduler.slurm import PATIENCE_S, compress, parse_job_times
 from slurmft.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -31,9 +31,8 @@ from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.job_identity import JobIdentity, OwnJob, merged
 from slurmft.policy.sbatch import FLAGS, OWNED_OPTIONS, SBATCH_OPTIONS, SHORT_OPTIONS, unusable_value
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import Asked, JobRecord, refusal_hint, scrubbed, why_never
-from slurmft.scheduler.slurm import known_options, options_of_site, parse_limit_s
+from slurmft.scheduler.slurm import compress, known_options, options_of_site, parse_limit_s
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import appending, read_text, replace_atomically
 

@@ -116,10 +116,8 @@ def note_doubt(directory: Path, doubt: Doubt) -> None:
     """
     record = read_digests(directory)
     others = [
-        each
-        for each in record.doubts
-        if each.generation > doubt.generation or each.after_step < doubt.after_step
-    ]  # fmt: skip
+        each for each in record.doubts if each.generation > doubt.generation or each.after_step < doubt.after_step
+    ]
     _write(directory, replace(record, doubts=(*others, doubt)[-KEPT:]))
 
 

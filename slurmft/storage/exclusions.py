@@ -26,15 +26,7 @@ from slurmft.policy.suspicion import MAX_WEIGHT, WEIGHTS, ManualEntry, Observati
 from slurmft.policy.verdict import Kind
 from slurmft.storage.patience import SoftLock, translated, writing
 from slurmft.storage.run_folder import followed
-from slurmft.system.files import (
-    FORMAT,
-    LOG_LIMIT_BYTES,
-    UnsafeFile,
-    parse_json,
-    read_bytes,
-    replace_atomically,
-    trusted_owners,
-)
+from slurmft.system import files
 
 # --- Valid content of an exclusion list: values of the right kind, in bounds, with possible names of nodes ---
 # A list is shared, and any user who can write it can write anything into it with a valid checksum.
@@ -44,9 +36,7 @@ MAX_TIME_S = 1e12
 """Unix time beyond any clock: the year 33,658."""
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
-_COLUMN_TYPES = tuple(
-    {int, float} if name in ("weight", "at") else {str} for name in Observation._fields
-)  # fmt: skip
+_COLUMN_TYPES = tuple({int, float} if name in ("weight", "at") else {str} for name in Observation._fields)
 _NODE, _WEIGHT, _AT, _ID = (Observation._fields.index(name) for name in ("node", "weight", "at", "id"))
 _NODE_NAME = re.compile(r"[^\s,\[\]]{1,255}")
 
@@ -253,9 +243,9 @@ class ExclusionList:
             return
         self._make_folders()
         name = f"{time.time_ns():020d}-{secrets.token_hex(6)}.json"
-        text = f'{{"format": {FORMAT}, "observations": [\n{_rows(added)}\n]}}\n'
+        text = f'{{"format": {files.FORMAT}, "observations": [\n{_rows(added)}\n]}}\n'
         with writing(self._new / name):
-            replace_atomically(self._new / name, text, mode=self._mode, group=self._group())
+            files.replace_atomically(self._new / name, text, mode=self._mode, group=self._group())
         self._handed_in.update(each.id for each in added)
         with contextlib.suppress(OSError):
             if len(self._new_files()) >= MERGE_FROM:
@@ -363,17 +353,17 @@ class ExclusionList:
     def _read_new(self) -> Iterator[tuple[Path, list[Observation]]]:
         for path in map(self._new.joinpath, sorted(self._new_files())):
             try:
-                content = read_bytes(path, limit_bytes=LOG_LIMIT_BYTES, follow=False)
+                content = files.read_bytes(path, limit_bytes=files.LOG_LIMIT_BYTES, follow=False)
             except FileNotFoundError:  # merged meanwhile: the list, which is read after these, has it
                 continue
-            except (UnsafeFile, PermissionError) as error:
+            except (files.UnsafeFile, PermissionError) as error:
                 log.warning("%s cannot be read and is left out: %s", path, error.strerror)
                 continue
             except OSError as error:
                 raise translated(f"cannot read {path}", error) from error
             try:
-                value = parse_json(content)
-                if value["format"] > FORMAT:
+                value = files.parse_json(content)
+                if value["format"] > files.FORMAT:
                     raise _newer(path, value["format"])
                 observations = observations_of_rows(value["observations"])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:
@@ -388,24 +378,24 @@ class ExclusionList:
     def _read_list(self, found: Sequence[Observation]) -> Exclusions:
         """``found`` and what the list itself holds."""
         try:
-            owners = None if self._mode & 0o070 else trusted_owners(self.path.parent)
-            content = read_bytes(self.path, limit_bytes=LOG_LIMIT_BYTES, owners=owners, follow=False)
+            owners = None if self._mode & 0o070 else files.trusted_owners(self.path.parent)
+            content = files.read_bytes(self.path, limit_bytes=files.LOG_LIMIT_BYTES, owners=owners, follow=False)
         except FileNotFoundError:
             return Exclusions(found)
-        except UnsafeFile as error:
+        except files.UnsafeFile as error:
             raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=_HINT) from error
         except OSError as error:
             raise translated(f"cannot read {self.path}", error) from error
         # two lines of head, then a line for each observation: lines are parsed and copied only on demand
         match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
-        if match is None or int(match[1]) > FORMAT:
+        if match is None or int(match[1]) > files.FORMAT:
             self._refuse_newer(content, int(match[1]) if match is not None else None)
             start = content[: len(_START)].strip(b"\0 \r\n\t")
             return Exclusions(found, damage=self._damage(_TORN if _START.startswith(start) else _NOT_OURS))
         if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             return Exclusions(found, damage=self._damage("its checksum is wrong"))
         try:
-            facts = parse_json(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
+            facts = files.parse_json(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
             entries, revision = facts["manual"], facts["revision"]
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return Exclusions(found, damage=self._damage("it has no head"))
@@ -418,7 +408,7 @@ class ExclusionList:
     def _stored(self, content: bytes) -> tuple[list[Observation], str]:
         """The observations in the list, and its damage."""
         try:
-            rows = parse_json(content)["observations"]
+            rows = files.parse_json(content)["observations"]
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return [], self._damage("its observations cannot be read")
         try:
@@ -443,8 +433,8 @@ class ExclusionList:
 
     def _refuse_newer(self, content: bytes, version: int | None) -> None:
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
-            version = parse_json(content).get("format") if version is None else version
-        if type(version) is int and version > FORMAT:
+            version = files.parse_json(content).get("format") if version is None else version
+        if type(version) is int and version > files.FORMAT:
             raise _newer(self.path, version)
 
     def _change(self, change: _Change) -> None:
@@ -474,7 +464,7 @@ class ExclusionList:
         change(observations, manual)
         entries = json.dumps([asdict(entry) for entry in manual])
         rest = f'"revision": {found.revision + 1}, "manual": {entries}, "observations": [\n{_rows(observations)}\n]}}\n'
-        text = f'{{"format": {FORMAT}, "crc": {zlib.crc32(rest.encode())},\n{rest}'
+        text = f'{{"format": {files.FORMAT}, "crc": {zlib.crc32(rest.encode())},\n{rest}'
         if not lock.is_ours():
             raise StorageUnavailable(f"{lock.path} was taken from us: this process was stopped for too long")
         if _NOT_OURS in found.damage:
@@ -482,7 +472,7 @@ class ExclusionList:
         if found.damage:
             self._set_aside(found.damage)
         with writing(self.path):
-            replace_atomically(self.path, text, mode=self._mode, group=self._group())
+            files.replace_atomically(self.path, text, mode=self._mode, group=self._group())
         for path, _ in new:
             try:
                 path.unlink(missing_ok=True)
@@ -528,4 +518,4 @@ def _rows(observations: Iterable[Observation]) -> str:
 
 
 def _newer(path: Path, version: int) -> NewerFormat:
-    return NewerFormat(f"{path} has format {version}; this slurmft reads up to {FORMAT}", hint="upgrade slurmft")
+    return NewerFormat(f"{path} has format {version}; this slurmft reads up to {files.FORMAT}", hint="upgrade slurmft")

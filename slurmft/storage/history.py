@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.policy.hangs import MAX_SAMPLES
-from slurmft.system.files import duration, naming, number, open_regular, parse_json, read_json, write_bytes, write_json
+from slurmft.system.files import duration, naming, number, opened, parse_json, read_json, write_bytes, write_json
 
 # --- How long the steps and saves of a run took, kept for the next submission of the same workload ---
 # A workload is known by its fingerprint; a run's numbers are believed for the same one only. One entry for each
@@ -240,11 +241,7 @@ def curves(path: Path, points: int = 400) -> dict[str, list[tuple[int, float]]]:
     """
     found: dict[str, list[tuple[int, float]]] = {}
     newest = -1
-    try:
-        descriptor = open_regular(path, os.O_RDONLY, follow=False)
-    except OSError:
-        return found
-    try:
+    with contextlib.suppress(OSError), opened(path, follow=False) as descriptor:
         size = os.fstat(descriptor).st_size
         lines = [_line_at(descriptor, place) for place in range(0, size, max(1, size // points))]
         tail = os.pread(descriptor, MAX_LINE_BYTES, max(0, size - MAX_LINE_BYTES))
@@ -254,10 +251,6 @@ def curves(path: Path, points: int = 400) -> dict[str, list[tuple[int, float]]]:
                 for name, value in parse_json(line).items():
                     if name not in ("step", "at") and (known := number(value)) is not None:
                         found.setdefault(name, []).append((newest, known))
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
     return {name: found[name] for name in sorted(found, key=lambda each: ("loss" not in each.lower(), each))}
 
 
@@ -274,18 +267,11 @@ def cut_back(path: Path, step: int) -> None:
     Raises:
         OSError: the file cannot be read or changed.
     """
-    try:
-        descriptor = open_regular(path, os.O_RDWR, follow=False)
-    except FileNotFoundError:
-        return
-    try:
-        with naming(path):
-            size = os.fstat(descriptor).st_size
-            if (end := _end_before(descriptor, size, step)) < size:
-                os.ftruncate(descriptor, end)
-                os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR, follow=False) as descriptor, naming(path):
+        size = os.fstat(descriptor).st_size
+        if (end := _end_before(descriptor, size, step)) < size:
+            os.ftruncate(descriptor, end)
+            os.fsync(descriptor)
 
 
 def _end_before(descriptor: int, size: int, step: int) -> int:

@@ -15,20 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.system.files import (
-    FORMAT,
-    LOG_LIMIT_BYTES,
-    MOVE_AWAY,
-    UnsafeFile,
-    append_line,
-    check_length,
-    last_lines,
-    opened,
-    parse_json,
-    read_bytes,
-    read_lines,
-    replace_atomically,
-)
+from slurmft.system import files
 
 # --- events ---
 # The names of a journal's events. What each means and carries stands in ``docs/reference/events.md``, once.
@@ -238,7 +225,7 @@ class Past:
         known = self._known()
         yield from known
         self._end = self._begin
-        for line in read_lines(
+        for line in files.read_lines(
             self._journal, limit_bytes=self._limit, line_limit_bytes=self._line_limit, start=self._begin
         ):
             self._fits &= len(line) < self._line_limit  # of a longer one only the beginning has come
@@ -250,7 +237,7 @@ class Past:
         """Keep these lines of all that were read, where that saves time; what cannot be written is not kept."""
         if not self._fits or self._end - self._begin < WORTH_BYTES or sum(map(len, wanted)) > MAX_KEPT_BYTES:
             return
-        with contextlib.suppress(OSError), opened(self._journal) as journal:
+        with contextlib.suppress(OSError), files.opened(self._journal) as journal:
             end = self._end
             if os.fstat(journal).st_ino != self._inode:  # replaced meanwhile
                 return
@@ -260,17 +247,17 @@ class Past:
             body = b"".join(line + b"\n" for line in wanted)
             header = {**self._facts(journal, end), "body": hashlib.sha256(body).hexdigest()}
             # without waiting for the disk: after a power cut a damaged file is not used
-            replace_atomically(self._path, json.dumps(header).encode() + b"\n" + body, durable=False)
+            files.replace_atomically(self._path, json.dumps(header).encode() + b"\n" + body, durable=False)
 
     def _known(self) -> list[bytes]:
         try:
-            content = read_bytes(self._path, limit_bytes=2 * MAX_KEPT_BYTES, owners={os.geteuid()})
+            content = files.read_bytes(self._path, limit_bytes=2 * MAX_KEPT_BYTES, owners={os.geteuid()})
             first, _, body = content.partition(b"\n")
-            header = parse_json(first)
+            header = files.parse_json(first)
             end = header["end"]
             if type(end) is not int or end <= 0 or header["body"] != hashlib.sha256(body).hexdigest():
                 return []
-            with opened(self._journal) as journal:
+            with files.opened(self._journal) as journal:
                 if os.fstat(journal).st_size < end or {**self._facts(journal, end), "body": header["body"]} != header:
                     return []
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -380,7 +367,7 @@ class Journal:
         """
         return json.dumps(
             {
-                "format": FORMAT,
+                "format": files.FORMAT,
                 "at": record.at.isoformat(timespec="milliseconds"),
                 "attempt": record.attempt,
                 "event": record.event,
@@ -394,7 +381,7 @@ class Journal:
         Raises:
             OSError: the filesystem refused; nothing was written, or a part that readers skip.
         """
-        append_line(self.path, line)
+        files.append_line(self.path, line)
 
     def read(self) -> list[Event]:
         """Every readable event, oldest first; none when there is no journal yet.
@@ -417,7 +404,7 @@ class Journal:
         wanted = {name.encode() for name in names}
         try:
             with self._errors_named():
-                for line in last_lines(self.path, limit_bytes=TAIL_BYTES):
+                for line in files.last_lines(self.path, limit_bytes=TAIL_BYTES):
                     known = _NAME.match(line)
                     if known is not None and known[3] not in wanted:
                         continue
@@ -436,7 +423,7 @@ class Journal:
         kept = list[bytes]()
         try:
             with self._errors_named():
-                past = Past(self.path, _PASSED_OVER, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES)
+                past = Past(self.path, _PASSED_OVER, limit_bytes=files.LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES)
                 events = list[Event]()
                 for line in past.lines():
                     name = _NAME.match(line)
@@ -446,7 +433,7 @@ class Journal:
                         kept.append(line)
                         events.append(event)
                     if len(events) > MAX_LINES:
-                        raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
+                        raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=files.MOVE_AWAY)
                 past.keep(kept)
                 return events
         except FileNotFoundError:
@@ -463,7 +450,7 @@ class Journal:
         events, unreadable = list[Event](), 0
         for number, event in enumerate(self.each()):
             if number >= MAX_LINES:
-                raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
+                raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=files.MOVE_AWAY)
             if event is not None:
                 events.append(event)
             else:
@@ -483,7 +470,7 @@ class Journal:
             StorageError: the file cannot be read, or is longer than LOG_LIMIT_BYTES.
         """
         with self._errors_named():
-            for line in read_lines(self.path, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES):
+            for line in files.read_lines(self.path, limit_bytes=files.LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES):
                 if wanted is not None and (event := _without_details(line, wanted)) is not None:
                     yield event
                 elif line and not line.isspace():
@@ -495,8 +482,8 @@ class Journal:
             yield
         except FileNotFoundError:
             raise
-        except UnsafeFile as error:
-            raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=MOVE_AWAY) from error
+        except files.UnsafeFile as error:
+            raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=files.MOVE_AWAY) from error
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error}") from error
 
@@ -517,7 +504,7 @@ def _without_details(line: bytes, wanted: frozenset[bytes]) -> Event | None:
 
 def _parse_event(line: bytes, path: Path) -> Event | None:
     try:
-        value = parse_json(line.decode())  # of bytes, the encoding would be guessed first
+        value = files.parse_json(line.decode())  # of bytes, the encoding would be guessed first
         version, at = value.pop("format"), datetime.fromisoformat(value.pop("at"))
         if at.tzinfo is not UTC:
             at = at.astimezone(UTC)
@@ -526,8 +513,8 @@ def _parse_event(line: bytes, path: Path) -> Event | None:
         event, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None  # torn by a writer that died
-    if not isinstance(version, int) or version > FORMAT:
-        raise NewerFormat(f"{path} has lines of format {version!r}; this slurmft reads up to {FORMAT}",
+    if not isinstance(version, int) or version > files.FORMAT:
+        raise NewerFormat(f"{path} has lines of format {version!r}; this slurmft reads up to {files.FORMAT}",
                           hint="upgrade slurmft")  # fmt: skip
     return Event(at=at, event=event, attempt=attempt, details=value)
 
@@ -536,22 +523,9 @@ def _parse_event(line: bytes, path: Path) -> Event | None:
 # tail = JournalTail(run.path)
 # for entry in tail.news(): ...
 
-_BEGIN = re.compile(rb'\{"format": \d+, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
 _CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 256
 """Beginning of a journal, by which another one in its place is recognised: its first event has a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One event."""
-
-    name: str
-    at: float
-    """Unix time, by its writer's clock."""
-
-    attempt: str
-    details: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -580,7 +554,7 @@ class JournalTail:
         self.place = place or JournalPosition()
         self.begun = 0
 
-    def news(self) -> Iterator[Entry]:
+    def news(self) -> Iterator[Event]:
         """Each new event, oldest first. ``place`` is behind an event as soon as it is given.
 
         The last line counts once it has its end: its writer may be in the middle of it.
@@ -590,8 +564,8 @@ class JournalTail:
             OSError: the journal cannot be read.
         """
         try:
-            with opened(self.path) as descriptor:
-                size = check_length(self.path, descriptor, LOG_LIMIT_BYTES)
+            with files.opened(self.path) as descriptor:
+                size = files.check_length(self.path, descriptor, files.LOG_LIMIT_BYTES)
                 self._find_place(descriptor, size)
                 yield from self._read(descriptor, size)
         except FileNotFoundError:
@@ -605,7 +579,7 @@ class JournalTail:
             self.begun += 1
         place.head = max(place.head, head, key=len)
 
-    def _read(self, descriptor: int, size: int) -> Iterator[Entry]:
+    def _read(self, descriptor: int, size: int) -> Iterator[Event]:
         place, held, skipping = self.place, b"", False
         at = place.offset
         while at < size and (part := os.pread(descriptor, _CHUNK_BYTES, at)):
@@ -613,25 +587,18 @@ class JournalTail:
             *lines, held = (held + part).split(b"\n")
             for line in lines:
                 place.offset += len(line) + 1
-                if not skipping and self._is_wanted(line) and (entry := _parse_entry(line)) is not None:
-                    yield entry
+                if not skipping and self._is_wanted(line) and (event := self._parsed(line)) is not None:
+                    yield event
                 skipping = False
             if len(held) > MAX_LINE_BYTES:  # damage without an end
                 place.offset += len(held)
                 held, skipping = b"", True
 
+    def _parsed(self, line: bytes) -> Event | None:
+        with contextlib.suppress(NewerFormat):
+            return _parse_event(line, self.path)
+        return None
+
     def _is_wanted(self, line: bytes) -> bool:
         """May be true of any line; false only of one that begins as the journal writes it."""
-        return self._names is None or (begins := _BEGIN.match(line)) is None or begins[1] in self._names
-
-
-def _parse_entry(line: bytes) -> Entry | None:
-    try:
-        value = parse_json(line)
-        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at")).timestamp()
-        name, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        return None
-    if not isinstance(version, int) or version > FORMAT:
-        return None
-    return Entry(name=name, at=at, attempt=attempt, details=value)
+        return self._names is None or (begins := _NAME.match(line)) is None or begins[3] in self._names

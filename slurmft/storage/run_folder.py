@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,7 @@ from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity, OwnJob, iden
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PASSING, SoftLock, translated, write_state, writing
 from slurmft.storage.verdicts import OWNER_FILE
-from slurmft.system import processes
-from slurmft.system.files import (
-    FORMAT,
-    MOVE_AWAY,
-    UnsafeFile,
-    is_private,
-    number,
-    open_regular,
-    parse_json,
-    read_as,
-    read_json,
-    read_part,
-    refuse_uncreatable,
-    replace_atomically,
-    replace_link,
-    trusted_owners,
-    write_bytes,
-    write_json,
-)
+from slurmft.system import files, processes
 
 # --- claim ---
 # The claim to act on the end of an attempt: supervisor, guardian and cron may all try.
@@ -83,7 +65,7 @@ class EndingClaim:
             StorageError: the run folder cannot be read or written.
         """
         with self._lock():
-            claim = read_json(self.path)
+            claim = files.read_json(self.path)
             free = claim is not None and claim.get("outcome") is None and _is_of(claim, instead_of)
             if _is_taken(claim) and not free:
                 return False
@@ -98,7 +80,7 @@ class EndingClaim:
         Raises:
             StorageError: the run folder cannot be read.
         """
-        return (read_json(self.path) or {}).get("outcome")
+        return (files.read_json(self.path) or {}).get("outcome")
 
     def settle(self, outcome: str) -> None:
         """Mark it as acted on, for good.
@@ -106,7 +88,7 @@ class EndingClaim:
         Raises:
             StorageError: the run folder cannot be read or written.
         """
-        write_state(self.path, {**(read_json(self.path) or {}), "outcome": outcome})
+        write_state(self.path, {**(files.read_json(self.path) or {}), "outcome": outcome})
 
     def give_back(self) -> None:
         """Acting failed, or the settled action did not happen; another process may try."""
@@ -178,18 +160,16 @@ class LiveView:
 def read(run_folder: Path) -> LiveView:
     """The newest look; an empty one where there is none, or it cannot be believed."""
     try:
-        facts = read_json(run_folder / LIVE_FILE) or {}
+        facts = files.read_json(run_folder / LIVE_FILE) or {}
     except StorageError:
         return LiveView()
     tiers = facts.get("tiers")
+    kinds: Mapping[Any, Callable[[Any], Any]] = {"Sequence[float | None]": _numbers, "Sequence[str]": _texts,
+                                                 "float | None": files.number, "int | None": _count}  # fmt: skip
     return LiveView(
-        at=number(facts.get("at")) or 0.0,
+        **{each.name: kinds[each.type](facts.get(each.name)) for each in fields(LiveView) if each.type in kinds},
+        at=files.number(facts.get("at")) or 0.0,
         attempt=str(facts.get("attempt") or "")[:MAX_NAME],
-        steps=_numbers(facts.get("steps")), step_s=_numbers(facts.get("step_s")),
-        section_s=_numbers(facts.get("section_s")),
-        nodes=_texts(facts.get("nodes")), sections=_texts(facts.get("sections")),
-        heartbeat_s=number(facts.get("heartbeat_s")), hang_used=number(facts.get("hang_used")),
-        restarts_left=_count(facts.get("restarts_left")), save_interval_steps=_count(facts.get("save_interval_steps")),
         tiers={str(name)[:MAX_NAME]: str(text)[:MAX_NAME] for name, text in list(tiers.items())[:8]}
         if isinstance(tiers, dict) else {},
     )  # fmt: skip
@@ -202,7 +182,7 @@ def write(run_folder: Path, view: LiveView) -> None:
         OSError: the run folder cannot be written.
     """
     facts = {name: getattr(view, name) for name in LiveView.__slots__}
-    write_json(run_folder / LIVE_FILE, {name: value for name, value in facts.items() if value is not None},
+    files.write_json(run_folder / LIVE_FILE, {name: value for name, value in facts.items() if value is not None},
                durable=False)  # fmt: skip
 
 
@@ -211,7 +191,7 @@ def _count(value: Any) -> int | None:
 
 
 def _numbers(value: Any) -> tuple[float | None, ...]:
-    return tuple(number(each) for each in value[:MAX_RANKS]) if isinstance(value, list) else ()
+    return tuple(files.number(each) for each in value[:MAX_RANKS]) if isinstance(value, list) else ()
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -235,7 +215,7 @@ class ProgressMarks:
         return self._facts
 
 
-# --- The jobs of a run: their ids, and their identities, as ids are reused for other jobs ---
+# --- The file of the jobs of a run: their ids, and their identities; folders of earlier versions hold ids alone ---
 
 JOBS_FILE = "jobs.json"
 LOCAL_PREFIX = "local-"
@@ -243,66 +223,6 @@ LOCAL_PREFIX = "local-"
 
 _JOB_ID = re.compile(r"(\d{1,10})(?:[_+]\d{1,10})?", re.ASCII)
 _MAX_ID = 2**31 - 1
-
-
-class JobsFile:
-    """``jobs.json`` of a run folder. Folders of earlier versions hold ids alone."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / JOBS_FILE
-
-    def ids(self) -> list[str]:
-        """All jobs so far, oldest first.
-
-        Raises:
-            StorageError: the file cannot be read or believed.
-        """
-        return self._read()[0]
-
-    def own_jobs(self, newest: int | None, told_elsewhere: Callable[[], Mapping[str, JobIdentity]]) -> list[OwnJob]:
-        """Those of Slurm, oldest first; ``told_elsewhere`` is called where the file has no identities.
-
-        Raises:
-            StorageError: the file cannot be read or believed.
-        """
-        jobs, known = self._read()
-        of_slurm = [job for job in jobs if not job.startswith(LOCAL_PREFIX)]
-        chosen = of_slurm if newest is None else of_slurm[-newest:]
-        told = {} if all(job in known for job in chosen) else told_elsewhere()
-        user = self.path.parent.stat().st_uid if chosen else 0
-        return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
-
-    def add(self, job: str, seen: JobIdentity | None) -> None:
-        """Remember a job, and its identity. Idempotent.
-
-        A reused id means the newer job: it becomes the newest one.
-
-        Raises:
-            StorageError: the file cannot be read, believed or written.
-        """
-        jobs, known = self._read()
-        before = known.get(job)
-        is_another = seen is not None and before is not None and is_same_job(before, seen) is False
-        if seen is not None:
-            own = replace(seen, own_script=(seen.script or "").startswith(f"{self.path.parent}{os.sep}"))
-            known[job] = own if before is None or is_another else merged(before, own)
-        order = [*(each for each in jobs if each != job), job] if is_another or job not in jobs else jobs
-        if order != jobs or seen is not None:
-            records = {each: identity.as_json() for each, identity in known.items() if each in order}
-            write_state(self.path, {"jobs": order, "known": records})
-
-    def _read(self) -> tuple[list[str], dict[str, JobIdentity]]:
-        value = read_json(self.path) or {}
-        jobs = value.get("jobs", [])
-        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
-            raise StorageError(f"{self.path} does not hold a list of jobs", hint=MOVE_AWAY)
-        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
-            is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
-            if not is_id and not job.startswith(LOCAL_PREFIX):
-                raise StorageError(f"{self.path} names a job {job[:40]!r}", hint=MOVE_AWAY)
-        known = value.get("known")
-        records = known if isinstance(known, dict) else {}
-        return jobs, {str(job): identity_from(facts) for job, facts in records.items() if isinstance(facts, dict)}
 
 
 # --- The file by which a user asks a run for a fault: believed only when the run's own user has written it ---
@@ -326,7 +246,7 @@ def give_order(run: Path, order: Mapping[str, Any]) -> None:
         StorageError: it cannot be written.
     """
     with writing(run / ORDER_FILE):
-        write_json(run / ORDER_FILE, order, mode=0o600)
+        files.write_json(run / ORDER_FILE, order, mode=0o600)
 
 
 def withdraw_order(run: Path) -> None:
@@ -342,11 +262,8 @@ def take_order(run: Path) -> dict[str, Any] | None:
     """
     path = run / ORDER_FILE
     try:
-        descriptor = open_regular(path, follow=False, owners={os.getuid()})
-        try:
+        with files.opened(path, follow=False, owners={os.getuid()}) as descriptor:
             status, text = os.fstat(descriptor), os.read(descriptor, MAX_BYTES)
-        finally:
-            os.close(descriptor)
     except FileNotFoundError:
         return None
     except OSError as error:  # a link, not ours, or not ours to read
@@ -362,10 +279,10 @@ def take_order(run: Path) -> dict[str, Any] | None:
 
 def _parsed(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = parse_json(text)
+        value = files.parse_json(text)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > FORMAT:
+    if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > files.FORMAT:
         raise StorageError(f"{path} is not an order that this slurmft understands")
     return value
 
@@ -386,8 +303,8 @@ def user_name(user_id: int) -> str:
         return f"user id {user_id}"
 
 
-def refuse_foreign(folder: Path, *, folders: Sequence[Path], files: Sequence[Path]) -> None:
-    """Return when ``folder`` and those of ``folders`` and ``files`` that exist are the caller's.
+def refuse_foreign(folder: Path, *, folders: Sequence[Path], regular: Sequence[Path]) -> None:
+    """Return when ``folder`` and those of ``folders`` and ``regular`` (files) that exist are the caller's.
 
     Raises:
         StorageError: one of them belongs to another user, is not what its name says, or everyone may write to it.
@@ -404,7 +321,7 @@ def refuse_foreign(folder: Path, *, folders: Sequence[Path], files: Sequence[Pat
         raise StorageError(f"the run folder {folder} belongs to user id {status.st_uid}, not to you", hint=hint)
     if status.st_mode & stat.S_IWOTH:
         raise StorageError(f"the run folder {folder} is writable by everybody", hint=f"chmod o-w {folder}")
-    for path, is_kind in (*((path, stat.S_ISDIR) for path in folders), *((path, stat.S_ISREG) for path in files)):
+    for path, is_kind in (*((path, stat.S_ISDIR) for path in folders), *((path, stat.S_ISREG) for path in regular)):
         for found in _statuses(path):
             if found.st_uid != os.getuid():
                 raise StorageError(
@@ -609,7 +526,7 @@ class RunFolder:
         self._owner = path / OWNER_FILE
         self._done = path / "done.json"
         self._progress = path / "progress.json"
-        self._jobs = JobsFile(path)
+        self._jobs = path / JOBS_FILE
         self._marks = ProgressMarks(None)
 
     def create(self, *, only_look: bool = False) -> None:
@@ -629,7 +546,7 @@ class RunFolder:
     def _make(self, folder: Path, *, only_look: bool = False) -> None:
         try:
             if only_look:
-                refuse_uncreatable(folder)
+                files.refuse_uncreatable(folder)
             else:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -645,16 +562,16 @@ class RunFolder:
 
         Call with the lock held. The folder itself stays.
         """
-        files = {self.config, self.call, self.journal().path, self.path / ".lock"}
+        own_files = {self.config, self.call, self.journal().path, self.path / ".lock"}
         failed = EventName.SUBMISSION_FAILED
         own = {EventName.SUBMITTING, EventName.AVOIDING, failed}
         with contextlib.suppress(OSError, StorageError):
             found = {*self.path.rglob("*")} if self.path in made else {self.path}
             events = [each.event for each in self.journal().read()]
             is_own = {*events} <= own and events[-1:] in ([], [failed])  # else a job may have arrived
-            if is_own and found <= {*files, *self._folders, *made} - {self.path}:
+            if is_own and found <= {*own_files, *self._folders, *made} - {self.path}:
                 for path in sorted(found, reverse=True):  # the lock last
-                    path.unlink() if path in files else path.rmdir()
+                    path.unlink() if path in own_files else path.rmdir()
 
     def exists(self) -> bool:
         """Whether this is the folder of a run."""
@@ -669,7 +586,7 @@ class RunFolder:
 
     def has_records(self) -> bool:
         """Whether something was submitted or started from here; a folder that cannot be looked into may have some."""
-        return any(may_exist(path) for path in (self._owner, self._jobs.path, self.journal().path))
+        return any(may_exist(path) for path in (self._owner, self._jobs, self.journal().path))
 
     def journal(self, attempt: Attempt | None = None) -> Journal:
         """The journal, writing as ``attempt``."""
@@ -685,8 +602,8 @@ class RunFolder:
         path = self.path / ".lock"
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         try:
-            owners = trusted_owners(self.path)
-            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners=owners)
+            owners = files.trusted_owners(self.path)
+            descriptor = files.open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners=owners)
         except OSError as error:
             raise translated(f"cannot lock {path}", error) from error
         with contextlib.ExitStack() as held:
@@ -701,9 +618,9 @@ class RunFolder:
 
     def owner(self) -> Owner | None:
         """The newest attempt's owner; None before the first."""
-        owner = read_as(Owner, self._owner)
+        owner = files.read_as(Owner, self._owner)
         if owner is not None and not _JOB.fullmatch(owner.job):  # it becomes part of names of files
-            raise StorageError(f"{self._owner} is damaged: {owner.job[:40]!r} is no job", hint=MOVE_AWAY)
+            raise StorageError(f"{self._owner} is damaged: {owner.job[:40]!r} is no job", hint=files.MOVE_AWAY)
         return owner
 
     def refuse_foreign(self) -> None:
@@ -713,7 +630,7 @@ class RunFolder:
             StorageError: it is not, or everyone may write to it.
         """
         try:
-            refuse_foreign(self.path, folders=self._folders, files=self._files)
+            refuse_foreign(self.path, folders=self._folders, regular=self._files)
         except OSError as error:
             raise translated(f"cannot look at {error.filename or self.path}", error) from error
 
@@ -734,7 +651,7 @@ class RunFolder:
 
     @property
     def _files(self) -> list[Path]:
-        return [self.config, self.script, self._owner, self._jobs.path, self._done, self._progress, self.journal().path]
+        return [self.config, self.script, self._owner, self._jobs, self._done, self._progress, self.journal().path]
 
     def refuse_copy(self) -> None:
         """Return when the folder is what its records say.
@@ -766,7 +683,7 @@ class RunFolder:
 
     def done(self) -> Mapping[str, Any] | None:
         """The record of the finished run, or None while it is not finished."""
-        return read_json(self._done)
+        return files.read_json(self._done)
 
     def mark_done(self, **facts: Any) -> None:
         """Mark the run as complete; any later start by Slurm ends at once."""
@@ -783,7 +700,7 @@ class RunFolder:
 
     def progress(self) -> Mapping[str, Any] | None:
         """The newest progress report of the supervisor."""
-        return read_json(self._progress)
+        return files.read_json(self._progress)
 
     def write_progress(self, **facts: Any) -> None:
         """Replace the progress report, which is not part of the run's state: it need not survive a power cut.
@@ -793,7 +710,7 @@ class RunFolder:
         """
         if self._marks.attempt != facts.get("attempt"):
             self._marks = ProgressMarks(facts.get("attempt"))
-        write_json(self._progress, {**facts, **self._marks.facts(facts)}, durable=False)
+        files.write_json(self._progress, {**facts, **self._marks.facts(facts)}, durable=False)
 
     def jobs(self) -> list[str]:
         """The run's jobs so far, oldest first.
@@ -801,7 +718,7 @@ class RunFolder:
         Raises:
             StorageError: the file cannot be read or believed.
         """
-        return self._jobs.ids()
+        return self._known_jobs()[0]
 
     def own_jobs(self, newest: int | None = None) -> list[OwnJob]:
         """Those of Slurm, or the newest of them, with their identities, as ids are reused for other jobs.
@@ -809,7 +726,12 @@ class RunFolder:
         Raises:
             StorageError: a file cannot be read or believed.
         """
-        return self._jobs.own_jobs(newest, self._jobs_in_journal)
+        jobs, known = self._known_jobs()
+        of_slurm = [job for job in jobs if not job.startswith(LOCAL_PREFIX)]
+        chosen = of_slurm if newest is None else of_slurm[-newest:]
+        told = {} if all(job in known for job in chosen) else self._jobs_in_journal()
+        user = self.path.stat().st_uid if chosen else 0
+        return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
 
     def _jobs_in_journal(self) -> dict[str, JobIdentity]:
         """The jobs in the folder of an earlier version."""
@@ -826,10 +748,34 @@ class RunFolder:
     def add_job(self, job: str, seen: JobIdentity | None = None) -> None:
         """Remember a job of this run, and its identity. Idempotent. Call with the lock held.
 
+        A reused id means the newer job: it becomes the newest one.
+
         Raises:
             StorageError: the file cannot be read, believed or written.
         """
-        self._jobs.add(job, seen)
+        jobs, known = self._known_jobs()
+        before = known.get(job)
+        is_another = seen is not None and before is not None and is_same_job(before, seen) is False
+        if seen is not None:
+            own = replace(seen, own_script=(seen.script or "").startswith(f"{self.path}{os.sep}"))
+            known[job] = own if before is None or is_another else merged(before, own)
+        order = [*(each for each in jobs if each != job), job] if is_another or job not in jobs else jobs
+        if order != jobs or seen is not None:
+            records = {each: identity.as_json() for each, identity in known.items() if each in order}
+            write_state(self._jobs, {"jobs": order, "known": records})
+
+    def _known_jobs(self) -> tuple[list[str], dict[str, JobIdentity]]:
+        value = files.read_json(self._jobs) or {}
+        jobs = value.get("jobs", [])
+        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
+            raise StorageError(f"{self._jobs} does not hold a list of jobs", hint=files.MOVE_AWAY)
+        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
+            is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
+            if not is_id and not job.startswith(LOCAL_PREFIX):
+                raise StorageError(f"{self._jobs} names a job {job[:40]!r}", hint=files.MOVE_AWAY)
+        known = value.get("known")
+        records = known if isinstance(known, dict) else {}
+        return jobs, {str(job): identity_from(facts) for job, facts in records.items() if isinstance(facts, dict)}
 
     def ending(self, attempt: Attempt) -> EndingClaim:
         """The right to act on the end of this attempt's (job, restart)."""
@@ -845,7 +791,7 @@ class RunFolder:
         """A fresh key for the attempt's control channel, in a file only the user can read."""
         path = self.attempt_folder(attempt) / "secret"
         with writing(path):
-            replace_atomically(path, secrets.token_hex(32))
+            files.replace_atomically(path, secrets.token_hex(32))
         return path
 
     def request(self, kind: str, who: str) -> None:
@@ -856,7 +802,7 @@ class RunFolder:
         """
         path = self.path / kind
         try:
-            write_bytes(path, f"{who}\n".encode("utf-8", "backslashreplace"))
+            files.write_bytes(path, f"{who}\n".encode("utf-8", "backslashreplace"))
         except OSError as error:  # on a full disk the empty file is request enough
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
                 raise translated(f"cannot write {path}", error) from error
@@ -868,10 +814,10 @@ class RunFolder:
             OSError: the folder cannot be looked at.
         """
         try:
-            who = read_part(self.path / kind, 0, 1000).decode(errors="replace").strip()[:200]
+            who = files.read_part(self.path / kind, 0, 1000).decode(errors="replace").strip()[:200]
         except FileNotFoundError:
             return None
-        except UnsafeFile as error:
+        except files.UnsafeFile as error:
             log.debug("%s is not a request: it %s", self.path / kind, error.strerror)
             return None
         return who or "a user who touched the file"
@@ -1095,13 +1041,10 @@ class Progress:
         return self.saved if self.saved is not None and self.saved >= 0 else None
 
 
+_TYPES = {"int | None": (int,), "float | None": (int, float), "str | None": (str,)}
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
-    "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
-    "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
-    "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
-    "copied": (int,), "replicas": (str,),
-}  # fmt: skip
+    each.name: _TYPES[str(each.type)] for each in fields(Progress) if each.type in _TYPES
+}
 
 
 def progress_of(run: RunFolder) -> Progress:
@@ -1117,7 +1060,7 @@ def progress_of(run: RunFolder) -> Progress:
 
 
 def _is_fit(value: Any) -> bool:
-    return isinstance(value, str) or number(value, limit=1e300 if isinstance(value, float) else 1e15) is not None
+    return isinstance(value, str) or files.number(value, limit=1e300 if isinstance(value, float) else 1e15) is not None
 
 
 # --- Whether the supervisor of an attempt still writes, by the file server's clock alone ---
@@ -1137,11 +1080,8 @@ def touch(run: RunFolder, attempt: Attempt) -> None:
         OSError: the run folder cannot be written.
     """
     path = run.attempts / str(attempt) / _NAME
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT)
-    try:
+    with files.opened(path, os.O_WRONLY | os.O_CREAT) as descriptor:
         os.utime(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def newest(run: RunFolder, owner: Owner | Attempt) -> float | None:
@@ -1192,14 +1132,9 @@ def _now(folder: Path) -> float:
 
 
 def _modified(path: Path) -> float | None:
-    try:
-        descriptor = open_regular(path)  # opening asks the file server, a mere stat may not
-    except OSError:
-        return None
-    try:
-        return os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError), files.opened(path) as descriptor:
+        return os.fstat(descriptor).st_mtime  # opening asks the file server, a mere stat may not
+    return None
 
 
 # --- Which runs the user has submitted: links in a private folder of the state folder, named by paths ---
@@ -1225,9 +1160,9 @@ def note_run(run: Path, environment: Mapping[str, str]) -> None:
         return
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_private(folder):
+        if not files.is_private(folder):
             return
-        replace_link(folder / _name_in_index(run), str(run.absolute()))
+        files.replace_link(folder / _name_in_index(run), str(run.absolute()))
         for link in _index_links(folder)[MAX_RUNS:]:
             link.unlink(missing_ok=True)
     except OSError as error:
@@ -1237,7 +1172,7 @@ def note_run(run: Path, environment: Mapping[str, str]) -> None:
 def forget_run(run: Path, environment: Mapping[str, str]) -> None:
     """Forget a run that was removed."""
     folder = _index_folder(environment)
-    if folder is not None and is_private(folder):
+    if folder is not None and files.is_private(folder):
         with contextlib.suppress(OSError):  # a link that leads nowhere is passed over
             (folder / _name_in_index(run)).unlink(missing_ok=True)
 
@@ -1245,7 +1180,7 @@ def forget_run(run: Path, environment: Mapping[str, str]) -> None:
 def noted_runs(environment: Mapping[str, str]) -> list[RunFolder]:
     """The runs that were submitted and are still there, or may be, where that cannot be seen; the newest first."""
     folder = _index_folder(environment)
-    if folder is None or not is_private(folder):
+    if folder is None or not files.is_private(folder):
         return []
     found = []
     try:

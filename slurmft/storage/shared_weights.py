@@ -173,14 +173,10 @@ def _is_whole(place: Path) -> bool:
 
 def _remove_unused(but: Path) -> None:
     for path in but.parent.glob("*.lock"):
-        with contextlib.suppress(OSError):
-            lock = open_regular(path, follow=False, owners={os.geteuid()})
-            try:
-                if path.stem != but.name:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(path.with_suffix(""))
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), opened(path, follow=False, owners={os.geteuid()}) as lock:
+            if path.stem != but.name:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(path.with_suffix(""))
 
 
 def _remove(place: Path) -> None:
@@ -190,11 +186,7 @@ def _remove(place: Path) -> None:
 
 
 def _copy(source: Path, target: Path, size: int) -> None:
-    with opened(source) as reading:
-        writing = open_regular(target, os.O_WRONLY | os.O_CREAT, follow=False)
-        try:
-            done = 0
-            while done < size and (part := os.sendfile(writing, reading, done, size - done)):
-                done += part
-        finally:
-            os.close(writing)
+    with opened(source) as reading, opened(target, os.O_WRONLY | os.O_CREAT, follow=False) as writing:
+        done = 0
+        while done < size and (part := os.sendfile(writing, reading, done, size - done)):
+            done += part

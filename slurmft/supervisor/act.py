@@ -50,8 +50,7 @@ from slurmft.policy.verdict import (
 )
 from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.nodes import compress, expand
-from slurmft.scheduler.slurm import ignoring_signals
+from slurmft.scheduler.slurm import compress, expand, ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import PatientJournal, patiently

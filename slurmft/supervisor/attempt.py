@@ -23,7 +23,7 @@ from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
 from slurmft.policy.verdict import BUDGETED, Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
-from slurmft.scheduler.nodes import expand, in_order
+from slurmft.scheduler.slurm import expand, in_order
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import LiveView, take_order

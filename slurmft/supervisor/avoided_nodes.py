@@ -23,10 +23,9 @@ from slurmft.policy.suspicion import (
     choose_exclusions,
     standing,
 )
-from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
-from slurmft.scheduler.nodes import NodeRecord
 from slurmft.scheduler.parsing import asked_for
+from slurmft.scheduler.slurm import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import state_folder
@@ -77,7 +76,7 @@ class Avoidance:
     def as_event(self) -> dict[str, Any]:
         """The details of the journal's event ``avoiding``."""
         return {
-            "nodes": slurm_nodes.compress(self.nodes),
+            "nodes": slurm.compress(self.nodes),
             "reasons": [f"{node}: {why}" for node, why in self.reasons.items()][:_TOLD],
             "dropped": [f"{each.node}: {each.reason}" for each in self.dropped][:_TOLD],
             "unknown": list(self.unknown),
@@ -93,15 +92,13 @@ class Avoidance:
         if self.nodes:
             few = "; ".join(f"{node}: {self.reasons.get(node, '')}" for node in self.nodes[:5])
             more = f"; and {len(self.nodes) - 5} more" if len(self.nodes) > 5 else ""
-            said.append(f"avoiding {slurm_nodes.compress(self.nodes)} ({few}{more})")
+            said.append(f"avoiding {slurm.compress(self.nodes)} ({few}{more})")
         by_reason: dict[str, list[str]] = {}
         for each in self.dropped:
             by_reason.setdefault(each.reason, []).append(each.node)
-        said += [
-            f"warning: not avoiding {slurm_nodes.compress(names)}: {reason}" for reason, names in by_reason.items()
-        ]
+        said += [f"warning: not avoiding {slurm.compress(names)}: {reason}" for reason, names in by_reason.items()]
         if self.unknown:
-            said.append(f"warning: Slurm does not know {slurm_nodes.compress(self.unknown)}, which the exclusion list "
+            said.append(f"warning: Slurm does not know {slurm.compress(self.unknown)}, which the exclusion list "
                         "names; slurmft exclude remove forgets a node that is gone")  # fmt: skip
         return said
 
@@ -133,7 +130,7 @@ def to_avoid(
     candidates = _candidates(exclusions, suspects, rules or Rules(), time.time())
     if not candidates:
         return Avoidance()
-    records = slurm_nodes.nodes() if known is None else known
+    records = slurm.nodes() if known is None else known
     choice = choose_exclusions(
         candidates,
         _places(records, partition, frozenset(excluded_anyway)),
@@ -224,7 +221,7 @@ def _names(hostlists: Sequence[Any]) -> frozenset[str]:
     found: set[str] = set()
     for text in hostlists:
         try:
-            found.update(slurm_nodes.expand(str(text)) if text else ())
+            found.update(slurm.expand(str(text)) if text else ())
         except ValueError:
             continue
     return frozenset(found)

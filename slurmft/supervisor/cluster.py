@@ -27,7 +27,6 @@ from slurmft.policy.container import Container
 from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job, merged
 from slurmft.policy.stop import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import nodes as scheduler_nodes
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobEnding, SlurmJob, component_suffix, current_job
 from slurmft.storage.journal import Event
@@ -242,12 +241,12 @@ class SlurmCluster(Cluster):
             ValueError: Slurm's node list cannot be parsed.
         """
         nodes = self.job.part or self.job.nodes
-        return [node for node in scheduler_nodes.expand(nodes) if node not in self.lost]
+        return [node for node in slurm.expand(nodes) if node not in self.lost]
 
     @property
     def count(self) -> int:
         """Nodes of the allocation, or of the run's part of it."""
-        return len(scheduler_nodes.expand(self.job.part)) if self.job.part else self.job.node_count
+        return len(slurm.expand(self.job.part)) if self.job.part else self.job.node_count
 
     def size(self, config: RunConfig) -> int:
         """All nodes of the allocation, or of the run's part of it."""
@@ -255,7 +254,7 @@ class SlurmCluster(Cluster):
 
     def agent_hosts(self, config: RunConfig) -> list[str]:
         """The run's nodes of the allocation, as srun numbers its tasks."""
-        return scheduler_nodes.expand(self.job.part or self.job.nodes)
+        return slurm.expand(self.job.part or self.job.nodes)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -291,7 +290,7 @@ class SlurmCluster(Cluster):
         if self.job.components:
             return "a heterogeneous job keeps its nodes"
         try:
-            left = [node for node in scheduler_nodes.expand(self.job.nodes) if node not in self.lost | {host}]
+            left = [node for node in slurm.expand(self.job.nodes) if node not in self.lost | {host}]
             own_jobs.shrink(self.own, left)
         except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
             return str(error)
@@ -333,8 +332,8 @@ class SlurmCluster(Cluster):
     def node_states(self) -> Mapping[str, str]:
         """From sinfo; none when Slurm does not answer."""
         try:
-            own = set(scheduler_nodes.expand(self.job.part or self.job.nodes))
-            seen = scheduler_nodes.nodes(timeout_s=3.0)
+            own = set(slurm.expand(self.job.part or self.job.nodes))
+            seen = slurm.nodes(timeout_s=3.0)
             return {record.node: record.state for record in seen if record.node in own and record.state}
         except (SlurmError, ValueError):
             return {}
@@ -407,8 +406,8 @@ def agents_argv(
 
 def component_of(job: SlurmJob, hosts: str) -> int | None:
     """The component of a heterogeneous job that these nodes (a hostlist) are in; None of another job."""
-    wanted = scheduler_nodes.expand(hosts)[:1]
-    parts = [scheduler_nodes.expand(nodes) for nodes in job.components]
+    wanted = slurm.expand(hosts)[:1]
+    parts = [slurm.expand(nodes) for nodes in job.components]
     return next((number for number, nodes in enumerate(parts) if wanted and wanted[0] in nodes), None)
 
 

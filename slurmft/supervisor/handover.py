@@ -35,8 +35,8 @@ from slurmft.policy.serving import (
 )
 from slurmft.policy.verdict import End
 from slurmft.scheduler import own_jobs
-from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.parsing import JobRecord
+from slurmft.scheduler.slurm import compress, expand
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.storage.patience import write_state

@@ -40,7 +40,7 @@ from slurmft.policy.decide import BegunAgain
 from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, NodeDeaths, gangs_of
 from slurmft.policy.stop import REQUEUE_COST_S
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed

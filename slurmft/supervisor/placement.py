@@ -28,10 +28,9 @@ from slurmft.policy.verdict import (
     Suspect,
     Verdict,
 )
-from slurmft.scheduler import nodes as scheduler_nodes
-from slurmft.scheduler import own_jobs
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import NamedNodes
+from slurmft.scheduler.slurm import expand
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread
@@ -306,7 +305,7 @@ def all_busy(config: RunConfig, partition: str, allocated: Collection[str], avoi
     Its own nodes are free as soon as it leaves them.
     """
     try:
-        records = scheduler_nodes.nodes()
+        records = slurm.nodes()
     except SlurmError:
         return ""
     wanted = partition.split(",")

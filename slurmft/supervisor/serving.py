@@ -24,7 +24,7 @@ from slurmft.inference.coordinator import Roster
 from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
 from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor.agents import AgentLink, AgentLost

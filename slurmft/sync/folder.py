@@ -30,23 +30,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    sleep_using_event,
-    stop_after_delay,
-    stop_when_event_set,
-    wait_exponential,
-    wait_random,
-)
+import tenacity
 
 from slurmft.config.sections import SyncConfig
 from slurmft.errors import Fenced, NewerFormat, StorageError, StorageUnavailable
 from slurmft.policy.values import NONE, Choice, Local, Version, decide
 from slurmft.storage.patience import translated, writing
 from slurmft.sync.stores import CHUNK_BYTES, FolderStore, Store, open_store
-from slurmft.system.files import UnsafeFile, check_private, open_regular, read_json, write_json
+from slurmft.system.files import UnsafeFile, check_private, open_regular, opened, read_json, write_all, write_json
 from slurmft.system.foreign_text import log_to_stderr
 from slurmft.system.processes import die_with_parent
 
@@ -381,11 +372,7 @@ def cut_off(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def _is_cut_off(path: Path) -> bool:
-    try:
-        descriptor = open_regular(path, follow=False)
-    except (FileNotFoundError, UnsafeFile):
-        return False
-    try:
+    with contextlib.suppress(FileNotFoundError, UnsafeFile), opened(path, follow=False) as descriptor:
         size, head = os.fstat(descriptor).st_size, os.pread(descriptor, 8, 0)
         if head.startswith(_ZIP):
             return _ZIP_END not in os.pread(descriptor, _ZIP_END_BYTES, max(0, size - _ZIP_END_BYTES))
@@ -393,14 +380,11 @@ def _is_cut_off(path: Path) -> bool:
             return size < 8 or not _has_all_tensors(descriptor, int.from_bytes(head, "little"), size)
         # it was just opened: torch and numpy write something at once
         return size == 0 and path.suffix in (".pt", ".pth", ".ckpt", ".npz")
-    finally:
-        os.close(descriptor)
+    return False
 
 
 def _has_all_tensors(descriptor: int, header_bytes: int, size: int) -> bool:
     """Layout as of the safetensors format: the header's length, the header as JSON, and the tensors behind it."""
-    import json
-
     if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
         return False
     try:
@@ -674,7 +658,7 @@ def _fetch_one(path: Path, store: Store, entry: Entry, target: Path) -> None:
                     break
                 digest.update(chunk)
                 with writing(target):
-                    _write(descriptor, chunk)
+                    write_all(descriptor, chunk)
             if size != entry.size or digest.hexdigest() != entry.sha256:
                 raise StorageError(f"{entry.path} as it is stored is not what was stored", hint="its digest differs")
         with writing(target):
@@ -686,31 +670,19 @@ def _fetch_one(path: Path, store: Store, entry: Entry, target: Path) -> None:
 
 def _copied(source: Path, entry: Entry, descriptor: int) -> bool:
     """Whether the file was here already and could be copied instead of fetched."""
-    try:
-        own = open_regular(source, follow=False)
-    except (OSError, UnsafeFile):
-        return False
-    try:
+    with contextlib.suppress(OSError), opened(source, follow=False) as own:
         if os.fstat(own).st_size != entry.size:
             return False
         digest = hashlib.sha256()
         with writing(source):
             while chunk := os.read(own, CHUNK_BYTES):
                 digest.update(chunk)
-                _write(descriptor, chunk)
+                write_all(descriptor, chunk)
             if digest.hexdigest() == entry.sha256:
                 return True
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
-    finally:
-        os.close(own)
     return False
-
-
-def _write(descriptor: int, chunk: bytes) -> None:
-    view = memoryview(chunk)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 # --- One folder's uploads: contents first, the manifest last, and the garbage after that ---
@@ -810,10 +782,7 @@ class Uploader:
         return found
 
     def _scan(self) -> Tree:
-        try:
-            return scan(self._path, self._exclude)
-        except OSError as error:
-            raise translated(f"cannot read {self._path}", error) from error
+        return _scanned(self._path, self._exclude)
 
     def _at_rest(self, deadline_s: float, quiet_s: float) -> Tree:
         """The folder, once nothing in it changes."""
@@ -869,25 +838,20 @@ class Uploader:
         """
         path = self._path / name
         try:
-            descriptor = open_regular(path, follow=False)
+            with opened(path, follow=False) as descriptor:
+                left = expected.size
+                while left > 0 and look(os.fstat(descriptor)) == expected:
+                    if not (chunk := os.read(descriptor, min(left, CHUNK_BYTES))):
+                        break
+                    left -= len(chunk)
+                    self._moves()
+                    yield chunk
+                if left or look(os.fstat(descriptor)) != expected:
+                    raise _Changed(name)
         except FileNotFoundError:
             raise _Changed(name) from None
         except OSError as error:
             raise translated(f"cannot read {path}", error) from error
-        try:
-            left = expected.size
-            while left > 0 and look(os.fstat(descriptor)) == expected:
-                if not (chunk := os.read(descriptor, min(left, CHUNK_BYTES))):
-                    break
-                left -= len(chunk)
-                self._moves()
-                yield chunk
-            if left or look(os.fstat(descriptor)) != expected:
-                raise _Changed(name)
-        except OSError as error:
-            raise translated(f"cannot read {path}", error) from error
-        finally:
-            os.close(descriptor)
 
     def _send(self, tree: Tree) -> None:
         """Have every content stored."""
@@ -1167,18 +1131,19 @@ class KeptFolder:
             self._tell("uploaded", "at the end" if at_end else "the first of this attempt", version=str(found.version),
                        files=len(found.files), size=found.size_bytes, began_s=began_s)  # fmt: skip
 
-    def _retrying(self, within_s: float | None) -> Retrying:
-        stop = stop_when_event_set(self._wanted)
-        return Retrying(
-            retry=retry_if_exception_type(StorageUnavailable),
-            wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S) + wait_random(0, FIRST_PAUSE_S),
-            stop=stop if within_s is None else stop | stop_after_delay(within_s),
-            sleep=sleep_using_event(self._wanted),
+    def _retrying(self, within_s: float | None) -> tenacity.Retrying:
+        stop = tenacity.stop_when_event_set(self._wanted)
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(StorageUnavailable),
+            wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)
+            + tenacity.wait_random(0, FIRST_PAUSE_S),
+            stop=stop if within_s is None else stop | tenacity.stop_after_delay(within_s),
+            sleep=tenacity.sleep_using_event(self._wanted),
             before_sleep=self._before_sleep,
             reraise=True,
         )
 
-    def _before_sleep(self, state: RetryCallState) -> None:
+    def _before_sleep(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, StorageError):
             self._uploader = None  # what is stored is looked up again

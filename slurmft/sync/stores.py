@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.storage.patience import translated
-from slurmft.system.files import fsync_folder, naming, open_folder, open_regular, read_bytes
+from slurmft.system.files import fsync_folder, naming, open_folder, open_regular, read_bytes, write_all
 
 # --- object store ---
 # Versions in anything that fsspec reaches: S3, GCS, and others. Home of fsspec.
@@ -253,9 +253,7 @@ class FolderStore:
             written = 0
             for chunk in chunks:
                 with self._errors(), naming(part):
-                    view = memoryview(chunk)
-                    while view:
-                        view = view[os.write(descriptor, view) :]
+                    write_all(descriptor, chunk)
                 written += len(chunk)
             if written != size:
                 raise StorageError(f"{written} bytes of {name} instead of {size}")

@@ -134,13 +134,15 @@ def _open_anew(path: str | Path, flags: int, owners: Collection[int] | None) -> 
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, *, owners: Collection[int] | None = None) -> Iterator[int]:
-    """A descriptor for reading the regular file at ``path``; closed afterwards.
+def opened(
+    path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True, owners: Collection[int] | None = None
+) -> Iterator[int]:
+    """A descriptor of the regular file at ``path``, by default for reading; closed afterwards.
 
     Raises:
         UnsafeFile, OSError: as ``open_regular``.
     """
-    descriptor = open_regular(path, owners=owners)
+    descriptor = open_regular(path, flags, follow=follow, owners=owners)
     try:
         yield descriptor
     finally:
@@ -189,15 +191,12 @@ def read_bytes(
         UnsafeFile: it is not a regular file, is longer than ``limit_bytes``, or belongs to a user not in ``owners``.
         OSError: it cannot be read.
     """
-    descriptor = open_regular(path, follow=follow, owners=owners)
-    try:
+    with opened(path, follow=follow, owners=owners) as descriptor:
         # a file whose size is too large is not read; files of /proc have no size
         parts, room = [], 0 if os.fstat(descriptor).st_size > limit_bytes else limit_bytes + 1
         while room > 0 and (part := os.read(descriptor, min(room, _CHUNK_BYTES))):
             parts.append(part)
             room -= len(part)
-    finally:
-        os.close(descriptor)
     if room <= 0:
         raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
     return b"".join(parts)
@@ -213,8 +212,7 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int, sta
         UnsafeFile: it is not a regular file, or is longer than ``limit_bytes``.
         OSError: it cannot be read.
     """
-    descriptor = open_regular(path)
-    try:
+    with opened(path) as descriptor:
         check_length(path, descriptor, limit_bytes)
         os.lseek(descriptor, start, os.SEEK_SET)
         line, left = b"", limit_bytes - start
@@ -227,8 +225,6 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int, sta
                 line = other[:line_limit_bytes]
         if line:
             yield line
-    finally:
-        os.close(descriptor)
 
 
 def last_lines(path: str | Path, *, limit_bytes: int) -> Iterator[bytes]:
@@ -291,11 +287,8 @@ def read_part(path: str | Path, start: int, limit_bytes: int) -> bytes:
         UnsafeFile: it is not a regular file.
         OSError: it cannot be read.
     """
-    descriptor = open_regular(path)
-    try:
+    with opened(path) as descriptor:
         return os.pread(descriptor, limit_bytes, start if start >= 0 else max(0, os.fstat(descriptor).st_size + start))
-    finally:
-        os.close(descriptor)
 
 
 def write_bytes(path: str | Path, content: bytes, *, append: bool = False, follow: bool = True) -> None:
@@ -305,12 +298,19 @@ def write_bytes(path: str | Path, content: bytes, *, append: bool = False, follo
         UnsafeFile: something else lies there.
         OSError: it cannot be written; a part of it may have been.
     """
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), follow=follow)
-    try:
-        while content:
-            content = content[os.write(descriptor, content) :]
-    finally:
-        os.close(descriptor)
+    with opened(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), follow=follow) as descriptor:
+        write_all(descriptor, content)
+
+
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
+    """Write all of ``content``, in as many pieces as the kernel takes.
+
+    Raises:
+        OSError: it cannot be written; a part of it may have been.
+    """
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 @contextlib.contextmanager
@@ -321,12 +321,9 @@ def appending(path: str | Path) -> Iterator[int]:
         UnsafeFile: something else lies there.
         OSError: it cannot be opened.
     """
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
         os.set_blocking(descriptor, True)
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -347,17 +344,13 @@ def append_line(path: str | Path, line: str) -> None:
         UnsafeFile: something else than a regular file lies there.
         OSError: it cannot be written; a part of the line may have been, which readers skip.
     """
-    descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    try:
-        with naming(path):
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            text = ("\n" * torn + line + "\n").encode()
-            if os.write(descriptor, text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as descriptor, naming(path):
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        text = ("\n" * torn + line + "\n").encode()
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
 
 
 def _kind(mode: int) -> str:
@@ -830,9 +823,33 @@ class PieceTags:
         return hmac.compare_digest(self.next_tag(piece), tag)
 
 
-# --- A token in a file that its owner alone can read: never on a command line ---
+# --- A token, or a URL that is one, in a file: never on a command line ---
 
 MAX_TOKEN_BYTES = 4096
+
+
+def checked_url(url: str, where: str) -> str:
+    """The URL itself.
+
+    Raises:
+        UsageError: it is none; the message says where it was, and does not repeat it.
+    """
+    if not url.startswith(("https://", "http://")) or any(sign.isspace() or not sign.isprintable() for sign in url):
+        raise UsageError(f"{where} does not hold one URL", hint="one line that begins with https://")
+    return url
+
+
+def url_in(path: Path, *, owners: Collection[int] | None = None) -> str:
+    """The URL in a file of one of ``owners``.
+
+    Raises:
+        UsageError: it cannot be read, or there is none in it.
+    """
+    try:
+        text = read_text(path, owners=owners, limit_bytes=MAX_TOKEN_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+    return checked_url(text.strip(), str(path))
 
 
 def token_in(path: Path, *, at_least: int = 16) -> str:

@@ -29,7 +29,7 @@ from dataclasses import field
 from tempfile import mkdtemp
 
 from slurmft.errors import StorageUnavailable
-from slurmft.system.files import check_private, own_folders, prefix, shared_memory
+from slurmft.system.files import check_private, own_folders, prefix, shared_memory, write_all
 
 # --- Importing without the garbage collector, which looks at all modules again and again meanwhile ---
 
@@ -129,12 +129,8 @@ def birth_of(pid: int) -> str:
 
     Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-    _, fields = _stat(Path(f"/proc/{pid}"))
-    return f"{boot}:{fields[_START_TICKS]}" if fields else ""
+    boot, (_, fields) = text_of("/proc/sys/kernel/random/boot_id").strip(), _stat(Path(f"/proc/{pid}"))
+    return f"{boot}:{fields[_START_TICKS]}" if boot and fields else ""
 
 
 def lives(pid: int, birth: str) -> bool:
@@ -152,11 +148,7 @@ def was_given(pid: int, variable: str, value: str) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether the kernel has stopped the process: SIGSTOP, or a debugger."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    return text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def user_name(user_id: int | None = None) -> str:
@@ -281,11 +273,7 @@ def end_group(process: subprocess.Popen[bytes], within_s: float) -> None:
 
 def words_of(pid: int) -> list[str]:
     """The command line of a living process; empty where there is none, or it is not ours to look at."""
-    try:
-        data = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return data.decode(errors="replace").split("\0")[:-1]
+    return text_of(f"/proc/{pid}/cmdline").split("\0")[:-1]
 
 
 def owners_of_loopback_port(port: int) -> set[int]:
@@ -308,11 +296,8 @@ def owners_of_loopback_port(port: int) -> set[int]:
 
 def _stat(folder: Path) -> tuple[str, list[str]]:
     """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
-    try:
-        before, _, after = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
-    except OSError:
-        return "", []
-    state, *fields = after.split()
+    before, _, after = text_of(f"{folder}/stat").rpartition(")")
+    state, *fields = after.split() or ["Z"]
     return before.partition("(")[2], [] if state in "ZX" else fields
 
 
@@ -324,8 +309,7 @@ def _stat(folder: Path) -> tuple[str, list[str]]:
 MAX_THREADS = 64
 """Threads that are looked at; a process on a GPU has hundreds, and the first ones are the program's own."""
 
-MAX_TEXT_BYTES = 1 << 16
-"""A member of a thousand groups has them all in its status, before the signals."""
+MAX_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,7 +362,7 @@ class View:
 
 def view(pid: int) -> View | None:
     """One look at a living process; None when there is none, or it is a zombie."""
-    status = _text(f"/proc/{pid}/status")
+    status = text_of(f"/proc/{pid}/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     state = fields.get("State", "Z")[:1]
     if not status or state in "ZX":
@@ -390,8 +374,8 @@ def view(pid: int) -> View | None:
         threads=threads,
         caught=int(fields.get("SigCgt", "0"), 16),
         status=status,
-        syscall=_text(f"/proc/{pid}/syscall").strip(),
-        stack=_text(f"/proc/{pid}/stack").strip(),
+        syscall=text_of(f"/proc/{pid}/syscall").strip(),
+        stack=text_of(f"/proc/{pid}/stack").strip(),
     )
 
 
@@ -401,7 +385,7 @@ def memory_kills(root: str = "") -> int:
     Args:
         root: in the place of ``/``, for tests.
     """
-    for line in _text(f"{root}/proc/self/cgroup").splitlines():
+    for line in text_of(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "none", "")[:3]
         if controllers == "":
             top, name = f"{root}/sys/fs/cgroup", "memory.events"
@@ -410,7 +394,7 @@ def memory_kills(root: str = "") -> int:
         else:
             continue
         # inside of a container the path is one of the host's, and the group's own files lie at the top
-        text = _text(f"{top}{path}/{name}") or _text(f"{top}/{name}")
+        text = text_of(f"{top}{path}/{name}") or text_of(f"{top}/{name}")
         if found := re.search(r"^oom_kill (\d{1,18})$", text, re.MULTILINE):
             return int(found[1])
     return 0
@@ -425,20 +409,24 @@ def _threads(pid: int) -> tuple[Thread, ...]:
 
 
 def _thread(pid: int, tid: int) -> Thread | None:
-    before, _, after = _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")
+    before, _, after = text_of(f"/proc/{pid}/task/{tid}/stat").rpartition(")")
     if not before:
         return None
-    wchan = _text(f"/proc/{pid}/task/{tid}/wchan").strip()
+    wchan = text_of(f"/proc/{pid}/task/{tid}/wchan").strip()
     return Thread(tid=tid, name=before.partition("(")[2], state=after.strip()[:1], wchan=wchan if wchan != "0" else "")
 
 
-def _text(path: str) -> str:
+def text_of(path: str | Path) -> str:
+    """A file's text, at most a MiB of it, with any content; empty where it cannot be read. Never waits for a writer."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
         return ""
     try:
-        return os.read(descriptor, MAX_TEXT_BYTES).decode(errors="replace")
+        pieces: list[bytes] = []
+        while sum(map(len, pieces)) < MAX_TEXT_BYTES and (piece := os.read(descriptor, 1 << 16)):
+            pieces.append(piece)
+        return b"".join(pieces).decode(errors="replace")
     except OSError:
         return ""
     finally:
@@ -487,12 +475,8 @@ def _rooms(folder: Path, root: Path) -> Iterator[tuple[str, int, int]]:
 
 def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
     """The limits of this process's control group and of all above it: any of them may be the tightest."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
     mount = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in text_of(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             top, limit, usage, idle = mount, "memory.max", "memory.current", "inactive_file"
@@ -514,16 +498,13 @@ def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # ``max``: no limit
+        return int(text_of(path))
+    except ValueError:  # ``max``: no limit
         return None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    try:
-        rows = [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return {}
+    rows = [line.split() for line in text_of(path).splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
@@ -735,15 +716,9 @@ def _be_isolated_child(errand: Errand, writer: int) -> None:
             said = json.dumps({"value": errand.task()})
         except Exception as error:  # noqa: BLE001 - a probe that crashes is a result
             said = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
-        _write_all(writer, said.encode())
+        write_all(writer, said.encode()[:MAX_ANSWER_BYTES])
     finally:
         os._exit(_EXIT_NOW)  # nothing of the parent's is flushed or cleaned up twice
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    left = memoryview(content[:MAX_ANSWER_BYTES])
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 def _has_answered(child: _Child) -> bool:

@@ -43,7 +43,7 @@ ALLOWED = {
     "integrations": {"", *_BESIDE_THE_TRAINER, "trainer", "worker", "checkpoint", "integrations"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
     "operations": {*_SHARED, "inference", "supervisor", "agent", "health", "operations"},
-    "planning": {"errors", "policy", "config", "operations.advise", "planning"},
+    "planning": {"errors", "policy", "config", "operations.site", "planning"},
     "reporting": {"", *_SHARED, "inference", "supervisor", "operations", "reporting"},
     "compat": {"errors", "policy", "config", "worker", "health", "compat"},
     "lab": {"", "errors", "system.files", "lab"},
@@ -74,7 +74,6 @@ ALLOWED = {
         "inference",
         "operations",
         "policy.inference",
-        "storage.published_weights",
         "storage.queue",
         "storage.shared_weights",
     },  # __init__ names them for type checkers, __main__ starts the command line
@@ -337,10 +336,10 @@ def test_only_the_command_line_has_a_broad_except():
 OPENERS = {
     "system/files.py": "the one opener; folders, to make renames durable; private folders, checked in its own way",
     "worker/standalone.py": "/proc and cgroups",
-    "system/processes.py": "/proc and cgroups; its own folder, opened as one and without following links",
+    "system/processes.py": "/proc and /sys, without waiting and in bounds; its own folder, opened as one and without "
+    "following links",
     "sync/folder.py": "/proc",
     "agent/notices.py": "/sys",
-    "health/node.py": "/proc and /sys, without waiting and in bounds",
     "health/gpu.py": "/dev/kmsg, without waiting and in bounds",
     "operations/site.py": "a folder that the drill has just made for itself"
     "; a folder that the test has just made for itself",

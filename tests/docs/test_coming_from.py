@@ -42,7 +42,7 @@ def test_the_launch_in_a_batch_script_of_a_page_trains(page: str):
     assert sbatch.with_guard(script, "GUARD; ").count("GUARD; ") == 1
     [launch] = re.findall(r"^srun ((?:.*\\\n)*.*)$", script, re.MULTILINE)
     line = sbatch.split_line(shlex.split(launch), sbatch.SRUN_FLAGS)
-    assert sbatch.judged("srun", line.command, said="").trains
+    assert sbatch.judged("srun", line.command, said="", environment={}).trains
     assert sbatch.why_not_srun(line) == ""
 
 

@@ -17,7 +17,7 @@ from reported_evidence import read_evidence
 from slurmft.cli.status import Watcher, heat, slowest
 from slurmft.errors import SlurmftError
 from slurmft.inference.endpoint import HighAvailabilityCluster, read_handover, read_update
-from slurmft.operations import status
+from slurmft.operations import control
 from slurmft.operations.rescue import is_unfinished, rescues_without_progress
 from slurmft.policy.suspicion import Rules, standing
 from slurmft.policy.verdict import Evidence, Kind, Suspect
@@ -84,8 +84,8 @@ def read_state(folder: Path, exclusion_list: Path) -> Iterator[str]:
     """Call every reader; errors of ours, and of files, are answers. Gives what else was raised."""
     run, now_s = RunFolder(folder), time.time()
     readers: list[Callable[[], object]] = [
-        lambda: [entry.as_json() for entry in status.overviews([run])], lambda: Watcher([run], run).look(),
-        lambda: text(families(looks_at([run])[0])), lambda: status.account_of(status.story(run).events),
+        lambda: [entry.as_json() for entry in control.overviews([run])], lambda: Watcher([run], run).look(),
+        lambda: text(families(looks_at([run])[0])), lambda: control.account_of(control.story(run).events),
         lambda: Fleet(reports=[report_of(run, now_s=now_s)]).as_json(),
         lambda: page_of([report_of(run, now_s=now_s)], [], now_s=now_s, is_fleet=False),
         run.owner, run.done, run.jobs, run.own_jobs, run.copied_from, run.journal().read_past,

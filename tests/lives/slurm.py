@@ -19,8 +19,8 @@ from lives.timeline import PROCESS, inside
 from slurmft.config.run import RunConfig
 from slurmft.operations import rescue
 from slurmft.scheduler import submission
-from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.parsing import Asked, current_job
+from slurmft.scheduler.slurm import compress, expand
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.cluster import SlurmCluster
 

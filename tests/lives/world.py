@@ -33,7 +33,7 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError, StorageUnavailable
 from slurmft.ipc.messages import StartWorkers
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 from slurmft.storage import journal as journal_module
 from slurmft.storage import run_folder as run_folder_module
 from slurmft.storage.exclusions import ExclusionList

@@ -12,7 +12,7 @@ import pytest
 
 from slurm.conftest import Run, eventually
 from slurmft.lab.cluster import Lab
-from slurmft.scheduler.nodes import compress, expand, parse_nodes
+from slurmft.scheduler.slurm import compress, expand, parse_nodes
 from slurmft.storage.exclusions import ExclusionList
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

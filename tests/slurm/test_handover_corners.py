@@ -10,7 +10,7 @@ from slurm.test_handover import supervisor_of
 from slurm.test_rolling_update import with_engine
 from slurmft.inference.endpoint import State, read_update
 from slurmft.lab.cluster import Lab
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(500)]
 PORT = 18_080

@@ -18,7 +18,7 @@ from slurm.conftest import Run, eventually, preempt
 from slurmft.inference.ledger import segments_of
 from slurmft.inference.requests import folder_of
 from slurmft.lab.cluster import Lab
-from slurmft.storage.segments import read
+from slurmft.storage.queue import read
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -12,7 +12,7 @@ import yaml
 from slurm.conftest import PATIENCE_S, Run, eventually, preempt
 from slurm.test_endings import kill, supervisor_of
 from slurmft.lab.cluster import Lab
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 
 HERE = Path(__file__).parent
 STEPS = 60

@@ -16,7 +16,7 @@ import yaml
 
 from slurm.conftest import PATIENCE_S, Run, eventually, preempt
 from slurmft.lab.cluster import Lab
-from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.slurm import expand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -143,7 +143,7 @@ def test_the_signals_of_a_member_of_many_groups_are_read(tmp_path):
     status = tmp_path / "status"
     groups = " ".join(str(1_000_000 + number) for number in range(2000))
     status.write_text(f"State:\tS (sleeping)\nGroups:\t{groups}\nThreads:\t1\nSigCgt:\t0000400000000000\n")
-    assert processes._text(str(status)).endswith("SigCgt:\t0000400000000000\n")
+    assert processes.text_of(str(status)).endswith("SigCgt:\t0000400000000000\n")
 
 
 def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):

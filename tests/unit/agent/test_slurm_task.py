@@ -12,8 +12,8 @@ from slurmft.agent.torchrun import trainers_environment
 from slurmft.agent.workers import worker_environment
 from slurmft.config.run import validate
 from slurmft.ipc.messages import StartWorkers
-from slurmft.scheduler.nodes import in_order
 from slurmft.scheduler.parsing import expand_hostlist
+from slurmft.scheduler.slurm import in_order
 
 AGENT = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
          "SLURM_NTASKS": "3", "SLURM_NPROCS": "3", "SLURM_NNODES": "3", "SLURM_JOB_NUM_NODES": "3",

@@ -19,8 +19,8 @@ from of_each import of_each
 from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Identity, write_marker
 from slurmft.cli.main import cli, main
 from slurmft.errors import SlurmftError
-from slurmft.operations import status as overview_module
-from slurmft.operations.status import overviews
+from slurmft.operations import control as overview_module
+from slurmft.operations.control import overviews
 from slurmft.policy.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing import parse_jobs
@@ -477,7 +477,7 @@ def test_an_error_of_the_operating_system_that_nobody_foresaw(runs, monkeypatch,
     def refuse(_run: RunFolder) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
-    monkeypatch.setattr("slurmft.cli.status.story", refuse)
+    monkeypatch.setattr("slurmft.operations.control.story", refuse)
     monkeypatch.setattr(sys, "argv", ["slurmft", "explain", "good"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -102,7 +102,7 @@ def test_a_nodes_processes_import_no_tables_and_no_submission(tmp_path):
 
 @pytest.mark.parametrize("module", ["slurmft.supervisor.run", "slurmft.agent.agent"])
 def test_a_trainings_processes_import_no_inference(module, tmp_path):
-    code = f"import json, sys, slurmft.cli.run, {module}; print(json.dumps(sorted(sys.modules)))"
+    code = f"import json, sys, slurmft.cli.submit, {module}; print(json.dumps(sorted(sys.modules)))"
     modules = set(json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, timeout=60)))
     assert packages(modules) & {"numpy", "tenacity", "torch"} == set()
     assert modules & {"slurmft.inference.ledger", "slurmft.agent.inference", "slurmft.supervisor.inference"} == set()

@@ -12,7 +12,7 @@ from slurmft.cli.submit import infer, serve
 from slurmft.config.run import load
 from slurmft.errors import UsageError
 from slurmft.inference.endpoint import headers_file
-from slurmft.operations import run_handle
+from slurmft.operations import executor
 
 ENGINE = {"engine": {"command": ["engine", "{socket}"]}}
 KINDS = {
@@ -45,6 +45,6 @@ def test_an_endpoint_is_submitted_from_python_with_its_secrets(tmp_path: Path, m
         assert headers_file(settings.run_folder).stat().st_mode & 0o777 == 0o600
         raise UsageError("as far as this test goes")
 
-    monkeypatch.setattr(run_handle, "submit_run", submitted)
+    monkeypatch.setattr(executor, "submit_run", submitted)
     with pytest.raises(UsageError, match="as far as this test goes"):
         slurmft.submit(written(tmp_path, "endpoint"), cluster="local")

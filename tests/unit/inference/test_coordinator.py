@@ -19,7 +19,7 @@ from slurmft.inference.requests import prepare, runs_of
 from slurmft.ipc.channel import kind_of
 from slurmft.ipc.messages import Lease, ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
 from slurmft.storage.journal import EventName
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 
 TOTAL = 20
 REPORTS = {

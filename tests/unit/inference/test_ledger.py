@@ -16,7 +16,7 @@ from slurmft.errors import StorageError
 from slurmft.inference import ledger as module
 from slurmft.inference.ledger import AnswersSoFar, Ledger, Output, answered, open_ledger, segments_of, write_output
 from slurmft.inference.requests import Batch, answers_in, prepare, runs_of
-from slurmft.storage.segments import SegmentWriter, line_of, parse, read
+from slurmft.storage.queue import SegmentWriter, line_of, parse, read
 
 TOTAL = 20
 

@@ -15,7 +15,7 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.inference.driver import HttpEngine
 from slurmft.inference.ledger import Output, open_ledger, segments_of, write_output
 from slurmft.inference.requests import Batch, Requests, prepare
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 
 COMPLETION = {
     "id": "chatcmpl-1", "object": "chat.completion", "created": 1763880000, "model": "m", "system_fingerprint": "fp",

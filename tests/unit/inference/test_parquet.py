@@ -27,7 +27,7 @@ from slurmft.inference.ledger import (
     write_output,
 )
 from slurmft.inference.requests import Batch, Requests, prepare
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 
 COUNT = 50
 ROWS = [{"custom_id": f"ü{number}" if number % 7 else f"\ud800{number}", "n": number} for number in range(COUNT)]

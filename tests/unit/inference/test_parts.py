@@ -21,7 +21,7 @@ from slurmft.inference.ledger import (
     write_output,
 )
 from slurmft.inference.requests import Batch, prepare, runs_of
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 
 TOTAL, SIZE = 25, 10
 Answer = Callable[..., None]

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from waiting import until, until_async
 
+from slurmft.config.inference import TrialsConfig
 from slurmft.config.run import RunConfig, from_values
 from slurmft.config.run import load as load_config
-from slurmft.config.trials import TrialsConfig
 from slurmft.errors import ConfigError
 from slurmft.inference import trial_engine
 from slurmft.inference.gang import Head, Starts, join
@@ -29,7 +29,7 @@ from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.inference.trials import Known, add, add_values, cancel, folder_of_trial, name_of, retry_failed, rows
 from slurmft.ipc.messages import ReplicaPlace
 from slurmft.policy.inference import EXIT_NODE, TrialEnd, end_of_trial, filled_with
-from slurmft.storage.segments import SegmentWriter
+from slurmft.storage.queue import SegmentWriter
 from slurmft.system.processes import kill_left
 
 BAD_NODE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"

@@ -18,8 +18,7 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
 from slurmft.inference.trials import add
 from slurmft.operations import executor as module
-from slurmft.operations.executor import Job, _Watch, keys_of
-from slurmft.operations.run_handle import RunHandle
+from slurmft.operations.executor import Job, RunHandle, _Watch, keys_of
 from slurmft.storage.run_folder import RunFolder
 
 
@@ -86,7 +85,7 @@ class Views:
         self.others_s, self.another = 0.0, threading.Event()
         self.missing: set[str] = set()
         self.ended: set[str] = set()
-        monkeypatch.setattr(module, "overviews", self.overviews)
+        monkeypatch.setattr(module.control, "overviews", self.overviews)
         monkeypatch.setattr(module, "RunHandle", lambda folder: SimpleNamespace(exit_code=lambda _: self.code(folder)))
 
     def overviews(self, runs: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from run_life import StartOfAJob, World
 
 from slurmft.errors import LaunchError, RunBusy, SlurmError
 from slurmft.operations import rescue
-from slurmft.operations.status import overviews
+from slurmft.operations.control import overviews
 from slurmft.policy.job_identity import JobIdentity
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import own_jobs, slurm

@@ -19,12 +19,13 @@ from waiting import slowness
 
 from slurmft.errors import StorageUnavailable, UsageError
 from slurmft.health.checker import write_result
-from slurmft.operations.rescue import SweepReport, heartbeat_url, metrics_text, rescue_below
+from slurmft.operations.rescue import SweepReport, metrics_text, rescue_below
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
-from slurmft.scheduler import nodes
-from slurmft.scheduler.nodes import parse_facts, parse_switches, parse_under_test, probe_argv
+from slurmft.scheduler import slurm
+from slurmft.scheduler.slurm import parse_facts, parse_switches, parse_under_test, probe_argv
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.system.files import url_in
 from slurmft.system.processes import bounded
 
 OURS = "slurmft: [node_problem] disk: no space"
@@ -291,7 +292,7 @@ def test_what_is_no_url_is_refused(tmp_path, text):
     path = tmp_path / "url"
     path.write_text(text)
     with pytest.raises(UsageError):
-        heartbeat_url(path)
+        url_in(path)
 
 
 def test_a_sweep_that_hangs_is_ended(site):
@@ -357,8 +358,8 @@ def test_a_probe_that_waits_in_a_hidden_partition_is_seen(monkeypatch):
     def squeue(argv, **_):
         return "7|PENDING||n4\n" if "-a" in argv else ""
 
-    monkeypatch.setattr(nodes.slurm, "run", squeue)
-    assert nodes.nodes_under_test() == {"n4"}
+    monkeypatch.setattr(slurm, "run", squeue)
+    assert slurm.nodes_under_test() == {"n4"}
 
 
 def test_the_look_is_quoted_once():

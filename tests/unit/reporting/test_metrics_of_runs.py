@@ -122,7 +122,7 @@ def test_a_replaced_journal_of_the_same_length_is_noticed(run: RunFolder):
     size = run.journal().path.stat().st_size
     run.journal().path.write_text(other := line("cancelled", 5).rstrip("\n").ljust(size - 1) + "\n")
     assert len(other) == size
-    assert [entry.name for entry in tail.news()] == ["cancelled"]
+    assert [entry.event for entry in tail.news()] == ["cancelled"]
 
 
 def test_damage_is_left_out(run: RunFolder):
@@ -139,7 +139,7 @@ def test_a_line_without_an_end_is_no_burden(run: RunFolder):
     tail = JournalTail(run.path)
     assert len(list(tail.news())) == len(LIFE)
     append(run, ["\n", line("worker hung", 300)])
-    assert [entry.name for entry in tail.news()][-1:] == ["worker hung"]
+    assert [entry.event for entry in tail.news()][-1:] == ["worker hung"]
 
 
 def test_a_journal_that_is_mostly_a_hole_is_not_read(run: RunFolder) -> None:
@@ -322,4 +322,4 @@ def test_an_idle_endpoint_does_not_stand_still(run: RunFolder):
 
 def test_events_that_count_nothing_are_skipped_but_odd_lines_are_looked_at(run: RunFolder):
     append(run, [line("agents ready", 1), '{"event": "worker hung", "at": "2027-01-01T00:00:00+00:00", "format": 1}\n'])
-    assert [entry.name for entry in JournalTail(run.path, names={"worker hung"}).news()] == ["worker hung"]
+    assert [entry.event for entry in JournalTail(run.path, names={"worker hung"}).news()] == ["worker hung"]

@@ -15,7 +15,7 @@ from slurmft.config import run as config_run
 from slurmft.errors import ConfigError, UsageError
 from slurmft.operations.run_configuration import load_given
 from slurmft.scheduler import slurm
-from slurmft.scheduler.nodes import compress, expand, is_usable, parse_nodes
+from slurmft.scheduler.slurm import compress, expand, is_usable, parse_nodes
 from slurmft.scheduler.submission import parse_sbatch_options
 
 HELP = "Usage: sbatch\\n      --of-a-plugin=text   from spank\\n      --plugin-flag        from spank\\n"

@@ -17,7 +17,6 @@ from waiting import slowness
 from slurmft.config.run import RunConfig, from_values, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.job_identity import JobIdentity, OwnJob
-from slurmft.scheduler import nodes as scheduler_nodes
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.parsing import Asked, JobRecord, NamedNodes
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
@@ -62,7 +61,7 @@ def test_where_the_states_of_nodes_are_hidden_the_partitions_name_them(stubs):
         echo "PartitionName=none Default=NO Nodes=(null) PriorityJobFactor=1"
     """,
     )
-    found = scheduler_nodes.nodes()
+    found = slurm.nodes()
     assert [(each.node, each.partition, each.is_default, each.usable) for each in found] == [
         (name, "low", True, True) for name in ("cpu-a", "gpu01", "gpu02")
     ]
@@ -72,7 +71,7 @@ def test_where_the_states_of_nodes_are_hidden_the_partitions_name_them(stubs):
 def test_a_silent_slurm_names_no_nodes(stubs):
     stubs.write("sinfo", 'echo "Unable to contact slurm controller (connect failure)" >&2; exit 1')
     with pytest.raises(SlurmUnavailable):
-        scheduler_nodes.nodes()
+        slurm.nodes()
     assert len(stubs.calls()) == 1
 
 

@@ -68,7 +68,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 def bytes_read(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> tuple[list[str], int]:
     """What a start reads: the names of the events, and how many bytes of the journal line by line."""
-    counted, real = [0], storage_journal.read_lines
+    counted, real = [0], storage_journal.files.read_lines
 
     def counting(*arguments: object, **options: object):
         for line in real(*arguments, **options):  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> tuple[list[
             yield line
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage_journal, "read_lines", counting)
+        patched.setattr(storage_journal.files, "read_lines", counting)
         found = [event.event for event in journal.read_past()]
     return found, counted[0]
 
@@ -147,7 +147,7 @@ def test_a_past_that_does_not_fit_is_not_used(
 
 
 def test_a_journal_that_grows_while_it_is_read_loses_no_event(kept: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = storage_journal.read_lines
+    real = storage_journal.files.read_lines
 
     def growing(*arguments: object, **options: object):
         yield from real(*arguments, **options)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_a_journal_that_grows_while_it_is_read_loses_no_event(kept: Journal, mon
 
     kept.path.with_name("journal.jsonl.past").unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(storage_journal, "read_lines", growing)
+        patched.setattr(storage_journal.files, "read_lines", growing)
         assert [event.event for event in kept.read_past()] == ["decision"] * 3
     assert bytes_read(monkeypatch, kept)[0] == ["decision"] * 3 + ["verdict"]
 
@@ -167,5 +167,5 @@ def test_a_folder_that_takes_nothing_keeps_no_past_and_harms_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage_journal, "WORTH_BYTES", 1000)
-    monkeypatch.setattr(storage_journal, "replace_atomically", full)
+    monkeypatch.setattr(storage_journal.files, "replace_atomically", full)
     assert len(long_journal(tmp_path).read_past()) == 3

@@ -24,8 +24,7 @@ from slurmft.config.run import load
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import read_results, write_result
 from slurmft.ipc import pages
-from slurmft.operations.rescue import heartbeat_url
-from slurmft.operations.status import overviews
+from slurmft.operations.control import overviews
 from slurmft.policy.node_health import Checkup
 from slurmft.policy.verdict import Evidence, Kind, Suspect
 from slurmft.scheduler import slurm
@@ -34,6 +33,7 @@ from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
 from slurmft.supervisor import observations
 from slurmft.system import files
+from slurmft.system.files import url_in
 from slurmft.worker import data
 
 pytestmark = pytest.mark.timeout(10)
@@ -88,7 +88,7 @@ READERS: dict[str, tuple[str, Reader]] = {
     "result of a probe, written": (
         "n1.json", lambda path: write_result(path.parent, "n1", Checkup(node="n1", at=1.0, results=())),
     ),
-    "heartbeat's URL": ("url", heartbeat_url),
+    "heartbeat's URL": ("url", url_in),
     "slurm.conf": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path)})),
     "slurm.conf in a folder": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path.parent)})),
     "script": ("train.py", lambda path: hangs.mentions(b"x", ["python", "train.py"], path.parent)),

@@ -20,8 +20,7 @@ from waiting import slowness
 
 from slurmft.errors import DirectoryInUse, Fenced, StorageError, StorageUnavailable, UsageError
 from slurmft.storage import queue as module
-from slurmft.storage.queue import Queue, stop_taking
-from slurmft.storage.segments import SegmentWriter, line_of
+from slurmft.storage.queue import Queue, SegmentWriter, line_of, stop_taking
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,10 @@ from waiting import until_async
 
 from slurmft.config.run import load
 from slurmft.inference.driver import EXIT_SICK, SETTINGS_VARIABLE, ReplicaSettings
-from slurmft.inference.endpoint import key_of, prepare, token_of
+from slurmft.inference.endpoint import key_of, prepare, publish_weights, token_of
 from slurmft.inference.router import Router, RouterServer
 from slurmft.ipc.messages import Members, ReplicaPlace
 from slurmft.policy.serving import Served
-from slurmft.storage.published_weights import publish_weights
 
 ENGINE = Path(__file__).parents[3] / "slurm" / "serving_engine.py"
 WEIGHTS = {"update_path": "/load_weights", "version_path": "/version", "max_version_lag": 0}

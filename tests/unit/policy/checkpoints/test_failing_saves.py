@@ -17,7 +17,7 @@ from rank_facts import training
 
 from slurmft.cli.main import cli
 from slurmft.ipc.messages import WorkerFacts
-from slurmft.operations.status import overview
+from slurmft.operations.control import overview
 from slurmft.policy.checkpoints import FailingSaves, News, copy_holders
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.observations import Observations, saves_told
@@ -80,7 +80,7 @@ def test_the_journal_status_and_explain_tell_of_it_until_it_is_over(run, monkeyp
     assert events[-1].details["reason"] == f"{words}, and the run is at step 30"
     assert run.progress()["failed_saves"] == 2
 
-    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("running", "job 7 running on n1"))
+    monkeypatch.setattr("slurmft.operations.control._state", lambda *_: ("running", "job 7 running on n1"))
     view = overview(run, {})
     assert view.detail == "job 7 running on n1; SAVES FAIL: 2 in a row, No space left on device"
     assert view.as_json()["failed_saves"] == 2
@@ -97,14 +97,14 @@ def test_the_journal_status_and_explain_tell_of_it_until_it_is_over(run, monkeyp
 
 def test_a_run_that_is_not_running_has_no_failing_saves(run, monkeypatch):
     (run.path / "progress.json").write_text(json.dumps({"format": 1, "failed_saves": 4, "save_problem": "x"}))
-    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("finished", "done"))
+    monkeypatch.setattr("slurmft.operations.control._state", lambda *_: ("finished", "done"))
     assert (overview(run, {}).detail, overview(run, {}).failed_saves) == ("done", 0)
 
 
 @pytest.mark.parametrize("value", ["many", -3, 1.5, None, True], ids=["text", "negative", "fraction", "none", "flag"])
 def test_a_report_that_makes_no_sense_is_no_alarm(value, run, monkeypatch):
     (run.path / "progress.json").write_text(json.dumps({"format": 1, "failed_saves": value}))
-    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("running", "here"))
+    monkeypatch.setattr("slurmft.operations.control._state", lambda *_: ("running", "here"))
     assert overview(run, {}).failed_saves == 0
 
 

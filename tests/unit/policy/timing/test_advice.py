@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from slurmft.cli.main import cli
 from slurmft.config.run import load
-from slurmft.operations import advise as operation
+from slurmft.operations import site as operation
 from slurmft.policy.checkpoints import DAY_S, FailureHistory, Measured, Setting, advise, in_words, plan
 from slurmft.policy.stop import GraceNeed
 from slurmft.scheduler.slurm import Site
@@ -157,5 +158,5 @@ def test_a_damaged_file_is_told_once(config, monkeypatch, caplog):
     monkeypatch.setattr(operation.slurm, "available", lambda: True)
     monkeypatch.setattr(operation.slurm, "site", lambda **_: Site(preempt_type="", kill_wait_s=None, clock=None))
     monkeypatch.setattr(operation.slurm, "partitions", lambda **_: [])
-    found = operation.counsel(load(config))
+    found = operation.counsel(load(config), os.environ)
     assert found.findings and caplog.text.count("are ignored") == 1

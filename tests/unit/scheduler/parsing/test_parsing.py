@@ -13,7 +13,6 @@ from of_each import of_each
 from slurmft.policy.job_identity import is_same_job
 from slurmft.policy.judge import StepWords, TaskEnd
 from slurmft.policy.sbatch import FLAGS, OWNED_OPTIONS, SBATCH_OPTIONS
-from slurmft.scheduler.nodes import parse_facts, parse_nodes
 from slurmft.scheduler.parsing import (
     ALIVE,
     JOB_FORMAT,
@@ -43,6 +42,7 @@ from slurmft.scheduler.parsing import (
     why_held,
     why_never,
 )
+from slurmft.scheduler.slurm import parse_facts, parse_nodes
 
 NO_DATABASE = settings(database=None, deadline=None)
 RUNNING = "1|RUNNING|None|n1|n1|2026-11-20T15:28:07|2026-11-20T15:31:07|3:00|low|1000"

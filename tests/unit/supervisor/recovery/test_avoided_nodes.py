@@ -18,7 +18,7 @@ from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation
 from slurmft.policy.verdict import Kind
 from slurmft.scheduler import slurm
-from slurmft.scheduler.nodes import NodeRecord
+from slurmft.scheduler.slurm import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder

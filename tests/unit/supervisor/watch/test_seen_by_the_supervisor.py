@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rank_facts import training
 
 from slurmft.ipc.messages import DigestsReport, RankDigests, WorkerFacts
-from slurmft.operations.status import overview
+from slurmft.operations.control import overview
 from slurmft.policy.verdict import Cause
 from slurmft.storage.checkpoint_names import read_digests
 from slurmft.storage.journal import Event
@@ -202,7 +202,7 @@ def test_each_doubling_is_told_once(run, caplog):
 
 
 def test_status_names_the_newest_step_in_memory_where_no_checkpoint_has_it(run, monkeypatch):
-    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("running", "job 7 running on n1"))
+    monkeypatch.setattr("slurmft.operations.control._state", lambda *_: ("running", "job 7 running on n1"))
     seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=1, workload="", history=[])
     for step, saved, copied, shown in ((5, -1, None, ""), (9, 1, 8, "8"), (10, 1, None, "8"), (12, 12, 11, "")):
         seen.note_progress([training(step=step, saved=saved, copied=copied)])

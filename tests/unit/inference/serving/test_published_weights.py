@@ -14,9 +14,9 @@ import pytest
 
 from slurmft import publish_weights
 from slurmft.errors import StorageError, StorageUnavailable, UsageError
+from slurmft.inference.endpoint import WEIGHTS_FILE, Published, read_published
 from slurmft.policy.serving import Served
 from slurmft.storage import patience
-from slurmft.storage.published_weights import WEIGHTS_FILE, Published, read_published
 
 TRAINER = "import sys, slurmft; slurmft.publish_weights(sys.argv[1], version=int(sys.argv[2]), to=sys.argv[3])"
 
