@@ -44,8 +44,8 @@ from slurmft.agent.workers import (
 )
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError
-from slurmft.ipc import ras_report
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect
+from slurmft.ipc.flight_dump import ask_ras, outliers
 from slurmft.ipc.messages import (
     AskSections,
     Call,
@@ -835,8 +835,8 @@ class Agent:
         # one report is of all ranks
         ras_s = call.dumps_within_s if any(worker.rank == 0 for worker in workers) else 0.0
         taking = self._forensics.take_evidence(workers, folder, call.within_s, call.dumps_within_s)
-        found, report = await asyncio.gather(taking, ras_report.ask(self._environment, ras_s))
-        return EvidenceReply(ranks=tuple(found), outliers=tuple(ras_report.outliers(report)))
+        found, report = await asyncio.gather(taking, ask_ras(self._environment, ras_s))
+        return EvidenceReply(ranks=tuple(found), outliers=tuple(outliers(report)))
 
     async def _agree(self, call: Propose | Commit | Withdraw) -> Looks | Done:
         """One step of the agreement on a stop (``policy.stop``)."""

@@ -39,7 +39,7 @@ from slurmft.ipc.channel import (
 )
 from slurmft.ipc.channel import Report as Report  # noqa: PLC0414 - it is exported from here, too
 from slurmft.ipc.channel import Sent as Sent  # noqa: PLC0414
-from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
+from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_OUTLIERS, MAX_SPANS, MAX_TEXT, Outlier
 from slurmft.ipc.pages import (
     CUDA,
     DEPTH,
@@ -52,7 +52,6 @@ from slurmft.ipc.pages import (
     MAX_SECTIONS,
     State,
 )
-from slurmft.ipc.ras_report import MAX_OUTLIERS, Outlier
 from slurmft.policy.hangs import WorkerLook
 from slurmft.policy.judge import Progress, Where
 
