@@ -450,7 +450,7 @@ class Keeping:
         if self._process is not None:
             log.warning("the keeper of copies ended with code %s; starting another", self._process.returncode)
         number = self._listener.fileno()
-        argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(self._memory), str(number)]
+        argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas", str(self._memory), str(number)]
         self._process = subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:

@@ -161,8 +161,7 @@ def _patiently(lock: Callable[[], None]) -> None:
 
 def _check_in_place(path: Path, descriptor: int) -> None:
     """The locked file may have been unlinked between open and lock; then the lock protects nothing."""
-    there, here = os.stat(path), os.fstat(descriptor)  # noqa: PTH116 - a pair of equals
-    if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+    if not os.path.samestat(path.stat(), os.fstat(descriptor)):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 

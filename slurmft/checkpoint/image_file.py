@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import xxhash
@@ -257,6 +256,18 @@ def read_index(path: Path) -> ShardIndex | None:
         raise StorageError(f"{path} is not the index of a shard: {error!r}") from error
 
 
+Fingerprint = tuple[int, int, int]
+
+
+def fingerprint(path: Path) -> Fingerprint | None:
+    """Distinguishes versions of a small file; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
     """The index in a file whose bytes are exactly those of the marker.
 
@@ -416,9 +427,7 @@ class ImageFile:
     def __enter__(self) -> ImageFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -568,9 +577,7 @@ class NewFile:
     def __enter__(self) -> NewFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         os.close(self._descriptor)
         if kind is not None:
             with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ from slurmft.checkpoint.holding import (
     to_row,
     tries_of,
 )
-from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Item, ShardIndex, read_index
+from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Damaged, Item, ShardIndex, parse_index
 from slurmft.checkpoint.reading import Source
 from slurmft.checkpoint.replicas import Incoming, Mismatch, local_folder, ranges_of
 from slurmft.errors import CheckpointError, StorageError
@@ -55,7 +55,7 @@ from slurmft.storage.checkpoint_names import (
     own_memory_folder,
     read_copies_key,
 )
-from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes, write_bytes
+from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes
 from slurmft.system.processes import fits
 
 # --- Shards of a restart that lie in another node's memory travel to where they are needed, from memory to memory ---
@@ -292,7 +292,7 @@ class _Arrival:
                 raise StorageError("this rank has no memory folder")
             if blob is None:
                 raise Mismatch("its index is not authentic")
-            index = _parsed(blob, node.memory / FETCHED / f".index-{transfer.shard}")
+            index = parse_index(blob, "its index")
             if name_of(index.identity) != node.name or index.shard != transfer.shard:
                 raise Mismatch("it is another one")
             items = _items(index, transfer)
@@ -301,7 +301,7 @@ class _Arrival:
             if reason := fits(size_bytes, node.memory):
                 raise StorageError(reason)  # it is read from disk instead, without a copy in memory
             self._incoming = Incoming(node.memory / FETCHED, index, items)
-        except (Mismatch, StorageError, OSError) as error:
+        except (Damaged, Mismatch, StorageError, OSError) as error:
             self._give_up(error)
 
     def take(self, piece: memoryview, *, is_authentic: bool) -> None:
@@ -329,17 +329,6 @@ class _Arrival:
         if self._incoming is not None:
             self._incoming.discard()
             self._incoming = None
-
-
-def _parsed(blob: bytes, path: Path) -> ShardIndex:
-    try:
-        write_bytes(path, blob)
-        index = read_index(path)
-    finally:
-        path.unlink(missing_ok=True)
-    if index is None:
-        raise StorageError("its index vanished")
-    return index
 
 
 def _room(length: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ from slurmft.checkpoint.image_file import (
     Item,
     Row,
     ShardIndex,
+    fingerprint,
     image_file,
     index_file,
     verified_index,
@@ -67,7 +68,9 @@ class MappedImage:
         self._name, self._index = image.name, index
         with contextlib.ExitStack() as stack:
             descriptor = stack.enter_context(holding(image))
-            self._version = _version(index)
+            if (version := fingerprint(index)) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(index))
+            self._version = version
             status = os.fstat(descriptor)
             if status.st_uid not in trusted_owners(image.parent):
                 raise UnsafeFile(errno.EPERM, "belongs to another user", str(image))
@@ -101,19 +104,13 @@ class MappedImage:
 
     def is_unchanged(self) -> bool:
         """Whether nothing has begun to fill the place since it was held."""
-        try:
-            return _version(self._index) == self._version
-        except OSError:
-            return False
+        with suppress(OSError):
+            return self._version is not None and fingerprint(self._index) == self._version
+        return False
 
     def close(self) -> None:
         """Let it go. Idempotent."""
         self._stack.close()
-
-
-def _version(index: Path) -> tuple[int, int, int]:
-    status = index.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 # --- Reading a stored state: each tensor straight into its place, its digest checked on the way ---
