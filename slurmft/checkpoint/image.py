@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 
 from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex, text_of
-from slurmft.checkpoint.state import KeyPath, Part
+from slurmft.checkpoint.state import KeyPath, Part, name_of_dtype
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
 
@@ -55,14 +55,12 @@ class ObjectPacker:
         for key, value in objects.items():
             known = self._last.get(key)
             if known is not None and _is_same(known[0], value):
-                fresh[key] = known
+                fresh[key], data = known, known[1]
             else:
                 data = to_bytes(key, value)
                 if _is_plain(value) and not _has_tensor(value):
                     fresh[key] = copy.deepcopy(value), data  # a copy: the value may grow in place
-                packed.append(Packed(key, data))
-                continue
-            packed.append(Packed(key, known[1]))
+            packed.append(Packed(key, data))
         self._last = fresh
         return packed
 
@@ -248,7 +246,7 @@ class Layout:
                     length=archive.length,
                     data_offset=end + len(archive.head),
                     data_length=archive.data_bytes,
-                    dtype=str(whole.dtype).removeprefix("torch."),
+                    dtype=name_of_dtype(whole.dtype),
                     shape=tuple(whole.shape),
                     starts=starts,
                     sizes=sizes,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
@@ -211,8 +211,7 @@ class ShardIndex:
         return replace(self, items=hashed, texts=tuple(map(text_of, hashed)))  # it is written more than once
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What a ShardIndex is of, by its own fields; without its items."""
 
     identity: Identity
@@ -634,15 +633,17 @@ def is_temporary(name: str) -> bool:
 
 
 def digests(view: memoryview, index: ShardIndex, pace: Pace) -> list[str]:
-    """xxh3_128 of each item's bytes in hex, in order. Lets other threads run meanwhile."""
-    found = []
-    for item in index.items:
-        digest, end = xxhash.xxh3_128(), item.offset + item.length
-        for start in range(item.offset, end, _HASH_BYTES):
-            digest.update(view[start : min(start + _HASH_BYTES, end)])
-            pace(start)
-        found.append(digest.hexdigest())
-    return found
+    """``digest_of`` each item, in order."""
+    return [digest_of(view, item, pace) for item in index.items]
+
+
+def digest_of(view: memoryview, item: Item, pace: Pace = lambda _done_bytes: None) -> str:
+    """xxh3_128 of an item's bytes in hex; ``view`` is the whole image. Lets other threads run meanwhile."""
+    digest, end = xxhash.xxh3_128(), item.offset + item.length
+    for start in range(item.offset, end, _HASH_BYTES):
+        digest.update(view[start : min(start + _HASH_BYTES, end)])
+        pace(start)
+    return digest.hexdigest()
 
 
 def _sync_range(descriptor: int, start: int, length: int) -> None:

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from slurmft.checkpoint import holding
 from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
-from slurmft.checkpoint.holding import MAX_WORLD
+from slurmft.checkpoint.holding import MAX_WORLD, reading
 from slurmft.checkpoint.image import local
 from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, verified_index
 from slurmft.checkpoint.memory_sources import MemorySources
@@ -52,6 +51,7 @@ from slurmft.checkpoint.state import (
     is_sharded,
     key_of,
     load_part,
+    name_of_dtype,
     original,
     part_of,
     plain_name,
@@ -444,7 +444,7 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
                     raise Damaged(
                         Damage.MISFIT,
                         index_file(0),
-                        f"{name} is {_short(there.dtype)} there and {_short(here.dtype)} here",
+                        f"{name} is {name_of_dtype(there.dtype)} there and {name_of_dtype(here.dtype)} here",
                         hint="load into a model of the type that was saved, or pass allow_cast=True",
                     )
                 recast.add(name)
@@ -538,10 +538,6 @@ def _landed(value: Any) -> Any:
     if type(value) is list:
         return [_landed(each) for each in value]
     return value
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _misfit(problem: str) -> Damaged:
@@ -650,7 +646,7 @@ class Loading:
             if committed and not ordered:
                 raise CheckpointError(f"no checkpoint in {self._directory} has a finite metric {metric!r}",
                                       hint="pass metrics= to save(), or use load_latest")  # fmt: skip
-            return [Identity(entry.step, entry.generation, entry.commit) for entry in ordered]
+            return [entry.identity for entry in ordered]
 
         return self._from_disk(self._agreed(best_first), "")
 
@@ -663,7 +659,7 @@ class Loading:
 
         def wanted() -> list[Identity]:
             entries = [entry for entry in Catalog(self._directory).committed() if is_wanted(entry)]
-            return [Identity(entry.step, entry.generation, entry.commit) for entry in entries[:1]]
+            return [entry.identity for entry in entries[:1]]
 
         return self._from_disk(self._agreed(wanted), "")
 
@@ -758,7 +754,7 @@ class Loading:
         for identity in candidates:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
             self._note(path, reason or "disk")
-            with guard, self._kept(path):
+            with guard, reading(path):
                 entry = _verified_entry(path)
                 stored = Stored(_DiskSources(path, entry), own=self._team.rank)
                 prepared = self._prepared(stored, OwnNotes())
@@ -780,14 +776,6 @@ class Loading:
             f"no checkpoint in {self._directory} can be used:{listing}",
             hint="move the folder away to start anew, or bring back an intact copy",
         )
-
-    @contextlib.contextmanager
-    def _kept(self, path: Path) -> Iterator[None]:
-        """The checkpoint is not removed while it is read, as far as the filesystem has locks."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                stack.enter_context(holding.reading(path))
-            yield
 
     def _agreed(self, candidates: Callable[[], list[Identity]]) -> list[Identity]:
         team, guard, found = self._team, Guard(), list[Identity]()
@@ -932,7 +920,7 @@ class _DiskSources(Mapping[int, Source]):
         if name not in entry.files or image_file(shard) not in entry.files:
             raise Damaged(Damage.MISSING, name, "the marker does not list it")
         index = verified_index(self._path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-        if (index.identity, index.shard) != (Identity(entry.step, entry.generation, entry.commit), shard):
+        if (index.identity, index.shard) != (entry.identity, shard):
             raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
         return Source(image=self._path / image_file(shard), index=index)
 

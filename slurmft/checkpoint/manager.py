@@ -798,15 +798,7 @@ class DistributedCheckpointManager:
         )  # fmt: skip
 
     def cleanup_old_checkpoints(self, keep_last_n: int | None = None) -> int:
-        """Remove all but the newest ``keep_last_n`` (the manager's own number when empty) and what else is kept: the
-        best one, every ``keep_every`` steps, and always the newest two good ones. Returns how many are gone.
-
-        Every save does so by itself; this is for a lower number. Saves under way are waited for.
-
-        Raises:
-            CheckpointError: a save under way failed, or the folder cannot be read.
-            UsageError: ``keep_last_n`` is not positive.
-        """
+        """``CheckpointManager.cleanup_old_checkpoints``, with the manager's own number when empty."""
         return self.manager.cleanup_old_checkpoints(keep_last_n)
 
     def wait(self) -> None:

@@ -208,9 +208,14 @@ def _is_small(value: torch.Tensor) -> bool:
     return fits and value.nbytes <= MAX_JSON_TENSOR_BYTES
 
 
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _tensor(value: torch.Tensor) -> dict[str, Any]:
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return {TAG: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
+    return {TAG: "tensor", "dtype": name_of_dtype(value.dtype), "shape": list(value.shape),
             "hex": raw.numpy().tobytes().hex()}  # fmt: skip
 
 

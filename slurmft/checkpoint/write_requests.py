@@ -743,16 +743,16 @@ class WriterClient:
             self._lost(writer)
 
     def _lost(self, writer: SpawnedWriter) -> None:
-        writer.kill()  # one without a socket is of no use
-        deadline = time.monotonic() + 0.2
-        while not writer.is_gone() and time.monotonic() < deadline:
-            time.sleep(0.005)  # between its socket and its exit status lie microseconds
-        self._retire(writer)
+        self._retire(writer)  # one without a socket is of no use
         if not self._closing:
             log.warning("the checkpoint writer (process %d) %s", writer.pid, writer.ending)
             self._failed_try("writer", 0, f"the writer {writer.ending}")
 
     def _retire(self, writer: SpawnedWriter) -> None:
+        writer.kill()
+        deadline = time.monotonic() + 0.2
+        while not writer.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)  # between its socket and its exit status lie microseconds
         writer.let_go()
         self._writer = None
         if not writer.is_gone():
@@ -790,10 +790,6 @@ class WriterClient:
 
     def _replace_stalled(self, writer: SpawnedWriter) -> None:
         log.error("the checkpoint writer (process %d) makes no progress; it is replaced", writer.pid)
-        writer.kill()
-        deadline = time.monotonic() + 0.2
-        while not writer.is_gone() and time.monotonic() < deadline:
-            time.sleep(0.005)
         self._retire(writer)
         text = f"the writer made no progress for {self._stall_timeout_s:.0f} s: the filesystem hangs, or it was stopped"
         self._failed_try("writer", errno.ETIMEDOUT, text)
