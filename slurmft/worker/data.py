@@ -379,41 +379,34 @@ class WindowLoader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
                 f"{corpus.source}: {len(corpus)} bytes are too short for a window of {window} bytes and a target",
                 hint="pass more text, or a smaller window",
             )
-        self._corpus = corpus
-        self._window = window
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._fingerprint = corpus.fingerprint()
-        self._position = 0
-        self._order: tuple[int, torch.Tensor] | None = None
+        self._corpus, self._window, self._fingerprint = corpus, window, corpus.fingerprint()
+        self._sampler = ElasticSampler(
+            self._windows, batch_size * world_size, rank=rank, world_size=world_size, seed=seed
+        )
 
     @property
     def position(self) -> int:
         """Samples that all ranks together have taken."""
-        return self._position
+        return self._sampler.position
 
     @property
     def epoch(self) -> int:
         """The epoch of the next global batch's first sample."""
-        return self._position // self._windows
+        return self._sampler.epoch
 
     def __iter__(self) -> WindowLoader:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self._position + self._rank * self._batch_size
-        starts = self._starts(first, first + self._batch_size)
-        batch = self._corpus.windows(starts, self._window)
-        self._position += self._batch_size * self._world_size
-        return batch
+        numbers = next(iter(self._sampler))
+        self._sampler.advance()
+        return self._corpus.windows(torch.tensor(numbers) * self._window, self._window)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches handed out so far; the same on every rank."""
         return {
-            "position": self._position,
-            "seed": self._seed,
+            "position": self.position,
+            "seed": self._sampler.seed,
             "window": self._window,
             "corpus": self._fingerprint,
         }
@@ -431,28 +424,11 @@ class WindowLoader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
                     f"the checkpoint has {key} {state_dict[key]}, and {self._corpus.source} has {here[key]}",
                     hint="resume with the same data, window and seed, or start a new run",
                 )
-        self._position = int(state_dict["position"])
+        self._sampler.epoch, self._sampler.consumed = divmod(int(state_dict["position"]), self._windows)
 
     def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
         """The part of ``state_dict`` that all ranks share: the position counts the samples of all."""
         return {key: state_dict.get(key) for key in self.state_dict()}
-
-    def _starts(self, first: int, end: int) -> torch.Tensor:
-        """Where in the corpus the samples ``first`` to ``end`` of the endless stream begin."""
-        parts = []
-        while first < end:
-            epoch, offset = divmod(first, self._windows)
-            part = self._epoch_order(epoch)[offset : offset + end - first]
-            parts.append(part)
-            first += len(part)
-        return torch.cat(parts) * self._window
-
-    def _epoch_order(self, epoch: int) -> torch.Tensor:
-        if self._order is None or self._order[0] != epoch:
-            mixed = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
-            self._order = (epoch, torch.randperm(self._windows, generator=generator))
-        return self._order[1]
 
 
 def _sources(folder: Path) -> Iterator[Path]:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,7 +57,7 @@ Resolve = Callable[[], bool]
 """Whether this rank has rejected a result; waits for the GPU where the result lies on one."""
 
 
-class Agreement(Protocol):
+class Agreement:
     """Shows every rank alike whether one of them has rejected a result of this iteration."""
 
     def poison(self, rejected: bool | torch.Tensor) -> None:
@@ -64,33 +65,25 @@ class Agreement(Protocol):
 
     def alarm(self, resolve: Resolve) -> bool:
         """Whether some rank may have; the same on all ranks. Called after the backward pass."""
+        raise NotImplementedError
 
     def clear(self) -> None:
         """The next run of the iteration begins."""
 
 
-class Alone:
+class Alone(Agreement):
     """One process: there are no other ranks."""
-
-    def poison(self, rejected: bool | torch.Tensor) -> None:
-        """Nothing to do."""
 
     def alarm(self, resolve: Resolve) -> bool:
         """This rank's own flag."""
         return resolve()
 
-    def clear(self) -> None:
-        """Nothing to do."""
 
-
-class ByCollective:
+class ByCollective(Agreement):
     """The last resort: one small all-reduce in every iteration."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-
-    def poison(self, rejected: bool | torch.Tensor) -> None:
-        """Nothing to do yet."""
 
     def alarm(self, resolve: Resolve) -> bool:
         """The maximum over all ranks."""
@@ -98,18 +91,12 @@ class ByCollective:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
-    def clear(self) -> None:
-        """Nothing to do."""
 
-
-class ByLoop:
+class ByLoop(Agreement):
     """The user's own reduction carries the flag: ``machine.flag`` goes in, ``machine.agree(reduced)`` comes out."""
 
     def __init__(self) -> None:
         self.reduced: float | None = None
-
-    def poison(self, rejected: bool | torch.Tensor) -> None:
-        """Nothing to do: the loop asks for the flag."""
 
     def alarm(self, resolve: Resolve) -> bool:
         """The result of the loop's reduction.
@@ -126,7 +113,7 @@ class ByLoop:
         self.reduced = None
 
 
-class ByGradients:
+class ByGradients(Agreement):
     """DDP's own all-reduce carries the flag. Results must be validated before the backward pass.
 
     On a CPU hooks are added only when a result is rejected. On a GPU the host does not know yet, so one hook stays on
@@ -360,28 +347,6 @@ class Rejection:
         known = [rank for rank in self.producers if 0 <= rank < len(hardware)] or [self.rank]
         return replace(self, suspects=tuple(hardware[rank] for rank in known))
 
-    def plain(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        suspects = [{"node": one.node, "gpu": one.gpu, "rank": one.rank} for one in self.suspects]
-        return {
-            "rank": self.rank, "invocation": self.invocation, "message": self.message, "values": list(self.values),
-            "tolerance": self.tolerance, "producers": list(self.producers), "suspects": suspects,
-        }  # fmt: skip
-
-    @classmethod
-    def from_plain(cls, value: Mapping[str, Any]) -> Rejection:
-        """As ``plain`` has written it.
-
-        Raises:
-            KeyError, TypeError, ValueError: it has not.
-        """
-        return cls(
-            rank=int(value["rank"]), invocation=int(value["invocation"]), message=str(value["message"]),
-            values=tuple(float(one) for one in value["values"]), tolerance=float(value["tolerance"]),
-            producers=tuple(int(one) for one in value["producers"]),
-            suspects=tuple(Suspect(node=one["node"], gpu=one["gpu"], rank=one["rank"]) for one in value["suspects"]),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
@@ -401,18 +366,20 @@ class Pending:
 
     def plain(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {
-            "iteration": self.iteration, "attempts": self.attempts, "world_size": self.world_size,
-            "rejections": [one.plain() for one in self.rejections],
-        }  # fmt: skip
+        facts: dict[str, Any] = msgspec.to_builtins(self)
+        return facts
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> Pending:
-        """As ``plain`` has written it; raises as ``Rejection.from_plain``."""
-        return cls(
-            iteration=int(value["iteration"]), attempts=int(value["attempts"]), world_size=int(value["world_size"]),
-            rejections=tuple(Rejection.from_plain(one) for one in value["rejections"]),
-        )  # fmt: skip
+        """As ``plain`` has written it.
+
+        Raises:
+            TypeError: it has not.
+        """
+        try:
+            return msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise TypeError(f"the rerun that waits is damaged: {error}") from error
 
 
 def suspects_of(rejections: Sequence[Rejection]) -> tuple[Suspect, ...]:

@@ -821,7 +821,9 @@ class FrameworkLoop:
         """
         self._session, self._page = session, session._page
         self._step = self._start = session._start = session._step = start
-        self._is_busy, self._tick = False, session._tick(start)
+        self.is_busy, self._tick = False, session._tick(start)
+        """Whether the last thing heard of was an evaluation or a save."""
+
         self.until, self.pending = until, StopAction.NONE
         page = self._page
         page[Slot.RESUMED] = page[Slot.STEP] = start
@@ -836,11 +838,6 @@ class FrameworkLoop:
     def has_pending(self) -> bool:
         """Whether an agreed action still needs a save."""
         return self.pending is not StopAction.NONE
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the last thing heard of was an evaluation or a save."""
-        return self._is_busy
 
     def step_done(self, step: int) -> StopAction:
         """``step`` steps are complete: what all ranks are to do now; it stays ``pending`` until ``answer``.
@@ -869,19 +866,19 @@ class FrameworkLoop:
 
     def evaluating(self) -> None:
         """An evaluation begins, or goes on to its next batch: each may take as long as the section's limit."""
-        self._is_busy = True
+        self.is_busy = True
         self._page[Slot.STATE] = State.EVALUATING
         self._session._sections.phase(Phase.EVALUATION)
 
     def saving(self) -> None:
         """The framework is about to save."""
-        self._is_busy = True
+        self.is_busy = True
         self._page[Slot.STATE], self._page[Slot.SAVE_BEGAN_NS] = State.SAVING, time.monotonic_ns()
         self._session._sections.phase(Phase.CHECKPOINTING)
 
     def training(self) -> None:
         """Neither an evaluation nor a save is under way."""
-        self._is_busy = False
+        self.is_busy = False
         self._page[Slot.STATE], self._page[Slot.SAVE_BEGAN_NS] = State.TRAINING, 0
         self._session._sections.phase(Phase.STEP)
 
