@@ -38,7 +38,7 @@ from slurmft.errors import UsageError
 #
 # NCCL moves memory of a GPU only, runs one operation after the other on each communicator, and waits for all pending
 # work of the device. Agreements of ranks, and transfers from memory to memory, must not go over it. Every rank makes
-# the group at the same place: right after the default group (``worker.groups``), or at the first collective of this
+# the group at the same place: right after the default group (``worker.session``), or at the first collective of this
 # package in a script that has made its own.
 
 DESCRIPTION = "slurmft host"
