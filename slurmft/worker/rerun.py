@@ -860,34 +860,135 @@ class SecondLook:
     """Why the rerun proves nothing; empty when it does."""
 
 
-class Validation:
-    """The part of the machine that a loop calls for each result. While all is well it compares one number.
+def shown(result: Result) -> object:
+    """For a log line: a tensor without its history."""
+    return result.detach() if isinstance(result, torch.Tensor) else result
 
-    On a GPU nothing is read in the first run: the comparison stays on the device, and so does the flag, until all ranks
-    look at it after the backward pass.
+
+MAX_DIFFERENCES = 100_000
+
+
+class StepTwice:
+    """Collects the results of the first run of a step and compares those of the second."""
+
+    def __init__(self, interval_steps: int) -> None:
+        self._interval_steps = interval_steps
+        self._first: list[tuple[str, Sequence[float]]] = []
+        self._differences: dict[str, list[float]] = {}
+        self._steps = 0
+        self._is_second = False
+
+    def note(self, invocation: int, message: str, values: Sequence[float]) -> None:
+        """One result of the run under way."""
+        if not self._is_second:
+            self._first.append((message, values))
+            return
+        first = self._first[invocation][1] if invocation < len(self._first) else ()
+        found = self._differences.setdefault(message, [])
+        found.append(largest_difference(first, values))
+        del found[:-MAX_DIFFERENCES]
+
+    def wants_second_run(self) -> bool:
+        """After a run: whether the step is to be run once more. Reports now and then."""
+        if not self._is_second:
+            self._is_second = True
+            return True
+        self._is_second, self._first = False, []
+        self._steps += 1
+        if self._interval_steps and self._steps % self._interval_steps == 0:
+            self.report()
+        return False
+
+    def report(self) -> None:
+        """One log line for each kind of result."""
+        for message, found in self.variabilities().items():
+            log.info("rerun statistics after %d steps: %s: %s", self._steps, message, found)
+
+    def variabilities(self) -> dict[str, Variability]:
+        """By the message that each result was validated with."""
+        return {message: variability(found) for message, found in self._differences.items()}
+
+
+# --- state machine ---
+#     machine = RerunStateMachine(model=model)
+#     data = RerunDataIterator(loader)
+#     for step in range(steps):
+#         while machine.should_run_forward_backward(data):
+#             loss = loss_of(model, next(data))
+#             machine.validate_result(loss, rejection_func=torch.isnan, message="loss is NaN")
+#             optimizer.zero_grad()
+#             loss.backward()
+#         should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+#         ...
+#         optimizer.step()
+#
+# Within slurmft's session, ``session.rerun_machine(model, loader)`` does the last part as well. Every rank calls the
+# same methods in the same order; results are validated before their backward pass, and the optimizer steps after the
+# loop.
+
+Data = RerunDataIterator | Sequence[RerunDataIterator] | None
+
+_FORMAT = "rerun"
+
+
+class RerunStateMachine:
+    """Reruns of iterations whose results are rejected; see the module for the loop around it.
+
+    While all is well, a validation compares one number. On a GPU nothing is read in the first run: the comparison stays
+    on the device, and so does the flag, until all ranks look at it after the backward pass.
+
+    Args:
+        settings: the section ``rerun:``; by default as the agent passes it.
+        model: restored before a rerun, and DDP carries the flag; pass the wrapped one.
+        data: the iterator of every iteration, if there is one for all; its state is then part of this object's.
+        step: returns the number of the iteration under way; counted here when it is not given.
+        reads_late: leave results on the device until the backward pass is over; as the device needs it by default.
+        leave: called with the Departure instead of waiting for ``should_checkpoint_and_exit``; must not return.
+        carried_by_loop: the loop's own reduction carries the flag: ``flag`` into it, its result to ``agree``.
     """
 
     def __init__(
-        self, settings: RerunSettings, agreement: Agreement, injector: Injector | None, rank: int, *, reads_late: bool
+        self,
+        settings: RerunSettings | None = None,
+        *,
+        model: nn.Module | None = None,
+        data: RerunDataIterator | None = None,
+        step: Callable[[], int] | None = None,
+        leave: Callable[[Departure], Any] | None = None,
+        carried_by_loop: bool = False,
+        reads_late: bool | None = None,
     ) -> None:
+        settings = settings or WorkerSettings.from_environment(os.environ).rerun
+        device = next((one.device for one in model.parameters()), None) if model is not None else None
+        late = device is not None and device.type == "cuda" if reads_late is None else reads_late
+        hardware, ranks = own_hardware(device), Ranks()
         self.settings = settings
-        self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
-        self._agreement, self._injector, self._rank, self._reads_late = agreement, injector, rank, reads_late
+        self._agreement = ByLoop() if carried_by_loop else agreement_for(model, ranks, on_device=late)
+        self._injector = Injector(settings, hardware, ranks.rank) if settings.injects else None
+        self._rank, self._reads_late = ranks.rank, late
         self._checks = LossChecks(settings)
         self._fine_up_to, self._remembers = self._checks.fine_up_to, self._checks.remembers
-        self._is_quick = self._may_be_quick
-        self._step: Callable[[], int] | None = None
+        self._choose_path()
         self._iteration = self._invocation = 0
         self._phase = Phase.INITIAL
         self._rejection: Rejection | None = None
         self._second = SecondLook()
         self._losses: list[float] = []
+        self.data = data
+        self._randomness, self._model = IterationStart(), ModelStart(model)
+        self._proceedings = Proceedings(settings, ranks, hardware)
+        self._is_alone = isinstance(self._agreement, Alone) and not late
+        self._has_to_tidy = True
+        self._step, self._leave = step, leave
+        self._is_between = True
+        self._given: Data = None
+        self._data: tuple[RerunDataIterator, ...] = ()
 
     def _choose_path(self) -> None:
-        """After a change of the mode; statistics begin anew."""
+        """By the mode; statistics begin anew."""
         settings = self.settings
         self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
-        self._is_quick = self._may_be_quick
+        self._is_quick, self._is_usual = self._may_be_quick, self._twice is None and not self._off
 
     @property
     def _off(self) -> bool:
@@ -1037,126 +1138,6 @@ class Validation:
     def _producers(self, producers: Sequence[int] | None) -> tuple[int, ...]:
         return (self._rank,) if producers is None else tuple(producers)
 
-
-def shown(result: Result) -> object:
-    """For a log line: a tensor without its history."""
-    return result.detach() if isinstance(result, torch.Tensor) else result
-
-
-MAX_DIFFERENCES = 100_000
-
-
-class StepTwice:
-    """Collects the results of the first run of a step and compares those of the second."""
-
-    def __init__(self, interval_steps: int) -> None:
-        self._interval_steps = interval_steps
-        self._first: list[tuple[str, Sequence[float]]] = []
-        self._differences: dict[str, list[float]] = {}
-        self._steps = 0
-        self._is_second = False
-
-    def note(self, invocation: int, message: str, values: Sequence[float]) -> None:
-        """One result of the run under way."""
-        if not self._is_second:
-            self._first.append((message, values))
-            return
-        first = self._first[invocation][1] if invocation < len(self._first) else ()
-        found = self._differences.setdefault(message, [])
-        found.append(largest_difference(first, values))
-        del found[:-MAX_DIFFERENCES]
-
-    def wants_second_run(self) -> bool:
-        """After a run: whether the step is to be run once more. Reports now and then."""
-        if not self._is_second:
-            self._is_second = True
-            return True
-        self._is_second, self._first = False, []
-        self._steps += 1
-        if self._interval_steps and self._steps % self._interval_steps == 0:
-            self.report()
-        return False
-
-    def report(self) -> None:
-        """One log line for each kind of result."""
-        for message, found in self.variabilities().items():
-            log.info("rerun statistics after %d steps: %s: %s", self._steps, message, found)
-
-    def variabilities(self) -> dict[str, Variability]:
-        """By the message that each result was validated with."""
-        return {message: variability(found) for message, found in self._differences.items()}
-
-
-# --- state machine ---
-# The re-run state machine: a result that looks wrong is computed again, here and on other hardware, and judged.
-#
-#     machine = RerunStateMachine(model=model)
-#     data = RerunDataIterator(loader)
-#     for step in range(steps):
-#         while machine.should_run_forward_backward(data):
-#             loss = loss_of(model, next(data))
-#             machine.validate_result(loss, rejection_func=torch.isnan, message="loss is NaN")
-#             optimizer.zero_grad()
-#             loss.backward()
-#         should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
-#         ...
-#         optimizer.step()
-#
-# Within slurmft's session, ``session.rerun_machine(model, loader)`` does the last part as well. Every rank calls the
-# same methods in the same order; results are validated before their backward pass, and the optimizer steps after the
-# loop.
-
-Data = RerunDataIterator | Sequence[RerunDataIterator] | None
-
-_FORMAT = "rerun"
-
-
-class RerunStateMachine(Validation):
-    """Reruns of iterations whose results are rejected; see the module for the loop around it.
-
-    Args:
-        settings: the section ``rerun:``; by default as the agent passes it.
-        model: restored before a rerun, and DDP carries the flag; pass the wrapped one.
-        data: the iterator of every iteration, if there is one for all; its state is then part of this object's.
-        step: returns the number of the iteration under way; counted here when it is not given.
-        reads_late: leave results on the device until the backward pass is over; as the device needs it by default.
-        leave: called with the Departure instead of waiting for ``should_checkpoint_and_exit``; must not return.
-        carried_by_loop: the loop's own reduction carries the flag: ``flag`` into it, its result to ``agree``.
-    """
-
-    def __init__(
-        self,
-        settings: RerunSettings | None = None,
-        *,
-        model: nn.Module | None = None,
-        data: RerunDataIterator | None = None,
-        step: Callable[[], int] | None = None,
-        leave: Callable[[Departure], Any] | None = None,
-        carried_by_loop: bool = False,
-        reads_late: bool | None = None,
-    ) -> None:
-        settings = settings or WorkerSettings.from_environment(os.environ).rerun
-        device = next((one.device for one in model.parameters()), None) if model is not None else None
-        late = device is not None and device.type == "cuda" if reads_late is None else reads_late
-        hardware, ranks = own_hardware(device), Ranks()
-        super().__init__(
-            settings,
-            ByLoop() if carried_by_loop else agreement_for(model, ranks, on_device=late),
-            Injector(settings, hardware, ranks.rank) if settings.injects else None,
-            ranks.rank,
-            reads_late=late,
-        )
-        self.data = data
-        self._randomness, self._model = IterationStart(), ModelStart(model)
-        self._proceedings = Proceedings(settings, ranks, hardware)
-        self._is_alone = isinstance(self._agreement, Alone) and not late
-        self._is_usual = self._twice is None and not self._off
-        self._has_to_tidy = True
-        self._step, self._leave = step, leave
-        self._is_between = True
-        self._given: Data = None
-        self._data: tuple[RerunDataIterator, ...] = ()
-
     # the loop
 
     def should_run_forward_backward(self, data: Data = None) -> bool:
@@ -1217,7 +1198,6 @@ class RerunStateMachine(Validation):
         self.check_is_over()
         self.settings = replace(self.settings, mode=mode)
         self._choose_path()
-        self._is_usual = self._twice is None and not self._off
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.

@@ -515,40 +515,6 @@ def _mark(record: logging.LogRecord, mark: str) -> None:
         record.exc_text = "\n".join(f"{mark}{line}" for line in text.splitlines())
 
 
-# --- Sections of the trainer's own: what a rank is doing, noted where the node's agent sees it at any time ---
-
-
-class Sections:
-    """The part of a session that says what the rank is doing."""
-
-    def __init__(self, stack: SectionStack) -> None:
-        self._sections = stack
-
-    def section(self, name: str) -> Section:
-        """A section of your own: ``with session.section("load data"): ...``.
-
-        Limits come from ``fault_tolerance.rank_section_timeouts``: each open section is held to its own, outer ones as
-        well. Sections nest, and other threads may have some. To open and close one takes less than a microsecond.
-        """
-        return self._sections.section(name)
-
-    def start_section(self, name: str) -> None:
-        """Open a section that ``end_section`` closes."""
-        self._sections.start(name)
-
-    def end_section(self, name: str) -> None:
-        """Close the innermost open section of that name; a warning is logged, once, where none is open."""
-        self._sections.end(name)
-
-    def end_all_sections(self) -> None:
-        """Close all sections of this thread."""
-        self._sections.end_all()
-
-    def heartbeat(self) -> None:
-        """Report that this rank lives, where there are no sections: ``fault_tolerance.rank_heartbeat_timeout``."""
-        self._sections.beat()
-
-
 # --- session ---
 
 Batch = TypeVar("Batch")
@@ -582,7 +548,7 @@ class ValidationFailed(SystemExit):
         self.step = step
 
 
-class Session(Sections):
+class Session:
     """One worker's part of the run. Use ``start_session``; leave it as a context manager."""
 
     rank: int
@@ -619,7 +585,7 @@ class Session(Sections):
         self._signal = StopSignal.install()
         self.stragglers = StragglerDetector.from_environment(groups.device)
         self._page = page or Page.private()
-        super().__init__(sections or SectionStack(self._page))
+        self._sections = sections or SectionStack(self._page)
         self.stragglers.on_first_collective = self._note_own_work
         by_collective = AgreementByCollective(self._signal, self.world_size)
         self._agreement = AgreementByAgent(self._page) if page is not None else by_collective
@@ -745,6 +711,30 @@ class Session(Sections):
                 savers.restore(before)
                 self._page[Slot.STATE] = state
                 self._sections.phase(phase)
+
+    def section(self, name: str) -> Section:
+        """A section of your own: ``with session.section("load data"): ...``.
+
+        Limits come from ``fault_tolerance.rank_section_timeouts``: each open section is held to its own, outer ones as
+        well. Sections nest, and other threads may have some. To open and close one takes less than a microsecond.
+        """
+        return self._sections.section(name)
+
+    def start_section(self, name: str) -> None:
+        """Open a section that ``end_section`` closes."""
+        self._sections.start(name)
+
+    def end_section(self, name: str) -> None:
+        """Close the innermost open section of that name; a warning is logged, once, where none is open."""
+        self._sections.end(name)
+
+    def end_all_sections(self) -> None:
+        """Close all sections of this thread."""
+        self._sections.end_all()
+
+    def heartbeat(self) -> None:
+        """Report that this rank lives, where there are no sections: ``fault_tolerance.rank_heartbeat_timeout``."""
+        self._sections.beat()
 
     def report(self, **metrics: float) -> None:
         """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like.
