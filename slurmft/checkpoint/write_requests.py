@@ -330,14 +330,14 @@ class Standing:
 
 def request_line(request: WriteRequest) -> bytes:
     """The request as the writer reads it."""
-    return _line({"kind": "write", **_plain(request)})
+    return line_of({"kind": "write", **_plain(request)})
 
 
 def request_from(value: Mapping[str, Any]) -> WriteRequest:
     """The reverse of ``request_line``, of the object in the line."""
     order, keeps = value["commit"], value["keeps"]
     objects = {
-        "identity": identity_from(value),
+        "identity": Identity(*value["identity"]),
         "keeps": None if keeps is None else Identity(*keeps),
         "commit": None if order is None else _order(**order),
         **{name: Path(value[name]) for name in ("snapshot", "image", "folder")},
@@ -347,23 +347,13 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
 
 def abandon_line(identity: Identity) -> bytes:
     """Asks the writer to leave a save, whether it waits or is being written."""
-    return _line({"kind": "abandon", "identity": identity})
-
-
-def report_line(report: Report) -> bytes:
-    """The report as the client reads it."""
-    return _line(report)
+    return line_of({"kind": "abandon", "identity": identity})
 
 
 def report_from(line: bytes) -> Report:
-    """The reverse of ``report_line``."""
+    """The reverse of ``line_of`` a report."""
     value = json.loads(line)
-    return Report(**value | {"identity": identity_from(value)})
-
-
-def identity_from(value: Mapping[str, Any]) -> Identity:
-    """The save that a line is about."""
-    return Identity(*value["identity"])
+    return Report(**value | {"identity": Identity(*value["identity"])})
 
 
 def _order(metrics: Mapping[str, float], attempt: str, keep: Mapping[str, Any]) -> CommitOrder:
@@ -379,14 +369,15 @@ def _plain(value: Any) -> Any:
     return [*facts.values()] if isinstance(value, Identity) else facts
 
 
-def _line(value: Any) -> bytes:
+def line_of(value: Any) -> bytes:
+    """A report, or a mapping, as the other side reads it."""
     return json.dumps(value, default=_plain).encode() + b"\n"  # never a line break inside, even in names of folders
 
 
-HURRY_LINE = _line({"kind": "hurry"})
+HURRY_LINE = line_of({"kind": "hurry"})
 """Asks the writer to lift the bandwidth cap of what it is writing."""
 
-CLOSE_LINE = _line({"kind": "close"})
+CLOSE_LINE = line_of({"kind": "close"})
 """Asks the writer to end when nothing is left to do."""
 
 

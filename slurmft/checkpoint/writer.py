@@ -60,10 +60,9 @@ from slurmft.checkpoint.write_requests import (
     Throttle,
     WriteRequest,
     do_politely,
-    identity_from,
     ignore_signals,
+    line_of,
     reached,
-    report_line,
     request_from,
 )
 from slurmft.errors import Fenced, StorageError
@@ -233,7 +232,7 @@ class Outbox:
 
     def put(self, report: Report) -> None:
         """Have it sent."""
-        self._lines.append(report_line(report))
+        self._lines.append(line_of(report))
         os.eventfd_write(self.wake, 1)
 
     def take(self) -> bytes:
@@ -1175,8 +1174,6 @@ class StepCopyLane:
 
 
 # --- entry ---
-# The writer: one process beside each worker that makes its snapshots durable, and on rank 0 commits them. No torch.
-#
 # Run as ``python -m slurmft.checkpoint.writer SOCKET_FD PAGE_FD LIFETIME_S``: requests and reports are JSON
 # objects, one on each line (checkpoint.write_requests); the page shows its progress. When its worker closes the
 # socket, or dies, it finishes its present work and ends, after ``LIFETIME_S`` seconds at the latest.
@@ -1263,7 +1260,7 @@ class Writer:
             else:
                 (self._commit if task.request.is_written else self._images.offer)(task)
         elif value["kind"] == "abandon":
-            identity = identity_from(value)
+            identity = Identity(*value["identity"])
             is_found = self._steps.abandon(identity) or self._images.abandon(identity)
             if not is_found and self._commits is not None:
                 self._commits.abandon(identity)
