@@ -45,7 +45,7 @@ def holding(path: Path) -> Iterator[int]:
         OSError: it cannot be opened.
     """
     descriptor = open_regular(path)
-    with _locked(path, descriptor, lambda: _patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
+    with _locked(path, descriptor, lambda: patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
         yield descriptor
 
 
@@ -147,9 +147,13 @@ def _lock(descriptor: int, kind: int) -> None:
             raise
 
 
-def _patiently(lock: Callable[[], None]) -> None:
-    """``is_held`` has a file alone for a moment, and so does a process that removes it."""
-    deadline = time.monotonic() + _PATIENCE_S
+def patiently(lock: Callable[[], None], within_s: float = _PATIENCE_S) -> None:
+    """Call ``lock`` until it gets the lock: ``is_held`` has a file alone for a moment, and so does who removes it.
+
+    Raises:
+        BlockingIOError: it did not in time.
+    """
+    deadline = time.monotonic() + within_s
     while True:
         try:
             return lock()

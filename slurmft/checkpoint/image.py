@@ -20,6 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
+from torch.utils._pytree import tree_leaves
 
 from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex, text_of
 from slurmft.checkpoint.state import KeyPath, Part, name_of_dtype
@@ -58,7 +59,7 @@ class ObjectPacker:
                 fresh[key], data = known, known[1]
             else:
                 data = to_bytes(key, value)
-                if _is_plain(value) and not _has_tensor(value):
+                if _is_plain(value) and not any(isinstance(one, torch.Tensor) for one in tree_leaves(value)):
                     fresh[key] = copy.deepcopy(value), data  # a copy: the value may grow in place
             packed.append(Packed(key, data))
         self._last = fresh
@@ -105,12 +106,6 @@ def _is_plain(value: Any) -> bool:
     if kind in (dict, OrderedDict):
         return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
     return bool(kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized)
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_tensor, value.values()))
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
 
 
 def _is_same(first: Any, second: Any) -> bool:

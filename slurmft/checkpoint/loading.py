@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 
 from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
@@ -531,13 +532,7 @@ def _with_numbers(trainee: Trainee, optimizer: Mapping[str, Any]) -> dict[str, A
 
 def _landed(value: Any) -> Any:
     """With tensors in the place of landings."""
-    if isinstance(value, Landing):
-        return value.value()
-    if type(value) is dict:
-        return {key: _landed(each) for key, each in value.items()}
-    if type(value) is list:
-        return [_landed(each) for each in value]
-    return value
+    return tree_map_only(Landing, Landing.value, value)
 
 
 def _misfit(problem: str) -> Damaged:

@@ -75,16 +75,6 @@ _WORD_BITS = 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NotSupplied:
-    """A shard that did not arrive whole; the same on all ranks."""
-
-    rank: int
-    """The rank that should have supplied it."""
-
-    shard: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Node:
     """A rank's memory for sending and receiving."""
 
@@ -122,7 +112,7 @@ class _Tags:
 def supply(
     team: Team, decision: Decision, offers: Sequence[Offer], mine: Mapping[int, Holding], *,
     wanted: Collection[int], memory: Path | None, node_lead: int,
-) -> list[NotSupplied]:  # fmt: skip
+) -> list[tuple[int, int]]:  # fmt: skip
     """Bring the shards of ``decision`` that this rank's node lacks into its memory folder; a collective.
 
     Afterwards ``fetched(memory, name)`` finds them, on every rank of the node.
@@ -134,7 +124,8 @@ def supply(
         node_lead: the rank that offers and fetches for this rank's node: its local rank 0.
 
     Returns:
-        What could not be supplied, at most one for each receiving node; decide anew without it (``without``).
+        What did not arrive whole, the same on all ranks, at most one for each receiving node: the rank that should have
+        supplied it, and the shard. Decide anew without it (``without``).
 
     Raises:
         CheckpointError: the ranks are out of step with each other.
@@ -154,7 +145,7 @@ def supply(
         failed += _exchange_round(team, out, into, node)
     first = [failed[0].source + 1, failed[0].shard] if failed else [0, 0]
     rows = team.exchange(first)
-    return [NotSupplied(rank=source - 1, shard=shard) for source, shard in rows if source]
+    return [(source - 1, shard) for source, shard in rows if source]
 
 
 def fetched(memory: Path | None, name: Name | None) -> dict[int, Holding]:
@@ -441,8 +432,8 @@ class MemorySources:
         lacking = supply(
             self._team, decision, self._offers, mine, wanted=wanted, memory=self._memory, node_lead=self._node_lead
         )
-        for one in lacking:
-            self._offers = without(self._offers, one.rank, decision.name or (0, 0, 0), [one.shard])
+        for rank, shard in lacking:
+            self._offers = without(self._offers, rank, decision.name or (0, 0, 0), [shard])
         return not lacking
 
     def sources(self, identity: Identity) -> dict[int, Source]:

@@ -170,11 +170,7 @@ class WorkerSections(Fields, frozen=True, kw_only=True):
 
     def as_look(self, node: str) -> WorkerLook:
         """The look, at a worker of ``node``."""
-        return WorkerLook(
-            rank=self.rank, node=node, attached=self.attached, age_s=self.age_s, quiet_s=self.quiet_s,
-            sections=self.sections, elsewhere=self.elsewhere, heartbeat_s=self.heartbeat_s, step=self.step,
-            own_work=self.own_work, stopped=self.stopped, holding=self.holding, warming_up=self.warming_up,
-        )  # fmt: skip
+        return WorkerLook(node=node, **msgspec.structs.asdict(self))
 
 
 class SectionsReply(Fields, frozen=True, kw_only=True):

@@ -32,8 +32,6 @@ from slurmft.errors import DataError, UsageError
 from slurmft.policy.worker_settings import BatchSplit, even_parts, split_batch
 from slurmft.system.files import read_part
 
-# --- Which samples each rank takes next: exact over stops, restarts and changes of the world size ---
-
 FORMAT = 1
 Tail = Literal["span", "short", "drop"]
 Batch = TypeVar("Batch")
@@ -267,17 +265,10 @@ class ElasticLoader(Iterator[Batch], Generic[Batch]):
 
 
 # --- loader ---
-# Data that goes on exactly where it was: the resumable sampler, and bytes to train on with a loader of their own.
+# Bytes to train on, with a loader of their own. (What other loaders a CheckpointManager takes: ``state.Stateful``.)
 #
-# ``ElasticSampler`` with ``ElasticLoader`` serves torch's DataLoader and any data set with numbered samples, at any
-# world size. torchdata's ``StatefulDataLoader``, and any object with ``state_dict`` and
-# ``load_state_dict``, can be given to a CheckpointManager as ``loader=`` as they are: each rank's state is saved,
-# and the same number of ranks goes on from it. Another number of ranks can where the loader has
-# ``shared_position(state_dict)`` too, which returns the part of a state that all ranks share; that
-# is compared at every load.
-#
-# Of the bytes, the order of samples depends on the corpus, the window and the seed only. A position is a number of
-# samples over all ranks, so that a run may stop on four ranks and go on with two.
+# The order of samples depends on the corpus, the window and the seed only. A position is a number of samples over all
+# ranks, so that a run may stop on four ranks and go on with two.
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slurmft.trainer import savers
 
@@ -346,26 +347,12 @@ def _is_plain(value: Any) -> bool:
 
 def _stored(value: Any) -> Any:
     """On the CPU and alone: a slice would take its whole data set with it into the file."""
-    return _mapped(value, lambda tensor: tensor.detach().cpu().clone())
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
 def _moved(value: Any, device: str) -> Any:
-    return _mapped(value, lambda tensor: tensor.to(device))
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _on_gpu(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_cuda
-    if isinstance(value, Mapping):
-        return any(_on_gpu(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(_on_gpu(item) for item in value)
+    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(value))
