@@ -128,7 +128,9 @@ def _locked(path: Path, descriptor: int, lock: Callable[[], None]) -> Iterator[N
     """Closes ``descriptor`` at the end."""
     try:
         lock()
-        _check_in_place(path, descriptor)
+        # it may have been unlinked between open and lock; then the lock protects nothing
+        if not os.path.samestat(path.stat(), os.fstat(descriptor)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
     finally:
         # before the descriptor: a child that was forked meanwhile has it, too, and would go on holding the file
@@ -161,12 +163,6 @@ def patiently(lock: Callable[[], None], within_s: float = _PATIENCE_S) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-
-
-def _check_in_place(path: Path, descriptor: int) -> None:
-    """The locked file may have been unlinked between open and lock; then the lock protects nothing."""
-    if not os.path.samestat(path.stat(), os.fstat(descriptor)):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 # --- offers ---
@@ -213,12 +209,7 @@ class Holding:
 
     @property
     def name(self) -> Name:
-        return name_of(self.index.identity)
-
-
-def name_of(identity: Identity) -> Name:
-    """An identity as the decision sees it."""
-    return identity.step, identity.generation, identity.commit
+        return self.index.identity
 
 
 def image_of(index_path: Path) -> Path:
@@ -436,6 +427,6 @@ def _holding(path: Path, tier: Tier) -> Holding | None:
         return None
     if index is None or not S_ISREG(status.st_mode) or status.st_size < index.size_bytes:
         return None
-    if index.shards > MAX_WORLD or max(name_of(index.identity)) > MAX_STEP:
+    if index.shards > MAX_WORLD or max(index.identity) > MAX_STEP:
         return None
     return Holding(index=index, image=image, index_path=path, tier=tier)

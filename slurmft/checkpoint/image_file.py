@@ -231,7 +231,7 @@ def write_index(path: Path, index: ShardIndex, *, durable: bool, mode: int = 0o6
     Raises:
         OSError: it was not written.
     """
-    identity = [index.identity.step, index.identity.generation, index.identity.commit]
+    identity = [*index.identity]
     items = ", ".join([*index.texts, *map(text_of, index.items[len(index.texts) :])])
     rest = f'"shard": {index.shard}, "shards": {index.shards}, "size_bytes": {index.size_bytes}'
     holders = f'"holders": {index.holders.text}, ' if index.holders is not None else ""
@@ -359,12 +359,7 @@ def _holders(value: Mapping[str, Any], shards: int) -> Holders:
 
 def _check(index: ShardIndex) -> None:
     """Raises ValueError or TypeError unless the items tile the image and every number is what it should be."""
-    numbers = [
-        index.shard,
-        index.shards,
-        index.size_bytes,
-        *(getattr(index.identity, name) for name in Identity.__slots__),
-    ]
+    numbers = [index.shard, index.shards, index.size_bytes, *index.identity]
     if any(type(number) is not int or number < 0 for number in numbers) or index.shard >= index.shards:
         raise ValueError("its numbers make no sense")
     end = 0

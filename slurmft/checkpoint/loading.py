@@ -264,7 +264,7 @@ class Prepared:
         for name, part in self.trainee.shared_parts().items():
             load_part(name, part, self.shared)
         if self.is_own:
-            self.trainee.restore_rng(self.own)
+            savers.restore(self.own["rng"])
 
     def _restore_types(self, stored: Mapping[int, Any]) -> None:
         """torch casts an optimizer's state to the type of the weights: moments of higher precision, and counters."""
@@ -783,7 +783,7 @@ class Loading:
             raise failure(f"{self._directory} was not loaded", [code], team, guard)
         if not count:
             return []
-        numbers = [number for one in found for number in (one.step, one.generation, one.commit)]
+        numbers = [number for one in found for number in one]
         numbers = team.from_lead(numbers if team.is_lead else [0] * (3 * count))
         return [Identity(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)]
 
@@ -807,9 +807,9 @@ class Loading:
                 entry = _verified_entry(self._directory / identity.folder_name)
             except Damaged as error:
                 if error.damage in _QUARANTINE:
-                    marked += (identity.step, identity.generation, identity.commit)
+                    marked += identity
                 continue
-            row = [identity.step, identity.generation, identity.commit, entry.world_size]
+            row = [*identity, entry.world_size]
             break
         step, generation, commit, world_size, count, more = self._team.from_lead([*row, len(marked), len(doubted)])
         numbers = self._team.from_lead([*marked, *doubted] or [0] * (count + more)) if count + more else []

@@ -23,7 +23,6 @@ from slurmft.checkpoint.holding import (
     from_rows,
     holdings_in,
     inherit_tries,
-    name_of,
     note_try,
     scan,
     to_row,
@@ -284,7 +283,7 @@ class _Arrival:
             if blob is None:
                 raise Mismatch("its index is not authentic")
             index = parse_index(blob, "its index")
-            if name_of(index.identity) != node.name or index.shard != transfer.shard:
+            if index.identity != node.name or index.shard != transfer.shard:
                 raise Mismatch("it is another one")
             items = _items(index, transfer)
             if sum(item.length for item in items) != size_bytes or not index.is_hashed:
@@ -438,13 +437,12 @@ class MemorySources:
 
     def sources(self, identity: Identity) -> dict[int, Source]:
         """The shards that lie on this node now."""
-        name = (identity.step, identity.generation, identity.commit)
         mine = {one.index.shard: one for one in self._held if one.index.identity == identity and one.index.is_hashed}
         return {
             shard: Source(
                 image=one.image, index=one.index, own_place=one.index_path if one.tier is Tier.MEMORY else None
             )
-            for shard, one in (fetched(self._memory, name) | mine).items()
+            for shard, one in (fetched(self._memory, identity) | mine).items()
         }
 
     def refuse(self, decision: Decision, reason: str) -> None:

@@ -367,7 +367,7 @@ class _Tags:
         return payload
 
     def _tag(self, key: bytes, one: int, payload: bytes) -> bytes:
-        context = _CONTEXT.pack(self._identity.step, self._identity.generation, self._identity.commit, one)
+        context = _CONTEXT.pack(*self._identity, one)
         return PieceTags(derived_key(key, "note", self._nonces, context), len(payload)).next_tag(payload)
 
 

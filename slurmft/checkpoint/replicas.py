@@ -628,12 +628,11 @@ def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _
 
 def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity | None) -> tuple[Wire, object]:
     """A connection over which the index went, and what the keeper answers."""
-    kept = None if keep is None else [keep.step, keep.generation, keep.commit]
     for number in range(1, TRIES + 1):
         connection = _connect(peer, pace)
         try:
             wire = Wire(connection, secret, is_keeper=False, deadline=pace.deadline)
-            wire.send({"index_bytes": len(index), "keep": kept})
+            wire.send({"index_bytes": len(index), "keep": keep})
             wire.send_blob(index)
             return wire, wire.receive().get("answer")
         except (BadCopy, ConnectionError) as error:
@@ -991,7 +990,8 @@ class Keeper:
             raise Refused(f"not an index: {error}") from error
         if not index.is_hashed:
             raise Refused("the index has no digests")
-        lock = self._lock_of(index.shard)
+        with self._changing:
+            lock = self._shards[index.shard]
         if not lock.acquire(timeout=_BUSY_S):
             raise Refused("busy with another copy of this shard")
         try:
@@ -1020,10 +1020,6 @@ class Keeper:
         except Mismatch as error:
             raise Refused(f"damaged on the way: {error}") from error
         wire.send({"answer": "kept"})
-
-    def _lock_of(self, shard: int) -> threading.Lock:
-        with self._changing:
-            return self._shards[shard]
 
     def _fence(self) -> int:
         """The oldest generation that is not over."""

@@ -365,8 +365,7 @@ def _plain(value: Any) -> Any:
     """A path, or a dataclass of this module, for JSON."""
     if isinstance(value, Path):
         return str(value.absolute())
-    facts = {name: getattr(value, name) for name in value.__slots__}
-    return [*facts.values()] if isinstance(value, Identity) else facts
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def line_of(value: Any) -> bytes:
