@@ -243,7 +243,8 @@ def write_marker(entry: Entry) -> None:
         "attempt": entry.attempt,
         "world_size": entry.world_size,
         "committed_at": entry.committed_at.isoformat(),
-        "metrics": {name: _to_json(number) for name, number in entry.metrics.items()},
+        # JSON has no NaN and no infinity; other readers of the marker would refuse the whole file
+        "metrics": {name: one if math.isfinite(one) else str(one) for name, one in entry.metrics.items()},
         "files": {name: {"bytes": one.size_bytes, "xxh3": one.xxh3} for name, one in entry.files.items()},
     }
     # The folder was made under the user's umask; the marker must be readable by the same people as the files beside it.
@@ -295,11 +296,6 @@ def _integer(value: Mapping[str, Any], key: str) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"{key} is {str(number)[:40]!r}")
     return number
-
-
-def _to_json(number: float) -> float | str:
-    # JSON has no NaN and no infinity; other readers of the marker would refuse the whole file.
-    return number if math.isfinite(number) else str(number)
 
 
 # --- retention ---

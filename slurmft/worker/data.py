@@ -301,14 +301,16 @@ class ByteCorpus:
             raise UsageError(f"limit_bytes is {limit_bytes}")
         if path is None:
             folder = Path(sysconfig.get_path("stdlib"))
-            return cls._of(_read_files(_sources(folder), limit_bytes), f"Python's standard library in {folder}")
+            return cls._of(
+                _read_files(_walk(folder, _NO_CORPUS, ".py"), limit_bytes), f"Python's standard library in {folder}"
+            )
         path = Path(path)
         try:
             mode = path.stat().st_mode
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}", hint="pass a text file or a folder") from error
         if stat.S_ISDIR(mode):
-            return cls._of(_read_files(_texts(path), limit_bytes), f"the text files in {path}")
+            return cls._of(_read_files(_walk(path), limit_bytes), f"the text files in {path}")
         if not stat.S_ISREG(mode):
             raise DataError(f"{path} is neither a regular file nor a folder")
         try:
@@ -422,19 +424,12 @@ class WindowLoader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         return {key: state_dict.get(key) for key in self.state_dict()}
 
 
-def _sources(folder: Path) -> Iterator[Path]:
-    return (file for file in _walk(folder, _NO_CORPUS) if file.suffix == ".py")
-
-
-def _texts(folder: Path) -> Iterator[Path]:
-    return (file for file in _walk(folder, frozenset()) if not file.name.startswith("."))
-
-
-def _walk(folder: Path, left_out: frozenset[str]) -> Iterator[Path]:
+def _walk(folder: Path, left_out: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
     """Regular files below ``folder``, in the same order on every machine: os.walk's own order is the filesystem's."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
-        yield from (file for name in sorted(names) if (file := Path(root, name)).is_file())
+        wanted = (name for name in sorted(names) if name.endswith(suffix) and not name.startswith("."))
+        yield from (file for name in wanted if (file := Path(root, name)).is_file())
 
 
 def _read_files(files: Iterator[Path], limit_bytes: int) -> bytearray:

@@ -261,9 +261,10 @@ class RerunDataIterator(Iterator[Any]):
         return {
             _FORMAT: 1,
             "inner": inner() if inner is not None else None,
-            "batches": [_stored(batch) for batch in batches] if can_save else [],
+            # on the CPU and alone: a slice would take its whole data set with it into the file
+            "batches": tree_map_only(torch.Tensor, lambda one: one.detach().cpu().clone(), batches) if can_save else [],
             "hashes": [batch_hash(batch) for batch in batches],
-            "on_gpu": any(_on_gpu(batch) for batch in batches),
+            "on_gpu": any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(batches)),
             "drawn": {index - first: state for index, state in self._drawn.items() if index >= first and can_save},
         }
 
@@ -275,7 +276,7 @@ class RerunDataIterator(Iterator[Any]):
         if load is not None and inner is not None:
             load(inner)
         device = "cuda" if is_ours and state["on_gpu"] and torch.cuda.is_available() else "cpu"
-        batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
+        batches = tree_map_only(torch.Tensor, lambda one: one.to(device), state["batches"]) if is_ours else []
         self._taken = [(batch, _versions(batch)) for batch in batches]
         self._loaded_hashes = [str(one) for one in state["hashes"]] if batches else []
         self._drawn = dict(state.get("drawn", {})) if batches else {}
@@ -343,16 +344,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(_is_plain(item) for item in value)
     return type(value) in (torch.Tensor, str, bytes, int, float, bool, type(None))
-
-
-def _stored(value: Any) -> Any:
-    """On the CPU and alone: a slice would take its whole data set with it into the file."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
-
-
-def _moved(value: Any, device: str) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
-def _on_gpu(value: Any) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(value))
