@@ -140,10 +140,6 @@ Memory = memoryview | bytearray | mmap.mmap
 class NoRoom(Exception):
     """The memory is too small for this save; never leaves the package."""
 
-    def __init__(self, needed_bytes: int) -> None:
-        super().__init__(f"the image takes {needed_bytes} bytes")
-        self.needed_bytes = needed_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
@@ -341,7 +337,7 @@ class Layout:
 
     def _check_room(self, memory: Memory, needed_bytes: int) -> None:
         if memoryview(memory).nbytes < needed_bytes:
-            raise NoRoom(needed_bytes)
+            raise NoRoom(f"the image takes {needed_bytes} bytes")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
