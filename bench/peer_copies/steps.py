@@ -85,7 +85,7 @@ def _nodes(root: Path) -> Iterator[list[int]]:
             memory.mkdir(mode=0o700)
             (memory / KEY_FILE).write_bytes(key)
             with socket.create_server(("127.0.0.1", 0)) as listener:
-                argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(memory)]
+                argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas", str(memory)]
                 number = listener.fileno()
                 keepers.append(subprocess.Popen([*argv, str(number)], pass_fds=[number], stderr=subprocess.DEVNULL))
                 where = {"hosts": ["127.0.0.1"], "port": listener.getsockname()[1]}

@@ -44,8 +44,9 @@ from slurmft.agent.workers import (
 )
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError
-from slurmft.ipc import messages, ras_report
+from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect_to_any, listening_socket
+from slurmft.ipc.flight_dump import ask_ras, outliers
 from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.stop import NEVER, report_interval_s
@@ -396,7 +397,7 @@ class Keeping:
         if self._process is not None:
             log.warning("the keeper of copies ended with code %s; starting another", self._process.returncode)
         number = self._listener.fileno()
-        argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(self._memory), str(number)]
+        argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas", str(self._memory), str(number)]
         self._process = subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
@@ -745,8 +746,8 @@ class Agent:
         # one report is of all ranks
         ras_s = call.dumps_within_s if any(worker.rank == 0 for worker in workers) else 0.0
         taking = self._forensics.take_evidence(workers, folder, call.within_s, call.dumps_within_s)
-        found, report = await asyncio.gather(taking, ras_report.ask(self._environment, ras_s))
-        return messages.EvidenceReply(ranks=tuple(found), outliers=tuple(ras_report.outliers(report)))
+        found, report = await asyncio.gather(taking, ask_ras(self._environment, ras_s))
+        return messages.EvidenceReply(ranks=tuple(found), outliers=tuple(outliers(report)))
 
     async def _agree(
         self, call: messages.Propose | messages.Commit | messages.Withdraw

@@ -64,7 +64,7 @@ LEFT_S = 10.0
 
 _CUDA_DEVICE = "/dev/nvidia-uvm"
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
-_WARM_UP = "slurmft.checkpoint.warm_up"
+_WARM_UP = "slurmft.checkpoint.manager"
 _OPTIONAL = ("torch", "numpy")
 """Programs that train nothing do without."""
 

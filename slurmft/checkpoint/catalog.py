@@ -90,6 +90,10 @@ class Entry:
     """Why runs do not begin with it any more; empty for a good one."""
 
     @property
+    def identity(self) -> Identity:
+        return Identity(self.step, self.generation, self.commit)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all its files, the marker not counted."""
         return sum(record.size_bytes for record in self.files.values())
@@ -239,7 +243,8 @@ def write_marker(entry: Entry) -> None:
         "attempt": entry.attempt,
         "world_size": entry.world_size,
         "committed_at": entry.committed_at.isoformat(),
-        "metrics": {name: _to_json(number) for name, number in entry.metrics.items()},
+        # JSON has no NaN and no infinity; other readers of the marker would refuse the whole file
+        "metrics": {name: one if math.isfinite(one) else str(one) for name, one in entry.metrics.items()},
         "files": {name: {"bytes": one.size_bytes, "xxh3": one.xxh3} for name, one in entry.files.items()},
     }
     # The folder was made under the user's umask; the marker must be readable by the same people as the files beside it.
@@ -291,11 +296,6 @@ def _integer(value: Mapping[str, Any], key: str) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"{key} is {str(number)[:40]!r}")
     return number
-
-
-def _to_json(number: float) -> float | str:
-    # JSON has no NaN and no infinity; other readers of the marker would refuse the whole file.
-    return number if math.isfinite(number) else str(number)
 
 
 # --- retention ---
@@ -465,7 +465,7 @@ class Pruner:
             return retention  # to look at each of a thousand marks would be slow
         if self._look_at_marks(in_order[: keep.keep_last_n + NEVER_REMOVED + KEPT_QUARANTINED]):
             retention = self._retention(in_order, keep)
-        if self._look_at_marks(Identity(e.step, e.generation, e.commit) for e in retention.remove):
+        if self._look_at_marks(entry.identity for entry in retention.remove):
             retention = self._retention(in_order, keep)
         return retention
 
@@ -583,21 +583,14 @@ def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None)
     Args:
         tick: called with the bytes that have been read since the last call; from several threads.
     """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # then its use cannot be shown to others: the newest two stay in any case
-            stack.enter_context(reading(entry.path))
-        return _problems(entry, tick)
-
-
-def _problems(entry: Entry, tick: Callable[[int], None]) -> list[Problem]:
-    problems = []
     shards = {name for shard in range(entry.world_size) for name in (image_file(shard), index_file(shard))}
     missing = sorted(shards - entry.files.keys())
-    problems += [Problem(name, f"{name} is not listed by the marker") for name in missing[:PROBLEMS_SHOWN]]
-    for shard in range(entry.world_size):
-        problems += _check_shard(entry, shard, tick)
-    for name in sorted(entry.files.keys() - shards):
-        problems += _check_whole(entry, name, tick)
+    problems = [Problem(name, f"{name} is not listed by the marker") for name in missing[:PROBLEMS_SHOWN]]
+    with reading(entry.path):
+        for shard in range(entry.world_size):
+            problems += _check_shard(entry, shard, tick)
+        for name in sorted(entry.files.keys() - shards):
+            problems += _check_whole(entry, name, tick)
     return problems
 
 

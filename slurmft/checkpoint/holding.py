@@ -45,7 +45,7 @@ def holding(path: Path) -> Iterator[int]:
         OSError: it cannot be opened.
     """
     descriptor = open_regular(path)
-    with _locked(path, descriptor, lambda: _patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
+    with _locked(path, descriptor, lambda: patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
         yield descriptor
 
 
@@ -115,11 +115,11 @@ def is_claimed(folder: Path) -> bool:
 def reading(folder: Path) -> Iterator[None]:
     """Around the reading of a committed checkpoint: it is not removed meanwhile. One rank may do it for all.
 
-    Raises:
-        BlockingIOError, FileNotFoundError: it is being removed, or is gone.
-        OSError: its marker cannot be opened.
+    Where its marker cannot be held, others do not see that it is in use: the newest two stay in any case.
     """
-    with holding(folder / MANIFEST):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(holding(folder / MANIFEST))
         yield
 
 
@@ -128,7 +128,9 @@ def _locked(path: Path, descriptor: int, lock: Callable[[], None]) -> Iterator[N
     """Closes ``descriptor`` at the end."""
     try:
         lock()
-        _check_in_place(path, descriptor)
+        # it may have been unlinked between open and lock; then the lock protects nothing
+        if not os.path.samestat(path.stat(), os.fstat(descriptor)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
     finally:
         # before the descriptor: a child that was forked meanwhile has it, too, and would go on holding the file
@@ -147,9 +149,13 @@ def _lock(descriptor: int, kind: int) -> None:
             raise
 
 
-def _patiently(lock: Callable[[], None]) -> None:
-    """``is_held`` has a file alone for a moment, and so does a process that removes it."""
-    deadline = time.monotonic() + _PATIENCE_S
+def patiently(lock: Callable[[], None], within_s: float = _PATIENCE_S) -> None:
+    """Call ``lock`` until it gets the lock: ``is_held`` has a file alone for a moment, and so does who removes it.
+
+    Raises:
+        BlockingIOError: it did not in time.
+    """
+    deadline = time.monotonic() + within_s
     while True:
         try:
             return lock()
@@ -157,13 +163,6 @@ def _patiently(lock: Callable[[], None]) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-
-
-def _check_in_place(path: Path, descriptor: int) -> None:
-    """The locked file may have been unlinked between open and lock; then the lock protects nothing."""
-    there, here = os.stat(path), os.fstat(descriptor)  # noqa: PTH116 - a pair of equals
-    if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 # --- offers ---
@@ -210,12 +209,7 @@ class Holding:
 
     @property
     def name(self) -> Name:
-        return name_of(self.index.identity)
-
-
-def name_of(identity: Identity) -> Name:
-    """An identity as the decision sees it."""
-    return identity.step, identity.generation, identity.commit
+        return self.index.identity
 
 
 def image_of(index_path: Path) -> Path:
@@ -433,6 +427,6 @@ def _holding(path: Path, tier: Tier) -> Holding | None:
         return None
     if index is None or not S_ISREG(status.st_mode) or status.st_size < index.size_bytes:
         return None
-    if index.shards > MAX_WORLD or max(name_of(index.identity)) > MAX_STEP:
+    if index.shards > MAX_WORLD or max(index.identity) > MAX_STEP:
         return None
     return Holding(index=index, image=image, index_path=path, tier=tier)

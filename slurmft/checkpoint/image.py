@@ -20,9 +20,10 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
+from torch.utils._pytree import tree_leaves
 
 from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex, text_of
-from slurmft.checkpoint.state import KeyPath, Part
+from slurmft.checkpoint.state import KeyPath, Part, name_of_dtype
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
 
@@ -55,14 +56,12 @@ class ObjectPacker:
         for key, value in objects.items():
             known = self._last.get(key)
             if known is not None and _is_same(known[0], value):
-                fresh[key] = known
+                fresh[key], data = known, known[1]
             else:
                 data = to_bytes(key, value)
-                if _is_plain(value) and not _has_tensor(value):
+                if _is_plain(value) and not any(isinstance(one, torch.Tensor) for one in tree_leaves(value)):
                     fresh[key] = copy.deepcopy(value), data  # a copy: the value may grow in place
-                packed.append(Packed(key, data))
-                continue
-            packed.append(Packed(key, known[1]))
+            packed.append(Packed(key, data))
         self._last = fresh
         return packed
 
@@ -109,12 +108,6 @@ def _is_plain(value: Any) -> bool:
     return bool(kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized)
 
 
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_tensor, value.values()))
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
-
-
 def _is_same(first: Any, second: Any) -> bool:
     """Equal in type and value, to the last bit of a number."""
     if type(first) is not type(second):
@@ -146,10 +139,6 @@ Memory = memoryview | bytearray | mmap.mmap
 
 class NoRoom(Exception):
     """The memory is too small for this save; never leaves the package."""
-
-    def __init__(self, needed_bytes: int) -> None:
-        super().__init__(f"the image takes {needed_bytes} bytes")
-        self.needed_bytes = needed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +237,7 @@ class Layout:
                     length=archive.length,
                     data_offset=end + len(archive.head),
                     data_length=archive.data_bytes,
-                    dtype=str(whole.dtype).removeprefix("torch."),
+                    dtype=name_of_dtype(whole.dtype),
                     shape=tuple(whole.shape),
                     starts=starts,
                     sizes=sizes,
@@ -348,7 +337,7 @@ class Layout:
 
     def _check_room(self, memory: Memory, needed_bytes: int) -> None:
         if memoryview(memory).nbytes < needed_bytes:
-            raise NoRoom(needed_bytes)
+            raise NoRoom(f"the image takes {needed_bytes} bytes")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
@@ -212,8 +211,7 @@ class ShardIndex:
         return replace(self, items=hashed, texts=tuple(map(text_of, hashed)))  # it is written more than once
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What a ShardIndex is of, by its own fields; without its items."""
 
     identity: Identity
@@ -233,7 +231,7 @@ def write_index(path: Path, index: ShardIndex, *, durable: bool, mode: int = 0o6
     Raises:
         OSError: it was not written.
     """
-    identity = [index.identity.step, index.identity.generation, index.identity.commit]
+    identity = [*index.identity]
     items = ", ".join([*index.texts, *map(text_of, index.items[len(index.texts) :])])
     rest = f'"shard": {index.shard}, "shards": {index.shards}, "size_bytes": {index.size_bytes}'
     holders = f'"holders": {index.holders.text}, ' if index.holders is not None else ""
@@ -255,6 +253,18 @@ def read_index(path: Path) -> ShardIndex | None:
         return _index(value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StorageError(f"{path} is not the index of a shard: {error!r}") from error
+
+
+Fingerprint = tuple[int, int, int]
+
+
+def fingerprint(path: Path) -> Fingerprint | None:
+    """Distinguishes versions of a small file; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
@@ -349,12 +359,7 @@ def _holders(value: Mapping[str, Any], shards: int) -> Holders:
 
 def _check(index: ShardIndex) -> None:
     """Raises ValueError or TypeError unless the items tile the image and every number is what it should be."""
-    numbers = [
-        index.shard,
-        index.shards,
-        index.size_bytes,
-        *(getattr(index.identity, name) for name in Identity.__slots__),
-    ]
+    numbers = [index.shard, index.shards, index.size_bytes, *index.identity]
     if any(type(number) is not int or number < 0 for number in numbers) or index.shard >= index.shards:
         raise ValueError("its numbers make no sense")
     end = 0
@@ -416,9 +421,7 @@ class ImageFile:
     def __enter__(self) -> ImageFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -568,9 +571,7 @@ class NewFile:
     def __enter__(self) -> NewFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         os.close(self._descriptor)
         if kind is not None:
             with contextlib.suppress(OSError):
@@ -627,15 +628,17 @@ def is_temporary(name: str) -> bool:
 
 
 def digests(view: memoryview, index: ShardIndex, pace: Pace) -> list[str]:
-    """xxh3_128 of each item's bytes in hex, in order. Lets other threads run meanwhile."""
-    found = []
-    for item in index.items:
-        digest, end = xxhash.xxh3_128(), item.offset + item.length
-        for start in range(item.offset, end, _HASH_BYTES):
-            digest.update(view[start : min(start + _HASH_BYTES, end)])
-            pace(start)
-        found.append(digest.hexdigest())
-    return found
+    """``digest_of`` each item, in order."""
+    return [digest_of(view, item, pace) for item in index.items]
+
+
+def digest_of(view: memoryview, item: Item, pace: Pace = lambda _done_bytes: None) -> str:
+    """xxh3_128 of an item's bytes in hex; ``view`` is the whole image. Lets other threads run meanwhile."""
+    digest, end = xxhash.xxh3_128(), item.offset + item.length
+    for start in range(item.offset, end, _HASH_BYTES):
+        digest.update(view[start : min(start + _HASH_BYTES, end)])
+        pace(start)
+    return digest.hexdigest()
 
 
 def _sync_range(descriptor: int, start: int, length: int) -> None:

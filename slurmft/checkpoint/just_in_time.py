@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from slurmft.checkpoint.catalog import own_generation
+from slurmft.checkpoint.holding import patiently
 from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
 from slurmft.checkpoint.state import (
     BUFFERS_OF,
@@ -66,7 +66,7 @@ from slurmft.policy.hangs import why_not_to_trust
 from slurmft.storage.checkpoint_names import ranks_of_this_node
 from slurmft.system.files import open_regular
 from slurmft.trainer import streams
-from slurmft.trainer.savers import SAVERS, weakly
+from slurmft.trainer.savers import SAVERS, local_part, weakly
 from slurmft.trainer.streams import Device, Event, is_on_device
 
 # --- Which step's state lies on a GPU now, independent of the work that the host has queued since ---
@@ -220,7 +220,6 @@ class _OptimizerThen:
 OTHERS_S = 10.0
 """How long a rank waits for another one of its node that keeps the step."""
 
-_LOOK_S = 0.005
 _MARK = "rescue-"
 
 
@@ -235,16 +234,8 @@ def alone_on_this_node(folder: Path, step: int, part: int = 0) -> Iterator[int]:
     """
     of_this_load = f"{own_generation()}-{SAVERS.loads}-{step}"  # step numbers repeat after one
     descriptor = open_regular(folder / f"{_MARK}{of_this_load}-{part}", os.O_RDWR | os.O_CREAT)
-    deadline = time.monotonic() + OTHERS_S
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_LOOK_S)
+        patiently(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), OTHERS_S)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -281,7 +272,7 @@ class WeightsWatch:
         self._ids, self._weights = weights.keys(), list(weights.values())
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        dense = [one for one in self._weights if (here := _here(one)).numel() and here.layout is torch.strided]
+        dense = [one for one in self._weights if (here := local_part(one)).numel() and here.layout is torch.strided]
         self._sampled = dense[:: -(-len(dense) // MAX_SAMPLED) or 1]
         self._views: list[torch.Tensor] = []
         self._samples: list[torch.Tensor] = []
@@ -293,8 +284,8 @@ class WeightsWatch:
 
     def note(self) -> None:
         """Note them at a boundary. Does not wait for a GPU."""
-        self._versions = [_here(one)._version for one in self._weights]
-        if (addresses := [_here(one).data_ptr() for one in self._sampled]) != self._addresses:
+        self._versions = [local_part(one)._version for one in self._weights]
+        if (addresses := [local_part(one).data_ptr() for one in self._sampled]) != self._addresses:
             self._addresses = addresses
             self._views = [_first_values(one) for one in self._sampled]
             self._samples = [one.clone() for one in self._views]
@@ -304,11 +295,11 @@ class WeightsWatch:
 
     def weights_were_written(self) -> bool:
         """Whether torch has counted a write since ``note``; cheap."""
-        return self._versions != [_here(one)._version for one in self._weights]
+        return self._versions != [local_part(one)._version for one in self._weights]
 
     def difference(self, *, of_values: bool = True) -> str:
         """The first change since ``note``; empty where there is none. Without ``of_values`` no kernel is launched."""
-        if self.weights_were_written() or self._addresses != [_here(one).data_ptr() for one in self._sampled]:
+        if self.weights_were_written() or self._addresses != [local_part(one).data_ptr() for one in self._sampled]:
             return "the weights were changed"
         if of_values and not all(map(torch.equal, self._samples, self._views)):
             return "the weights were changed"
@@ -331,14 +322,9 @@ def _with_inner(optimizer: Any, depth: int) -> Iterator[Any]:
                     yield from _with_inner(one, depth - 1)
 
 
-def _here(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, where it is spread over ranks."""
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
 def _first_values(weight: torch.Tensor) -> torch.Tensor:
     """A view of some of its values, wherever they lie."""
-    view = _here(weight).detach()
+    view = local_part(weight).detach()
     while view.dim() > 1:
         view = view[0]
     return view[:SAMPLE_VALUES] if view.dim() else view

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 
-from slurmft.checkpoint import holding
 from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
-from slurmft.checkpoint.holding import MAX_WORLD
+from slurmft.checkpoint.holding import MAX_WORLD, reading
 from slurmft.checkpoint.image import local
 from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, verified_index
 from slurmft.checkpoint.memory_sources import MemorySources
@@ -52,6 +52,7 @@ from slurmft.checkpoint.state import (
     is_sharded,
     key_of,
     load_part,
+    name_of_dtype,
     original,
     part_of,
     plain_name,
@@ -263,7 +264,7 @@ class Prepared:
         for name, part in self.trainee.shared_parts().items():
             load_part(name, part, self.shared)
         if self.is_own:
-            self.trainee.restore_rng(self.own)
+            savers.restore(self.own["rng"])
 
     def _restore_types(self, stored: Mapping[int, Any]) -> None:
         """torch casts an optimizer's state to the type of the weights: moments of higher precision, and counters."""
@@ -444,7 +445,7 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
                     raise Damaged(
                         Damage.MISFIT,
                         index_file(0),
-                        f"{name} is {_short(there.dtype)} there and {_short(here.dtype)} here",
+                        f"{name} is {name_of_dtype(there.dtype)} there and {name_of_dtype(here.dtype)} here",
                         hint="load into a model of the type that was saved, or pass allow_cast=True",
                     )
                 recast.add(name)
@@ -531,17 +532,7 @@ def _with_numbers(trainee: Trainee, optimizer: Mapping[str, Any]) -> dict[str, A
 
 def _landed(value: Any) -> Any:
     """With tensors in the place of landings."""
-    if isinstance(value, Landing):
-        return value.value()
-    if type(value) is dict:
-        return {key: _landed(each) for key, each in value.items()}
-    if type(value) is list:
-        return [_landed(each) for each in value]
-    return value
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return tree_map_only(Landing, Landing.value, value)
 
 
 def _misfit(problem: str) -> Damaged:
@@ -650,7 +641,7 @@ class Loading:
             if committed and not ordered:
                 raise CheckpointError(f"no checkpoint in {self._directory} has a finite metric {metric!r}",
                                       hint="pass metrics= to save(), or use load_latest")  # fmt: skip
-            return [Identity(entry.step, entry.generation, entry.commit) for entry in ordered]
+            return [entry.identity for entry in ordered]
 
         return self._from_disk(self._agreed(best_first), "")
 
@@ -663,7 +654,7 @@ class Loading:
 
         def wanted() -> list[Identity]:
             entries = [entry for entry in Catalog(self._directory).committed() if is_wanted(entry)]
-            return [Identity(entry.step, entry.generation, entry.commit) for entry in entries[:1]]
+            return [entry.identity for entry in entries[:1]]
 
         return self._from_disk(self._agreed(wanted), "")
 
@@ -758,7 +749,7 @@ class Loading:
         for identity in candidates:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
             self._note(path, reason or "disk")
-            with guard, self._kept(path):
+            with guard, reading(path):
                 entry = _verified_entry(path)
                 stored = Stored(_DiskSources(path, entry), own=self._team.rank)
                 prepared = self._prepared(stored, OwnNotes())
@@ -781,14 +772,6 @@ class Loading:
             hint="move the folder away to start anew, or bring back an intact copy",
         )
 
-    @contextlib.contextmanager
-    def _kept(self, path: Path) -> Iterator[None]:
-        """The checkpoint is not removed while it is read, as far as the filesystem has locks."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                stack.enter_context(holding.reading(path))
-            yield
-
     def _agreed(self, candidates: Callable[[], list[Identity]]) -> list[Identity]:
         team, guard, found = self._team, Guard(), list[Identity]()
         if team.is_lead:
@@ -800,7 +783,7 @@ class Loading:
             raise failure(f"{self._directory} was not loaded", [code], team, guard)
         if not count:
             return []
-        numbers = [number for one in found for number in (one.step, one.generation, one.commit)]
+        numbers = [number for one in found for number in one]
         numbers = team.from_lead(numbers if team.is_lead else [0] * (3 * count))
         return [Identity(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)]
 
@@ -824,9 +807,9 @@ class Loading:
                 entry = _verified_entry(self._directory / identity.folder_name)
             except Damaged as error:
                 if error.damage in _QUARANTINE:
-                    marked += (identity.step, identity.generation, identity.commit)
+                    marked += identity
                 continue
-            row = [identity.step, identity.generation, identity.commit, entry.world_size]
+            row = [*identity, entry.world_size]
             break
         step, generation, commit, world_size, count, more = self._team.from_lead([*row, len(marked), len(doubted)])
         numbers = self._team.from_lead([*marked, *doubted] or [0] * (count + more)) if count + more else []
@@ -932,7 +915,7 @@ class _DiskSources(Mapping[int, Source]):
         if name not in entry.files or image_file(shard) not in entry.files:
             raise Damaged(Damage.MISSING, name, "the marker does not list it")
         index = verified_index(self._path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-        if (index.identity, index.shard) != (Identity(entry.step, entry.generation, entry.commit), shard):
+        if (index.identity, index.shard) != (entry.identity, shard):
             raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
         return Source(image=self._path / image_file(shard), index=index)
 

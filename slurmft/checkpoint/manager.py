@@ -13,6 +13,7 @@ import functools
 import logging
 import operator
 import os
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -25,10 +26,12 @@ import torch
 from slurmft.checkpoint.agreement import Guard, Team, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
 from slurmft.checkpoint.holding import forget_others
+from slurmft.checkpoint.image_file import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
-from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping
+from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping, prepare
 from slurmft.checkpoint.memory_sources import same_state
 from slurmft.checkpoint.notes import Extra, note_sender
+from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import (
     FACTS,
@@ -37,6 +40,7 @@ from slurmft.checkpoint.state import (
     Tolerance,
     Trainee,
     as_plain,
+    capture,
     for_save,
     is_plain,
     number_of,
@@ -665,6 +669,43 @@ class CheckpointManager:
         return loaded
 
 
+# --- warm-up ---
+
+
+def warm_up(folder: Path) -> None:
+    """Run the code of a save and a load once, in a process that waits to become a worker: keep a tiny state below
+    ``folder`` and load it; random number generators are as before.
+
+    A fork shares its parent's pages until it touches them, and the interpreter is slow where it comes for the first
+    time: both together are half of what the load of a small state takes. An error here concerns no worker.
+    """
+    before = savers.capture()
+    try:
+        with tempfile.TemporaryDirectory(prefix="warm-up-", dir=folder) as name:
+            _save_and_load(Path(name))
+    except Exception as error:  # noqa: BLE001 - what is wrong for the worker, too, it will report itself
+        log.debug("no warm-up: %s", error)
+    finally:
+        savers.restore(before)
+
+
+def _save_and_load(folder: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    trainee, settings = Trainee(model, optimizer), WorkerSettings().checkpoint
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731 - three times
+    snapshots = Snapshots(settings, memory=folder, spill=folder, on_committed=ignore, on_failed=ignore)
+    with contextlib.closing(snapshots):
+        snapshots.keep(capture(trainee, None, rank=0), Identity(1, 0, 1), ignore)
+        [path] = folder.glob("*.json")
+        if (index := read_index(path)) is None:
+            return
+        with contextlib.closing(Stored({0: Source(image=path.with_suffix(".image"), index=index)}, own=0)) as stored:
+            prepare(trainee, stored, rank=0, world_size=1).apply()
+
+
 # --- The checkpoint manager under the names that many training scripts use already, to ease migration ---
 
 _EPOCH = "epoch"
@@ -798,15 +839,7 @@ class DistributedCheckpointManager:
         )  # fmt: skip
 
     def cleanup_old_checkpoints(self, keep_last_n: int | None = None) -> int:
-        """Remove all but the newest ``keep_last_n`` (the manager's own number when empty) and what else is kept: the
-        best one, every ``keep_every`` steps, and always the newest two good ones. Returns how many are gone.
-
-        Every save does so by itself; this is for a lower number. Saves under way are waited for.
-
-        Raises:
-            CheckpointError: a save under way failed, or the folder cannot be read.
-            UsageError: ``keep_last_n`` is not positive.
-        """
+        """``CheckpointManager.cleanup_old_checkpoints``, with the manager's own number when empty."""
         return self.manager.cleanup_old_checkpoints(keep_last_n)
 
     def wait(self) -> None:

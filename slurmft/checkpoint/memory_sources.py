@@ -23,13 +23,12 @@ from slurmft.checkpoint.holding import (
     from_rows,
     holdings_in,
     inherit_tries,
-    name_of,
     note_try,
     scan,
     to_row,
     tries_of,
 )
-from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Item, ShardIndex, read_index
+from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Damaged, Item, ShardIndex, parse_index
 from slurmft.checkpoint.reading import Source
 from slurmft.checkpoint.replicas import Incoming, Mismatch, local_folder, ranges_of
 from slurmft.errors import CheckpointError, StorageError
@@ -55,7 +54,7 @@ from slurmft.storage.checkpoint_names import (
     own_memory_folder,
     read_copies_key,
 )
-from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes, write_bytes
+from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes
 from slurmft.system.processes import fits
 
 # --- Shards of a restart that lie in another node's memory travel to where they are needed, from memory to memory ---
@@ -72,16 +71,6 @@ _HEADER = struct.Struct("!qq")
 _CONTEXT = struct.Struct("!qqqqqq?")
 _NONCE_WORDS = 2
 _WORD_BITS = 62
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NotSupplied:
-    """A shard that did not arrive whole; the same on all ranks."""
-
-    rank: int
-    """The rank that should have supplied it."""
-
-    shard: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +111,7 @@ class _Tags:
 def supply(
     team: Team, decision: Decision, offers: Sequence[Offer], mine: Mapping[int, Holding], *,
     wanted: Collection[int], memory: Path | None, node_lead: int,
-) -> list[NotSupplied]:  # fmt: skip
+) -> list[tuple[int, int]]:  # fmt: skip
     """Bring the shards of ``decision`` that this rank's node lacks into its memory folder; a collective.
 
     Afterwards ``fetched(memory, name)`` finds them, on every rank of the node.
@@ -134,7 +123,8 @@ def supply(
         node_lead: the rank that offers and fetches for this rank's node: its local rank 0.
 
     Returns:
-        What could not be supplied, at most one for each receiving node; decide anew without it (``without``).
+        What did not arrive whole, the same on all ranks, at most one for each receiving node: the rank that should have
+        supplied it, and the shard. Decide anew without it (``without``).
 
     Raises:
         CheckpointError: the ranks are out of step with each other.
@@ -154,7 +144,7 @@ def supply(
         failed += _exchange_round(team, out, into, node)
     first = [failed[0].source + 1, failed[0].shard] if failed else [0, 0]
     rows = team.exchange(first)
-    return [NotSupplied(rank=source - 1, shard=shard) for source, shard in rows if source]
+    return [(source - 1, shard) for source, shard in rows if source]
 
 
 def fetched(memory: Path | None, name: Name | None) -> dict[int, Holding]:
@@ -292,8 +282,8 @@ class _Arrival:
                 raise StorageError("this rank has no memory folder")
             if blob is None:
                 raise Mismatch("its index is not authentic")
-            index = _parsed(blob, node.memory / FETCHED / f".index-{transfer.shard}")
-            if name_of(index.identity) != node.name or index.shard != transfer.shard:
+            index = parse_index(blob, "its index")
+            if index.identity != node.name or index.shard != transfer.shard:
                 raise Mismatch("it is another one")
             items = _items(index, transfer)
             if sum(item.length for item in items) != size_bytes or not index.is_hashed:
@@ -301,7 +291,7 @@ class _Arrival:
             if reason := fits(size_bytes, node.memory):
                 raise StorageError(reason)  # it is read from disk instead, without a copy in memory
             self._incoming = Incoming(node.memory / FETCHED, index, items)
-        except (Mismatch, StorageError, OSError) as error:
+        except (Damaged, Mismatch, StorageError, OSError) as error:
             self._give_up(error)
 
     def take(self, piece: memoryview, *, is_authentic: bool) -> None:
@@ -329,17 +319,6 @@ class _Arrival:
         if self._incoming is not None:
             self._incoming.discard()
             self._incoming = None
-
-
-def _parsed(blob: bytes, path: Path) -> ShardIndex:
-    try:
-        write_bytes(path, blob)
-        index = read_index(path)
-    finally:
-        path.unlink(missing_ok=True)
-    if index is None:
-        raise StorageError("its index vanished")
-    return index
 
 
 def _room(length: int) -> torch.Tensor:
@@ -452,19 +431,18 @@ class MemorySources:
         lacking = supply(
             self._team, decision, self._offers, mine, wanted=wanted, memory=self._memory, node_lead=self._node_lead
         )
-        for one in lacking:
-            self._offers = without(self._offers, one.rank, decision.name or (0, 0, 0), [one.shard])
+        for rank, shard in lacking:
+            self._offers = without(self._offers, rank, decision.name or (0, 0, 0), [shard])
         return not lacking
 
     def sources(self, identity: Identity) -> dict[int, Source]:
         """The shards that lie on this node now."""
-        name = (identity.step, identity.generation, identity.commit)
         mine = {one.index.shard: one for one in self._held if one.index.identity == identity and one.index.is_hashed}
         return {
             shard: Source(
                 image=one.image, index=one.index, own_place=one.index_path if one.tier is Tier.MEMORY else None
             )
-            for shard, one in (fetched(self._memory, name) | mine).items()
+            for shard, one in (fetched(self._memory, identity) | mine).items()
         }
 
     def refuse(self, decision: Decision, reason: str) -> None:

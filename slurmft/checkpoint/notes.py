@@ -35,7 +35,7 @@ from slurmft.checkpoint.replicas import (
     key_file,
     read_note,
 )
-from slurmft.checkpoint.state import as_json
+from slurmft.checkpoint.state import as_json, name_of_dtype
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import PEERS, Identity, ranks_of_this_node, read_copies_key
 from slurmft.system.files import TAG_BYTES, PieceTags, derived_key
@@ -59,9 +59,21 @@ _LENGTH = struct.Struct("=q")
 _ALIGNED = 64
 
 
-def lead_file(folder: Path) -> Path:
-    """Where rank 0 notes."""
-    return folder / "lead.record"
+LEAD = "lead"
+"""The name of rank 0's notes on the run; a rank's own are ``rank-<rank>``."""
+
+
+def note_file(folder: Path, name: str) -> Path:
+    """Where notes of that name lie."""
+    return folder / f"{name}.record"
+
+
+def raw_note(folder: Path, name: str, step: int, generation: int) -> bytes | None:
+    """The note on that step of that attempt, as it travels; None where neither it nor a copy of it is on this node."""
+    for place in (folder, folder / PEERS):
+        if (payload := read_note(note_file(place, name), step, generation)) is not None:
+            return payload
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +107,10 @@ class LeadRecord:
         self.has_buffers = bool(self._live)
         self._raw, self._views = _room(self._live)
         self._names = json.dumps(
-            [[name, _short(one.dtype), list(one.shape)] for name, one in buffers.items()] if self._live else []
+            [[name, name_of_dtype(one.dtype), list(one.shape)] for name, one in buffers.items()] if self._live else []
         ).encode()
         capacity = EXTRA_BYTES + len(self._names) + len(self._raw) + OVERHEAD_BYTES
-        self.file = NoteFile(lead_file(folder), generation, capacity)
+        self.file = NoteFile(note_file(folder, LEAD), generation, capacity)
 
     def note(self, step: int) -> bytes:
         """Note what is so after ``step`` steps; returns the note.
@@ -127,16 +139,8 @@ def can_be_noted(buffers: Mapping[str, torch.Tensor]) -> bool:
 
 def read_lead(folder: Path, step: int, generation: int) -> LeadNote | None:
     """Rank 0's note on that step of that attempt; None where neither rank 0 nor a copy of it is on this node."""
-    payload = raw_lead(folder, step, generation)
+    payload = raw_note(folder, LEAD, step, generation)
     return None if payload is None else decoded_lead(payload)
-
-
-def raw_lead(folder: Path, step: int, generation: int) -> bytes | None:
-    """The same, as it travels."""
-    for place in (folder, folder / PEERS):
-        if (payload := read_note(lead_file(place), step, generation)) is not None:
-            return payload
-    return None
 
 
 def decoded_lead(payload: bytes) -> LeadNote | None:
@@ -185,10 +189,6 @@ def _aligned(length: int) -> int:
     return -(-length // _ALIGNED) * _ALIGNED
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- One rank's own state at the newest step boundaries, in shared memory, so that it outlives the rank ---
 # When a rank dies, healthy replicas still have the weights, but not the dead rank's random numbers and its place in the
 # data. Both are noted here after each step, and never before its end: random numbers that a rank draws at the end of a
@@ -200,11 +200,6 @@ ERA = "era"
 """How often the process had loaded a state before it noted this: step numbers repeat after a load."""
 
 
-def record_file(folder: Path, rank: int) -> Path:
-    """Where ``rank`` notes its own state."""
-    return folder / f"rank-{rank}.record"
-
-
 class RankRecord:
     """The writing side: one rank's own, in one attempt.
 
@@ -213,7 +208,7 @@ class RankRecord:
     """
 
     def __init__(self, folder: Path, rank: int, generation: int) -> None:
-        self.file = NoteFile(record_file(folder, rank), generation, CAPACITY_BYTES)
+        self.file = NoteFile(note_file(folder, f"rank-{rank}"), generation, CAPACITY_BYTES)
         self._random = _RandomText()
 
     def note(self, step: int, loader: dict[str, Any] | None) -> bytes:
@@ -235,16 +230,8 @@ def read_record(folder: Path, rank: int, step: int, generation: int) -> dict[str
 
     None where neither the rank nor a copy of its notes is on this node.
     """
-    text = raw_record(folder, rank, step, generation)
+    text = raw_note(folder, f"rank-{rank}", step, generation)
     return None if text is None else decoded_record(text)
-
-
-def raw_record(folder: Path, rank: int, step: int, generation: int) -> bytes | None:
-    """The same, as it travels."""
-    for place in (folder, folder / PEERS):
-        if (text := read_note(record_file(place, rank), step, generation)) is not None:
-            return text
-    return None
 
 
 def _loader_as_json(loader: dict[str, Any] | None) -> bytes:
@@ -380,16 +367,13 @@ class _Tags:
         return payload
 
     def _tag(self, key: bytes, one: int, payload: bytes) -> bytes:
-        context = _CONTEXT.pack(self._identity.step, self._identity.generation, self._identity.commit, one)
+        context = _CONTEXT.pack(*self._identity, one)
         return PieceTags(derived_key(key, "note", self._nonces, context), len(payload)).next_tag(payload)
 
 
 def _read(memory: Path | None, one: int, identity: Identity) -> bytes | None:
-    if memory is None:
-        return None
-    if one == _LEAD:
-        return raw_lead(memory, identity.step, identity.generation)
-    return raw_record(memory, one, identity.step, identity.generation)
+    name = LEAD if one == _LEAD else f"rank-{one}"
+    return None if memory is None else raw_note(memory, name, identity.step, identity.generation)
 
 
 # --- Everything that one rank notes at the end of a step, so that any rank of its node can keep that step later ---
@@ -465,7 +449,7 @@ class BoundaryNotes:
         if self._lead is not None:
             payload = self._lead.note(step)
             if self._send is not None:
-                self._send("lead", step, self._lead.file, payload)
+                self._send(LEAD, step, self._lead.file, payload)
 
     def own_states(self, step: int, *, within_s: float = 0.0) -> dict[int, dict[str, Any]]:
         """The own state of every rank of this node after ``step`` steps, and of those whose notes were sent here.

@@ -24,10 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import xxhash
 
 from slurmft.checkpoint.catalog import Entry
 from slurmft.checkpoint.holding import holding, reading
@@ -40,6 +39,8 @@ from slurmft.checkpoint.image_file import (
     Item,
     Row,
     ShardIndex,
+    digest_of,
+    fingerprint,
     image_file,
     index_file,
     verified_index,
@@ -53,8 +54,6 @@ from slurmft.system.files import UnsafeFile, fsync_folder, mode_of_shown_files, 
 # byte changes, and does not begin while the image is held: an index that is still the same one after the copy says that
 # what was copied is what was verified.
 
-_HASH_BYTES = 16 << 20
-
 
 class MappedImage:
     """The image and its index. ``close`` lets others fill the place again; views of it must not be used after that.
@@ -67,7 +66,9 @@ class MappedImage:
         self._name, self._index = image.name, index
         with contextlib.ExitStack() as stack:
             descriptor = stack.enter_context(holding(image))
-            self._version = _version(index)
+            if (version := fingerprint(index)) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(index))
+            self._version = version
             status = os.fstat(descriptor)
             if status.st_uid not in trusted_owners(image.parent):
                 raise UnsafeFile(errno.EPERM, "belongs to another user", str(image))
@@ -86,12 +87,9 @@ class MappedImage:
         """
         if not item.digest:
             raise Damaged(Damage.UNREADABLE, self._name, f"{item.key} has no digest yet")
-        hasher, end = xxhash.xxh3_128(), item.offset + item.length
         with memoryview(self._memory) as whole:
-            for start in range(item.offset, end, _HASH_BYTES):
-                hasher.update(whole[start : min(start + _HASH_BYTES, end)])
-        if hasher.hexdigest() != item.digest:
-            raise Damaged(Damage.CHANGED, self._name, item.key)
+            if digest_of(whole, item) != item.digest:
+                raise Damaged(Damage.CHANGED, self._name, item.key)
 
     def view(self, item: Item, dtype: torch.dtype, start: int, sizes: tuple[int, ...]) -> torch.Tensor:
         """A run of an item's values, the first one's number being ``start``."""
@@ -101,19 +99,13 @@ class MappedImage:
 
     def is_unchanged(self) -> bool:
         """Whether nothing has begun to fill the place since it was held."""
-        try:
-            return _version(self._index) == self._version
-        except OSError:
-            return False
+        with suppress(OSError):
+            return self._version is not None and fingerprint(self._index) == self._version
+        return False
 
     def close(self) -> None:
         """Let it go. Idempotent."""
         self._stack.close()
-
-
-def _version(index: Path) -> tuple[int, int, int]:
-    status = index.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 # --- Reading a stored state: each tensor straight into its place, its digest checked on the way ---
@@ -405,15 +397,11 @@ _Job = tuple[_Piece, "list[tuple[int, memoryview]]", "_Scatter | None"]
 """A piece, where its bytes go, and what is copied when they are there."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Scatter:
+class _Scatter(NamedTuple):
     """Values that do not follow each other in memory: read into a piece of their own first."""
 
     read: torch.Tensor
     to: torch.Tensor
-
-    def run(self) -> None:
-        self.to.copy_(self.read)
 
 
 def _work(queue: Iterator[_Job], files: Mapping[Path, ImageFile], failed: threading.Event) -> None:
@@ -424,7 +412,7 @@ def _work(queue: Iterator[_Job], files: Mapping[Path, ImageFile], failed: thread
                 return
             files[piece.source.image].read(piece.item, memory)
             if scatter is not None:
-                scatter.run()
+                scatter.to.copy_(scatter.read)
     except BaseException:
         failed.set()
         raise
@@ -496,9 +484,6 @@ class Box:
         )
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
-
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
 
     def run_of(self, part: Box) -> int | None:
         """At which of this box's values, row by row, ``part`` begins; None where they do not follow each other."""
@@ -587,28 +572,19 @@ def export_safetensors(entry: Entry, out: Path, *, with_optimizer: bool) -> int:
 def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
     """Every value of the model, and of the optimizer, verified."""
     parts = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # then its use cannot be shown to others: the newest two stay in any case
-            stack.enter_context(reading(entry.path))
-        return _values(entry, parts)
-
-
-def _values(entry: Entry, parts: Collection[str]) -> dict[KeyPath, Any]:
     try:
-        stored = Stored.in_folder(
-            entry.path,
-            [
-                verified_index(entry.path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-                for name in map(index_file, range(entry.world_size))
-            ],
-        )
-        targets = {
-            key: Target(fresh(tensor.shape, tensor.dtype), (0,) * len(tensor.shape))
-            for key, tensor in stored.tensors.items()
-            if stored.path(key)[0] in parts
-        }
-        stored.fill(targets)
-        objects = stored.load_objects([key for key in stored.objects if stored.path(key)[0] in parts])
+        with reading(entry.path):
+            names = map(index_file, range(entry.world_size))
+            records = [(entry.path / name, entry.files[name]) for name in names]
+            indexes = [verified_index(path, record.size_bytes, record.xxh3) for path, record in records]
+            stored = Stored.in_folder(entry.path, indexes)
+            targets = {
+                key: Target(fresh(tensor.shape, tensor.dtype), (0,) * len(tensor.shape))
+                for key, tensor in stored.tensors.items()
+                if stored.path(key)[0] in parts
+            }
+            stored.fill(targets)
+            objects = stored.load_objects([key for key in stored.objects if stored.path(key)[0] in parts])
     except (Damaged, KeyError) as error:
         raise CheckpointError(f"{entry.path} cannot be exported: {error}", hint="try an older one") from error
     values: Mapping[str, Any] = {key: target.tensor for key, target in targets.items()} | objects

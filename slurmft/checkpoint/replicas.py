@@ -1,8 +1,12 @@
-"""Copies of shards and notes of steps: on the node's own disk, in its memory, and in that of other nodes. No torch."""
+"""Copies of shards and notes of steps: on the node's own disk, in its memory, and in that of other nodes. No torch.
+
+In one piece, since the sender and the keeper that takes the copies are the two ends of one protocol.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -12,25 +16,46 @@ import os
 import random
 import re
 import secrets
+import signal
 import socket
 import struct
+import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from types import TracebackType
 from typing import Any, NoReturn
 
 import xxhash
 
 from slurmft.checkpoint.holding import Holding, holdings_in, image_of
-from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Item, ShardIndex, read_index, write_index
+from slurmft.checkpoint.image_file import (
+    MAX_INDEX_BYTES,
+    Damaged,
+    Item,
+    ShardIndex,
+    fingerprint,
+    parse_index,
+    read_index,
+    write_index,
+)
 from slurmft.errors import StorageError, UsageError
 from slurmft.policy.checkpoints import Name, Tier, copy_holders
+from slurmft.policy.values import Strangers
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.storage.checkpoint_names import KEY_FILE, MAX_STEP, MEMORY_VARIABLE, Identity, announcement
+from slurmft.storage.checkpoint_names import (
+    KEY_FILE,
+    MAX_STEP,
+    MEMORY_VARIABLE,
+    PEERS,
+    Identity,
+    announcement,
+    read_copies_key,
+    read_generation,
+)
 from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE
 from slurmft.system.files import (
     NONCE_BYTES,
@@ -48,7 +73,8 @@ from slurmft.system.files import (
     read_json,
     write_bytes,
 )
-from slurmft.system.processes import fits
+from slurmft.system.foreign_text import log_to_stderr
+from slurmft.system.processes import die_with_parent, fits
 
 # --- slots ---
 # Two places for each shard in a folder of copies: a newer image replaces the older one of two, once it is verified.
@@ -127,9 +153,7 @@ class Incoming:
     def __enter__(self) -> Incoming:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.discard()
 
     def discard(self) -> None:
@@ -368,15 +392,12 @@ class Wire:
             view = view[self._socket.send(view) :]
 
     def _receive_exactly(self, length: int) -> bytes:
-        parts: list[bytes] = []
-        while length:
-            self._limit()
-            part = self._socket.recv(min(length, CHUNK_BYTES))
-            if not part:
-                raise BadCopy("the connection ended in the middle")
-            parts.append(part)
-            length -= len(part)
-        return b"".join(parts)
+        received = bytearray()  # it grows with what comes: a stranger may announce any length
+        while len(received) < length:
+            piece = memoryview(bytearray(min(length - len(received), CHUNK_BYTES)))
+            self._fill(piece)
+            received += piece
+        return bytes(received)
 
     def _limit(self) -> None:
         left_s = self.deadline - time.monotonic()
@@ -499,17 +520,6 @@ class Peer:
     """What it said, where that is known: the announcement lies in a shared place, which is not asked at every step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """The result of one copy."""
-
-    peer: Peer
-    problem: str
-    """Empty when the peer has the whole snapshot, verified."""
-
-    seconds: float
-
-
 def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:
     """The nodes that hold copies of this node's shards, in this attempt; none outside of a run."""
     try:
@@ -528,29 +538,23 @@ def key_file(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def send_copy(
-    index_path: Path, image_path: Path, peers: Sequence[Peer], key_file: Path, *,
+    index_path: Path, image_path: Path, peer: Peer, key_file: Path, *,
     limit_s: float = COPY_LIMIT_S, bytes_per_s: float | None = None, stop: threading.Event | None = None,
     keep: Identity | None = None,
-) -> list[Sent]:  # fmt: skip
-    """Send a staged shard, hashed already, to each peer in turn; returns each result, and never raises.
+) -> str:  # fmt: skip
+    """Send a staged shard, hashed already; empty when the peer has all of it, verified, else why not. Never raises.
 
     Args:
-        limit_s: for each peer; one that cannot be reached, does not answer or is too slow costs no more.
+        limit_s: a peer that cannot be reached, does not answer or is too slow costs no more.
         bytes_per_s: no faster than this, so that training keeps the network; None for no limit.
         stop: give up as soon as it is set; also done where the image is written over by a newer one.
         keep: a snapshot that the peer must still have when this one has not arrived whole.
     """
-    stop = stop or threading.Event()
-    results: list[Sent] = []
-    for peer in peers:
-        started_s = time.monotonic()
-        try:
-            pace = _Pace(started_s, limit_s, bytes_per_s, stop)
-            problem = _send(index_path, image_path, peer, read_bytes(key_file), pace, keep=keep)
-        except (BadCopy, OSError, StorageError) as error:
-            problem = str(error) or type(error).__name__
-        results.append(Sent(peer=peer, problem=problem, seconds=time.monotonic() - started_s))
-    return results
+    pace = _Pace(time.monotonic(), limit_s, bytes_per_s, stop or threading.Event())
+    try:
+        return _send(index_path, image_path, peer, read_bytes(key_file), pace, keep=keep)
+    except (BadCopy, OSError, StorageError) as error:
+        return str(error) or type(error).__name__
 
 
 def located(peer: Peer) -> Peer:
@@ -624,12 +628,11 @@ def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _
 
 def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity | None) -> tuple[Wire, object]:
     """A connection over which the index went, and what the keeper answers."""
-    kept = None if keep is None else [keep.step, keep.generation, keep.commit]
     for number in range(1, TRIES + 1):
         connection = _connect(peer, pace)
         try:
             wire = Wire(connection, secret, is_keeper=False, deadline=pace.deadline)
-            wire.send({"index_bytes": len(index), "keep": kept})
+            wire.send({"index_bytes": len(index), "keep": keep})
             wire.send_blob(index)
             return wire, wire.receive().get("answer")
         except (BadCopy, ConnectionError) as error:
@@ -645,25 +648,18 @@ def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity 
 
 
 def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pace: _Pace) -> None:
-    present = index_path.stat().st_ino
+    present = fingerprint(index_path)
     sent, since_s = 0, time.monotonic()
     while sent < index.size_bytes:
         pace.before(sent, since_s)
         room = wire.room(min(PIECE_BYTES, index.size_bytes - sent))
         count = os.preadv(image, [room], sent)
-        if not _is_still(index_path, present):  # the bytes read may be of the next snapshot
+        if present is None or fingerprint(index_path) != present:  # the bytes read may be of the next snapshot
             raise Superseded("a newer snapshot is being staged")
         if count < len(room):
             raise BadCopy("the image is shorter than its index says")
         wire.send_piece(count)
         sent += count
-
-
-def _is_still(path: Path, inode: int) -> bool:
-    try:
-        return path.stat().st_ino == inode
-    except FileNotFoundError:
-        return False
 
 
 def _connect(peer: Peer, pace: _Pace) -> socket.socket:
@@ -745,26 +741,21 @@ class NoteFile:
             os.close(descriptor)
         self._number, self.generation, self.capacity_bytes = 0, generation, capacity_bytes
 
-    def note(self, step: int, *parts: bytes | memoryview) -> None:
-        """Note the parts, one behind the other, as those after ``step`` steps.
+    def note(self, step: int, payload: bytes) -> None:
+        """Note the payload as that after ``step`` steps.
 
         Raises:
-            UsageError: they do not fit.
+            UsageError: it does not fit.
         """
-        length, capacity = sum(map(len, parts)), self.capacity_bytes
+        length, capacity = len(payload), self.capacity_bytes
         if length > capacity - OVERHEAD_BYTES:
             raise UsageError(f"it has {length} bytes")
         self._number += 1
         at, memory = self._number % NOTES * capacity, self._memory
         _NUMBER.pack_into(memory, at + capacity - _NUMBER.size, 0)
-        digest = xxhash.xxh3_64()
-        for part in parts:
-            digest.update(part)
-        _HEAD.pack_into(memory, at, self._number, step, _FORMAT, self.generation, length, digest.intdigest())
-        place = at + _HEAD.size
-        for part in parts:
-            memory[place : place + len(part)] = part
-            place += len(part)
+        digest = xxhash.xxh3_64_intdigest(payload)
+        _HEAD.pack_into(memory, at, self._number, step, _FORMAT, self.generation, length, digest)
+        memory[at + _HEAD.size : at + _HEAD.size + length] = payload
         _NUMBER.pack_into(memory, at + capacity - _NUMBER.size, self._number)
 
 
@@ -858,3 +849,233 @@ class NoteTaker:
             except (OSError, UsageError) as error:
                 return f"not kept: {error}"
         return "kept"
+
+
+# --- keeper ---
+# One small process per node, the agent's child, that keeps copies of other nodes' shards in memory.
+#
+# Run as ``python -m slurmft.checkpoint.replicas MEMORY_FOLDER FD``: FD is a socket that listens already. It reads
+# the key from ``copies.key`` and the run's generation from ``generation`` in the folder, takes copies into ``peers/``,
+# and ends with its parent. No torch, nothing unpickled; peers without the key are refused.
+
+MAX_CONNECTIONS = 64
+"""Copies under way; further senders are asked to come again."""
+
+MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
+"""Connections that have not proved that they belong to the run: when there are more, the oldest is closed."""
+
+MAX_SENT_INDEX_BYTES = 64 << 20
+HANDSHAKE_S = 5.0
+"""How long a connection may take to prove that it belongs to the run."""
+
+COPY_S = 600.0
+"""The longest that one copy may take; a silent sender is given up much earlier."""
+
+TOLD_REFUSALS = 10
+"""Strangers that the log names; the others are counted, and every thousandth is logged."""
+
+_BUSY_S = 5.0
+_PAUSE_S = 0.1
+_OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Refused(Exception):
+    """This copy is refused; the sender gets the reason."""
+
+
+class Keeper:
+    """Takes copies into the memory folder of one node."""
+
+    def __init__(self, memory: Path, listener: socket.socket) -> None:
+        self._memory, self._listener = memory, listener
+        self._peers = memory / PEERS
+        self._peers.mkdir(mode=0o700, exist_ok=True)
+        remove_unfinished(self._peers)
+        self._secret = read_copies_key(memory)
+        self._shards: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
+        self._senders = self._noting = self._refused = 0
+        self._generation = 0
+        self._changing, self._counting = threading.Lock(), threading.Lock()
+        self._notes = NoteTaker(self._peers, self._fence)
+
+    def serve(self) -> None:
+        """Take copies until the listening socket is closed."""
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno in _OUT_OF:
+                    log.warning("cannot take a connection now: %s", error)
+                    time.sleep(_PAUSE_S)
+                    continue
+                log.error("no copies are taken any more: %s", error)
+                return
+            self._admit(connection, str(address[0]))
+
+    def _admit(self, connection: socket.socket, sender: str) -> None:
+        with self._counting:  # until they are closed: none of them authenticates meanwhile
+            for one in self._strangers.admit(connection, sender):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
+        try:
+            threading.Thread(target=self._serve_one, args=(connection, sender), daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            with self._counting:
+                self._strangers.forget(connection)
+            connection.close()
+            self._tell_refusal(sender, error)
+
+    def _serve_one(self, connection: socket.socket, sender: str) -> None:
+        is_known = is_noting = False
+        try:
+            with (
+                connection,
+                Wire(connection, self._secret, is_keeper=True, deadline=time.monotonic() + HANDSHAKE_S) as wire,
+            ):
+                request = wire.receive()
+                is_known = True
+                with self._counting:
+                    self._strangers.forget(connection)
+                    self._senders += 1
+                try:
+                    if is_noting := "note" in request:
+                        self._take_notes(connection, wire, request)
+                    self._take(wire, request)
+                except Refused as refusal:
+                    wire.send({"answer": str(refusal)})
+        except (BadCopy, Mismatch, StorageError, OSError) as error:
+            if is_noting:
+                log.info("no more notes from %s: %s", sender, error)
+            elif is_known:
+                log.warning("a copy from %s was not taken: %s", sender, error)
+            else:
+                self._tell_refusal(sender, error)
+        finally:
+            with self._counting:
+                self._strangers.forget(connection)
+                self._senders -= is_known
+
+    def _tell_refusal(self, sender: str, error: Exception) -> None:
+        with self._counting:
+            self._refused += 1
+            number = self._refused
+        if number <= TOLD_REFUSALS or number % 1000 == 0:
+            log.warning("refused a connection from %s: %s (%d so far)", sender, error, number)
+
+    def _take_notes(self, connection: socket.socket, wire: Wire, request: Mapping[str, object]) -> NoReturn:
+        """Raises BadCopy or OSError when the sender has gone; the connection stays for the whole attempt."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may go with its node, without a word
+        with self._counting:
+            self._noting += 1
+        try:
+            self._notes.take(wire, request)
+        finally:
+            with self._counting:
+                self._noting -= 1
+
+    def _take(self, wire: Wire, request: Mapping[str, object]) -> None:
+        if self._senders - self._noting > MAX_CONNECTIONS:
+            raise Refused("busy with other copies")
+        length = request.get("index_bytes")
+        if type(length) is not int or not 0 < length <= MAX_SENT_INDEX_BYTES:
+            raise Refused("an index of that length is not taken")
+        wire.deadline = time.monotonic() + COPY_S
+        blob = wire.receive_blob(length)
+        try:
+            index = parse_index(blob, "it")
+        except Damaged as error:
+            raise Refused(f"not an index: {error}") from error
+        if not index.is_hashed:
+            raise Refused("the index has no digests")
+        with self._changing:
+            lock = self._shards[index.shard]
+        if not lock.acquire(timeout=_BUSY_S):
+            raise Refused("busy with another copy of this shard")
+        try:
+            keep = _kept_there(request.get("keep"))
+            self._check(index, keep)
+            self._receive(wire, blob, index, keep)
+        finally:
+            lock.release()
+
+    def _receive(self, wire: Wire, blob: bytes, index: ShardIndex, keep: Name | None) -> None:
+        wire.begin_image(blob, index.size_bytes)
+        try:
+            with self._changing:  # no place may be cleared away between its choice and its first byte
+                incoming = Incoming(self._peers, index, keep=keep)
+            with incoming:
+                wire.send({"answer": "send"})
+                left = index.size_bytes
+                while left:
+                    piece = wire.receive_piece(min(left, PIECE_BYTES))
+                    incoming.write(piece)
+                    left -= len(piece)
+                with self._changing:
+                    incoming.finish()
+                    self._generation = max(self._generation, index.identity.generation)
+                    remove_stale(self._peers, keep)
+        except Mismatch as error:
+            raise Refused(f"damaged on the way: {error}") from error
+        wire.send({"answer": "kept"})
+
+    def _fence(self) -> int:
+        """The oldest generation that is not over."""
+        return max(self._generation, read_generation(self._memory))
+
+    def _check(self, index: ShardIndex, keep: Name | None) -> None:
+        """Return when this copy is wanted.
+
+        Raises:
+            Refused: it is not.
+        """
+        fence = self._fence()
+        if index.identity.generation < fence:
+            raise Refused(f"generation {index.identity.generation} is over: this is generation {fence}")
+        for one in holdings_in(self._peers, Tier.PEER):
+            if one.index.shard != index.shard:
+                continue
+            if one.index.identity == index.identity:
+                raise Refused("kept")  # by an earlier try whose answer the sender did not get
+            mine, theirs = one.index.identity, index.identity
+            if mine.age > theirs.age:
+                raise Refused(f"a newer one is here: {mine.folder_name}")
+        image = image_of(place_for(self._peers, index, keep))
+        present = image.stat().st_size if image.exists() else 0
+        if reason := fits(max(index.size_bytes - present, 0), self._peers):
+            raise Refused(f"no room: {reason}")
+
+
+def _kept_there(told: object) -> Name | None:
+    """The snapshot that the sender still needs here.
+
+    Raises:
+        Refused: it is none.
+    """
+    if told is None:
+        return None
+    if not isinstance(told, list) or len(told) != 3 or any(type(number) is not int for number in told):
+        raise Refused("what is to be kept is no snapshot")
+    step, generation, commit = told
+    return step, generation, commit
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Take copies for as long as the parent lives."""
+    die_with_parent()
+    # Slurm sends its TERM to the whole tree on some sites; only the agent answers to it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    log_to_stderr("keeper: %(message)s")
+    os.nice(5)
+    memory, descriptor = Path(arguments[0]), int(arguments[1])
+    listener = socket.socket(fileno=descriptor)
+    listener.setblocking(True)
+    Keeper(memory, listener).serve()
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

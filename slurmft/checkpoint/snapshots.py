@@ -176,7 +176,6 @@ PLACES_WITH_COPIES = "abc"
 """With copies of steps between saves: one that is whole on all ranks, one on its way, and a save's."""
 
 _PAGE = mmap.PAGESIZE
-_PIECE_BYTES = 16 << 20
 
 
 class SnapshotSlot:
@@ -260,7 +259,7 @@ class SnapshotSlot:
             descriptor = _open_image(self.image)
             try:
                 for start in self._pieces(size_bytes):
-                    os.posix_fallocate(descriptor, start, min(_PIECE_BYTES, size_bytes - start))
+                    os.posix_fallocate(descriptor, start, min(PIECE_BYTES, size_bytes - start))
             finally:
                 os.close(descriptor)
             if self._is_wanted:
@@ -268,10 +267,10 @@ class SnapshotSlot:
             self._map(size_bytes)
             address = self.address
             for start in self._pieces(size_bytes):  # in this process's page table as well
-                ctypes.memset(address + start, 0, min(_PIECE_BYTES, size_bytes - start))
+                ctypes.memset(address + start, 0, min(PIECE_BYTES, size_bytes - start))
 
     def _pieces(self, size_bytes: int) -> Iterator[int]:
-        for start in range(0, size_bytes, _PIECE_BYTES):
+        for start in range(0, size_bytes, PIECE_BYTES):
             self._may_warm.wait()
             if self._is_wanted:
                 return

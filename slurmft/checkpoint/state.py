@@ -208,9 +208,14 @@ def _is_small(value: torch.Tensor) -> bool:
     return fits and value.nbytes <= MAX_JSON_TENSOR_BYTES
 
 
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _tensor(value: torch.Tensor) -> dict[str, Any]:
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return {TAG: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
+    return {TAG: "tensor", "dtype": name_of_dtype(value.dtype), "shape": list(value.shape),
             "hex": raw.numpy().tobytes().hex()}  # fmt: skip
 
 
@@ -360,10 +365,6 @@ class Trainee:
             elif loaded.state is not None and loaded.step == SAVERS.first_step:
                 return original(copy.deepcopy(loaded.state))
         return self.loader.state_dict()
-
-    def restore_rng(self, own: Mapping[str, Any]) -> None:
-        """Put the random number generators back to where ``rank_payload`` saw them."""
-        savers.restore(own["rng"])
 
     def shared_parts(self) -> dict[str, Stateful | None]:
         """Parts that are equal on every rank beside model and optimizer, by the name that they are stored under."""
@@ -585,8 +586,7 @@ class Between:
     def steps(cls, trainee: Trainee, part: Part) -> Between:
         """As the model is now."""
         state = unwrapped(trainee.model).state_dict(keep_vars=True)  # first: it brings back what is between steps
-        leaves = tuple(leaf for name, value in state.items() for leaf in _leaves_of(name, value))
-        return cls(part, leaves, group_names(trainee))
+        return cls(part, tuple(_model_leaves(state)), group_names(trainee))
 
 
 def capture(
@@ -606,8 +606,9 @@ def capture(
     if settles:
         settle(trainee.model.parameters())
     state, leads = FlatState(part=between.part if between is not None else WHOLE), rank == 0
-    state._put(between.leaves if between is not None else model_leaves(trainee.model), with_objects=leads)
-    buffers = unwrapped(trainee.model).named_buffers(remove_duplicate=False)
+    model = unwrapped(trainee.model)
+    state._put(between.leaves if between is not None else _model_leaves(model.state_dict()), with_objects=leads)
+    buffers = model.named_buffers(remove_duplicate=False)
     state.of_lead.update(key_of((MODEL, plain_name(name))) for name, _ in buffers)
     names = between.names if between is not None else group_names(trainee)
     state._put(_optimizer_leaves(trainee, names), with_objects=leads)
@@ -661,14 +662,10 @@ def number_of(tensor: torch.Tensor) -> int:
     return int(raw.view(torch.int32 if raw.numel() % 4 == 0 else torch.uint8).sum(dtype=torch.int64).item())
 
 
-def model_leaves(model: torch.nn.Module) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value of the model's state with its path."""
-    for name, value in unwrapped(model).state_dict().items():
-        yield from _leaves_of(name, value)
-
-
-def _leaves_of(name: str, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    return flatten((MODEL, plain_name(name)), value, _is_tensor)
+def _model_leaves(state: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value of a model's state with its path."""
+    for name, value in state.items():
+        yield from flatten((MODEL, plain_name(name)), value, _is_tensor)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -16,10 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from slurmft.checkpoint.agreement import FENCED, Guard, Team
 from slurmft.checkpoint.catalog import own_generation
@@ -90,12 +89,7 @@ class LeadExtra(IntEnum):
             return None, "extra= is no function, so its value between two saves is unknown"
         if self is LeadExtra.NONE:
             return None, ""
-        return (extra if callable(extra) else _never_called), ""
-
-
-def _never_called() -> Mapping[str, Any]:
-    """Stands for rank 0's function on ranks that were given none."""
-    return {}
+        return (extra if callable(extra) else dict), ""  # on ranks that were given none it is never called
 
 
 class Turn:

@@ -330,14 +330,14 @@ class Standing:
 
 def request_line(request: WriteRequest) -> bytes:
     """The request as the writer reads it."""
-    return _line({"kind": "write", **_plain(request)})
+    return line_of({"kind": "write", **_plain(request)})
 
 
 def request_from(value: Mapping[str, Any]) -> WriteRequest:
     """The reverse of ``request_line``, of the object in the line."""
     order, keeps = value["commit"], value["keeps"]
     objects = {
-        "identity": identity_from(value),
+        "identity": Identity(*value["identity"]),
         "keeps": None if keeps is None else Identity(*keeps),
         "commit": None if order is None else _order(**order),
         **{name: Path(value[name]) for name in ("snapshot", "image", "folder")},
@@ -347,23 +347,13 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
 
 def abandon_line(identity: Identity) -> bytes:
     """Asks the writer to leave a save, whether it waits or is being written."""
-    return _line({"kind": "abandon", "identity": identity})
-
-
-def report_line(report: Report) -> bytes:
-    """The report as the client reads it."""
-    return _line(report)
+    return line_of({"kind": "abandon", "identity": identity})
 
 
 def report_from(line: bytes) -> Report:
-    """The reverse of ``report_line``."""
+    """The reverse of ``line_of`` a report."""
     value = json.loads(line)
-    return Report(**value | {"identity": identity_from(value)})
-
-
-def identity_from(value: Mapping[str, Any]) -> Identity:
-    """The save that a line is about."""
-    return Identity(*value["identity"])
+    return Report(**value | {"identity": Identity(*value["identity"])})
 
 
 def _order(metrics: Mapping[str, float], attempt: str, keep: Mapping[str, Any]) -> CommitOrder:
@@ -375,18 +365,18 @@ def _plain(value: Any) -> Any:
     """A path, or a dataclass of this module, for JSON."""
     if isinstance(value, Path):
         return str(value.absolute())
-    facts = {name: getattr(value, name) for name in value.__slots__}
-    return [*facts.values()] if isinstance(value, Identity) else facts
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
-def _line(value: Any) -> bytes:
+def line_of(value: Any) -> bytes:
+    """A report, or a mapping, as the other side reads it."""
     return json.dumps(value, default=_plain).encode() + b"\n"  # never a line break inside, even in names of folders
 
 
-HURRY_LINE = _line({"kind": "hurry"})
+HURRY_LINE = line_of({"kind": "hurry"})
 """Asks the writer to lift the bandwidth cap of what it is writing."""
 
-CLOSE_LINE = _line({"kind": "close"})
+CLOSE_LINE = line_of({"kind": "close"})
 """Asks the writer to end when nothing is left to do."""
 
 
@@ -743,16 +733,16 @@ class WriterClient:
             self._lost(writer)
 
     def _lost(self, writer: SpawnedWriter) -> None:
-        writer.kill()  # one without a socket is of no use
-        deadline = time.monotonic() + 0.2
-        while not writer.is_gone() and time.monotonic() < deadline:
-            time.sleep(0.005)  # between its socket and its exit status lie microseconds
-        self._retire(writer)
+        self._retire(writer)  # one without a socket is of no use
         if not self._closing:
             log.warning("the checkpoint writer (process %d) %s", writer.pid, writer.ending)
             self._failed_try("writer", 0, f"the writer {writer.ending}")
 
     def _retire(self, writer: SpawnedWriter) -> None:
+        writer.kill()
+        deadline = time.monotonic() + 0.2
+        while not writer.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)  # between its socket and its exit status lie microseconds
         writer.let_go()
         self._writer = None
         if not writer.is_gone():
@@ -790,10 +780,6 @@ class WriterClient:
 
     def _replace_stalled(self, writer: SpawnedWriter) -> None:
         log.error("the checkpoint writer (process %d) makes no progress; it is replaced", writer.pid)
-        writer.kill()
-        deadline = time.monotonic() + 0.2
-        while not writer.is_gone() and time.monotonic() < deadline:
-            time.sleep(0.005)
         self._retire(writer)
         text = f"the writer made no progress for {self._stall_timeout_s:.0f} s: the filesystem hangs, or it was stopped"
         self._failed_try("writer", errno.ETIMEDOUT, text)

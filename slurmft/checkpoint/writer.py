@@ -34,11 +34,13 @@ from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
     METADATA_FILE,
     Damaged,
+    Fingerprint,
     Mappings,
     NewFile,
     Pace,
     ShardIndex,
     digests,
+    fingerprint,
     image_file,
     index_file,
     is_temporary,
@@ -58,10 +60,9 @@ from slurmft.checkpoint.write_requests import (
     Throttle,
     WriteRequest,
     do_politely,
-    identity_from,
     ignore_signals,
+    line_of,
     reached,
-    report_line,
     request_from,
 )
 from slurmft.errors import Fenced, StorageError
@@ -201,11 +202,12 @@ class CopyLane:
     def _copy(self, request: WriteRequest) -> None:
         directory, cap = request.folder.parent, None if request.urgent else request.max_bytes_per_s or None
         peers = self._peers if request.goes_to_peers and is_the_runs(directory, self._environment) else []
-        for sent in send_copy(request.snapshot, request.image, peers, self._key, bytes_per_s=cap):
-            if sent.problem:
-                log.warning("no copy with node %d: %s", sent.peer.place, sent.problem)
+        for peer in peers:
+            began_s = time.monotonic()
+            if problem := send_copy(request.snapshot, request.image, peer, self._key, bytes_per_s=cap):
+                log.warning("no copy with node %d: %s", peer.place, problem)
             else:
-                log.info("copied to node %d in %.2f s", sent.peer.place, sent.seconds)
+                log.info("copied to node %d in %.2f s", peer.place, time.monotonic() - began_s)
         if self._local is not None:
             try:
                 problem = keep_local(request.snapshot, request.image, local_folder(self._local, directory))
@@ -230,7 +232,7 @@ class Outbox:
 
     def put(self, report: Report) -> None:
         """Have it sent."""
-        self._lines.append(report_line(report))
+        self._lines.append(line_of(report))
         os.eventfd_write(self.wake, 1)
 
     def take(self) -> bytes:
@@ -738,7 +740,7 @@ def _write(task: Task, pace: Pacing, images: Mappings) -> int:
     request = task.request
     task.phase = "reading the image"
     with holding(request.image) as source:
-        fingerprint, index = _staged(task)
+        version, index = _staged(task)
         pace.size_bytes = index.size_bytes
         with images.of(source, index.size_bytes) as view:
             reached("request read")
@@ -749,11 +751,11 @@ def _write(task: Task, pace: Pacing, images: Mappings) -> int:
                 if request.shard and (folder / note_file(0)).exists():
                     raise Left("superseded", "rank 0 has given it up", is_lost=True)
                 mode = folder.stat().st_mode & 0o666
-                with _beside(lambda look: _hash(task, index, view, fingerprint, look), pace.look) as hashing:
+                with _beside(lambda look: _hash(task, index, view, version, look), pace.look) as hashing:
                     _write_image(task, folder, view, mode, pace)
-                    hashed, fingerprint = hashing.result()
+                    hashed, version = hashing.result()
                 task.phase = "writing the receipt"
-                if _fingerprint(request.snapshot) != fingerprint and _was_changed(task, source, index, hashed):
+                if fingerprint(request.snapshot) != version and _was_changed(task, source, index, hashed):
                     raise StorageError(f"{request.image} was changed while it was written")
                 write_index(folder / index_file(request.shard), hashed, durable=True, mode=mode)
                 task.written = hashed
@@ -778,33 +780,21 @@ def _written_before(task: Task, look: Pace, images: Mappings) -> int | None:
     return receipt.size_bytes
 
 
-_Fingerprint = tuple[int, int, int]
-
-
-def _fingerprint(path: Path) -> _Fingerprint | None:
-    """Distinguishes versions of a small file."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _staged(task: Task) -> tuple[_Fingerprint | None, ShardIndex]:
+def _staged(task: Task) -> tuple[Fingerprint | None, ShardIndex]:
     """The snapshot's index, when it is the one that was announced.
 
     Raises:
         StorageError: it is not.
     """
     request = task.request
-    fingerprint = _fingerprint(request.snapshot)
+    version = fingerprint(request.snapshot)
     index = read_index(request.snapshot)
     if index is None or (index.identity, index.shard) != (request.identity, request.shard):
         found = "nothing" if index is None else f"shard {index.shard} of {index.identity.folder_name}"
         raise StorageError(
             f"{request.snapshot} holds {found} instead of shard {request.shard} of {request.identity.folder_name}"
         )
-    return fingerprint, index
+    return version, index
 
 
 def _was_changed(task: Task, source: int, *same: ShardIndex) -> bool:
@@ -843,13 +833,12 @@ def _opened(folder: Path) -> Iterator[Path]:
 
 def _is_in_place(folder: Path, descriptor: int) -> bool:
     try:
-        there, here = folder.stat(), os.fstat(descriptor)
+        return os.path.samestat(folder.stat(), os.fstat(descriptor))
     except OSError:
         return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-_Hashed = tuple[ShardIndex, _Fingerprint | None]
+_Hashed = tuple[ShardIndex, Fingerprint | None]
 
 
 @contextlib.contextmanager
@@ -878,23 +867,23 @@ def _beside(work: Callable[[Pace], _Hashed], look: Pace) -> Iterator[Future[_Has
         thread.join()
 
 
-def _hash(task: Task, index: ShardIndex, view: memoryview, fingerprint: _Fingerprint | None, look: Pace) -> _Hashed:
+def _hash(task: Task, index: ShardIndex, view: memoryview, version: Fingerprint | None, look: Pace) -> _Hashed:
     """The index with digests, put in place of the one without at once: a restart from memory wants them."""
     if index.is_hashed:  # a writer before this one did it
         task.on_hashed(task.request)
-        return index, fingerprint
+        return index, version
     hashed = index.with_digests(digests(view, index, look))
     snapshot = task.request.snapshot
-    if _fingerprint(snapshot) == fingerprint:
+    if fingerprint(snapshot) == version:
         try:
             write_index(snapshot, hashed, durable=False)
-            fingerprint = _fingerprint(snapshot)
+            version = fingerprint(snapshot)
             task.on_hashed(task.request)
         except OSError as error:
             log.warning("%s gets no digests: %s", snapshot, error)
     task.tell("hashed", size_bytes=index.size_bytes)
     reached("hashed")
-    return hashed, fingerprint
+    return hashed, version
 
 
 def _write_image(task: Task, folder: Path, view: memoryview, mode: int, pace: Pace) -> None:
@@ -1170,23 +1159,21 @@ class StepCopyLane:
         key = key_file(self._environment) or Path()
         for number, peer in enumerate(self._peers or ()):
             known = peer if peer.addresses else located(peer)
-            (sent,) = send_copy(
-                request.snapshot, request.image, [known], key, bytes_per_s=request.max_bytes_per_s or None,
+            problem = send_copy(
+                request.snapshot, request.image, known, key, bytes_per_s=request.max_bytes_per_s or None,
                 stop=one.stop, keep=request.keeps,
             )  # fmt: skip
             one.task.leave_if_stopped()
-            if sent.problem:
-                problems.append(f"node {peer.place}: {sent.problem}")
-                log.warning("no copy of step %d with node %d: %s", request.identity.step, peer.place, sent.problem)
+            if problem:
+                problems.append(f"node {peer.place}: {problem}")
+                log.warning("no copy of step %d with node %d: %s", request.identity.step, peer.place, problem)
             if self._peers is not None:  # another agent may have taken its place in the meantime
-                self._peers[number] = replace(known, addresses=()) if sent.problem else known
+                self._peers[number] = replace(known, addresses=()) if problem else known
         reached("step sent")
         return "; ".join(problems)
 
 
 # --- entry ---
-# The writer: one process beside each worker that makes its snapshots durable, and on rank 0 commits them. No torch.
-#
 # Run as ``python -m slurmft.checkpoint.writer SOCKET_FD PAGE_FD LIFETIME_S``: requests and reports are JSON
 # objects, one on each line (checkpoint.write_requests); the page shows its progress. When its worker closes the
 # socket, or dies, it finishes its present work and ends, after ``LIFETIME_S`` seconds at the latest.
@@ -1273,7 +1260,7 @@ class Writer:
             else:
                 (self._commit if task.request.is_written else self._images.offer)(task)
         elif value["kind"] == "abandon":
-            identity = identity_from(value)
+            identity = Identity(*value["identity"])
             is_found = self._steps.abandon(identity) or self._images.abandon(identity)
             if not is_found and self._commits is not None:
                 self._commits.abandon(identity)

@@ -762,7 +762,7 @@ class PoisonSettings(Section):
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
-    "slurmft.worker.session", "slurmft.checkpoint.manager", "slurmft.checkpoint.warm_up",
+    "slurmft.worker.session", "slurmft.checkpoint.manager",
 )  # fmt: skip
 """torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 

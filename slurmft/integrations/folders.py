@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from slurmft.checkpoint.agreement import Guard, Team, failure
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.errors import CheckpointError, StorageError
 from slurmft.storage.verdicts import check_fence
-from slurmft.system import files as system_files
 from slurmft.system.files import fsync_folder, opened, read_json, read_part, trusted_owners, write_json
-from slurmft.trainer.savers import host_group
 
 # --- checked files ---
 # Files of ``torch.save`` that end with a digest of themselves, and the look at any such file before it is loaded.
@@ -326,9 +323,7 @@ def _size(path: Path) -> int:
     return -1
 
 
-# --- marked folders ---
-# Saves in a framework's own format: folders that all ranks fill together, and that count once a marker is in them.
-#
+# --- marked folders: they count once a marker is in them ---
 #     <root>/step-000000000000042.3.0/    42 steps, saved by generation 3 of the run, its first try
 #         ...                             whatever the ranks write
 #         complete.json                   written last, by rank 0: names and sizes of all files
@@ -497,11 +492,8 @@ def _sync(folder: Path, *, everything: bool) -> None:
         if path.is_dir():
             fsync_folder(path)
         elif everything or path.parent != folder:
-            descriptor = system_files.open_regular(path)
-            try:
+            with opened(path) as descriptor:
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
     fsync_folder(folder)
 
 
@@ -513,8 +505,7 @@ COMPARED = 64
 
 def wait_for_all() -> None:
     """Return when every rank is here; at once where ranks are not connected."""
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(torch.zeros(1), group=host_group())
+    Team().least([0])
 
 
 def common_steps(parent: Path) -> list[int]:
@@ -525,13 +516,7 @@ def common_steps(parent: Path) -> list[int]:
         OSError: the folder cannot be read.
     """
     steps = finished_steps(parent)[-COMPARED:]
-    if not dist.is_available() or not dist.is_initialized():
-        return steps
-    mine = torch.full((COMPARED,), -1, dtype=torch.int64)
-    mine[: len(steps)] = torch.tensor(steps, dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine, group=host_group())
-    found = [set(row.tolist()) - {-1} for row in rows]
+    found = [set(row) - {-1} for row in Team().exchange([*steps, *[-1] * (COMPARED - len(steps))])]
     common = sorted(set.intersection(*found))
     if not common and any(found):
         lacking = [rank for rank, each in enumerate(found) if not each]

@@ -22,8 +22,6 @@ from typing import Annotated, Any, Self
 
 import msgspec
 
-# --- The control channel: JSON lines over TCP, each one authenticated with the job's secret ---
-
 MAX_LINE_BYTES = 256 * 1024
 UNANSWERED = 0
 """The id of a message without a reply."""

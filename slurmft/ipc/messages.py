@@ -40,8 +40,7 @@ from slurmft.ipc.channel import (
 )
 from slurmft.ipc.channel import Report as Report  # noqa: PLC0414 - it is exported from here, too
 from slurmft.ipc.channel import Sent as Sent  # noqa: PLC0414
-from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
-from slurmft.ipc.ras_report import MAX_OUTLIERS, Outlier
+from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_OUTLIERS, MAX_SPANS, MAX_TEXT, Outlier
 from slurmft.policy.hangs import WorkerLook
 from slurmft.policy.judge import Progress, Where
 
@@ -160,11 +159,7 @@ class WorkerSections(Fields, frozen=True, kw_only=True):
 
     def as_look(self, node: str) -> WorkerLook:
         """The look, at a worker of ``node``."""
-        return WorkerLook(
-            rank=self.rank, node=node, attached=self.attached, age_s=self.age_s, quiet_s=self.quiet_s,
-            sections=self.sections, elsewhere=self.elsewhere, heartbeat_s=self.heartbeat_s, step=self.step,
-            own_work=self.own_work, stopped=self.stopped, holding=self.holding, warming_up=self.warming_up,
-        )  # fmt: skip
+        return WorkerLook(node=node, **msgspec.structs.asdict(self))
 
 
 class SectionsReply(Fields, frozen=True, kw_only=True):

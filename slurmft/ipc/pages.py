@@ -55,6 +55,28 @@ def attach(path: Path, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
+class _Mapped:
+    """A page as signed 64-bit integers in the machine's byte order."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._slots = memoryview(memory).cast("q")
+        self._views: list[memoryview[int]] = []
+
+    def view(self, first: int, number: int) -> memoryview[int]:
+        """Part of the page; valid until it is closed."""
+        part = self._slots[first : first + number]
+        self._views.append(part)
+        return part
+
+    def close(self) -> None:
+        """Unmap; the file stays."""
+        for part in self._views:
+            part.release()
+        self._slots.release()
+        self._memory.close()
+
+
 # --- The heartbeat page: one worker's state in shared memory, written and read without a system call ---
 # Layout, version 2: 1024 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
 # A the agent) and is one aligned 8-byte store, so no reader sees half a value; fields are not consistent with each
@@ -166,13 +188,8 @@ class StopAction(IntEnum):
     SAVE = 2
 
 
-class Page:
+class Page(_Mapped):
     """One worker's page. Both sides hold one; see the layout for who may write what."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._slots = memoryview(memory).cast("q")
-        self._views: list[memoryview[int]] = []
 
     @classmethod
     def create(cls, path: Path, *, rank: int, generation: int) -> Page:
@@ -230,22 +247,9 @@ class Page:
         """The fields from ``first`` up to ``last`` (exclusive), in the machine's byte order."""
         return self._memory[first * 8 : last * 8]
 
-    def view(self, first: int, number: int) -> memoryview[int]:
-        """Part of the page; valid until it is closed."""
-        part = self._slots[first : first + number]
-        self._views.append(part)
-        return part
-
     def touch(self, slot: Slot) -> None:
         """Store the time now, in ns."""
         self._slots[slot] = time.time_ns()
-
-    def close(self) -> None:
-        """Unmap; the file stays."""
-        for part in self._views:
-            part.release()
-        self._slots.release()
-        self._memory.close()
 
 
 # --- digest ring ---
@@ -681,13 +685,8 @@ def plain_timing_name(name: str) -> str:
     return text[:MAX_NAME].strip() or "?"
 
 
-class TimingPage:
+class TimingPage(_Mapped):
     """One worker's page. Both sides hold one; see the layout for who may write what."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._slots = memoryview(memory).cast("q")
-        self._blocks: list[memoryview[int]] = []
 
     @classmethod
     def create(cls, path: Path, *, rank: int, generation: int) -> TimingPage:
@@ -747,11 +746,9 @@ class TimingPage:
             return None
         start = _HEADER + number * _BLOCK if known is None else known[1]
         self._put_text(start + RING + 8, plain_timing_name(name))
-        block = self._slots[start : start + RING + 1]
-        self._blocks.append(block)
         if known is None:
             self._slots[_SECTIONS] = number + 1
-        return block
+        return self.view(start, RING + 1)
 
     def counts(self) -> dict[str, int]:
         """How many durations each section has ever had."""
@@ -772,13 +769,6 @@ class TimingPage:
             durations = [values[index % RING] for index in range(count - number, count)]
             found[name] = [duration for duration in durations if duration > 0]
         return found
-
-    def close(self) -> None:
-        """Unmap; the file stays."""
-        for block in self._blocks:
-            block.release()
-        self._slots.release()
-        self._memory.close()
 
     def _sections(self) -> dict[str, tuple[int, int]]:
         # the worker may have written anything: its page must not crash our process

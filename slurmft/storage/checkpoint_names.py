@@ -19,6 +19,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.system.files import Record, read_as, read_bytes, trusted_owners, write_json
@@ -143,8 +144,7 @@ the newest for ever, and leave no numbers for what is saved after it."""
 _NAME = re.compile(r"step-(\d{8,15})\.g(\d{1,15})\.c(\d{1,15})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """The content of a checkpoint's folder name; three integers, so that ranks can exchange it as a tensor."""
 
     step: int

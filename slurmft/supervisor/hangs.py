@@ -16,8 +16,8 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError
 from slurmft.ipc.channel import BadMessage
+from slurmft.ipc.flight_dump import Outlier
 from slurmft.ipc.messages import AskSections, DurationsReport, EvidenceReply, HangReport, RankEvidence, TakeEvidence
-from slurmft.ipc.ras_report import Outlier
 from slurmft.policy import hangs, judge
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.storage import history as storage_history

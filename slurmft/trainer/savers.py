@@ -38,7 +38,7 @@ from slurmft.errors import UsageError
 #
 # NCCL moves memory of a GPU only, runs one operation after the other on each communicator, and waits for all pending
 # work of the device. Agreements of ranks, and transfers from memory to memory, must not go over it. Every rank makes
-# the group at the same place: right after the default group (``worker.groups``), or at the first collective of this
+# the group at the same place: right after the default group (``worker.session``), or at the first collective of this
 # package in a script that has made its own.
 
 DESCRIPTION = "slurmft host"
@@ -273,7 +273,7 @@ class OpenGradients:
     def _is_new(self, gradient: torch.Tensor) -> bool:
         used, now = getattr(gradient, _USED_UP, None), _version(gradient)
         if self._has_update and used is not None:  # zeroed in place behind the update: once, as a rule
-            return now > used + 1 and bool(_local(gradient).any())
+            return now > used + 1 and bool(local_part(gradient).any())
         return used != now
 
     def _wrote(self) -> bool:
@@ -291,10 +291,11 @@ class OpenGradients:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return _local(tensor)._version
+    return local_part(tensor)._version
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, where it is spread over ranks."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

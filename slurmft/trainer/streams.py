@@ -13,87 +13,52 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-_CPU = torch.device("cpu")
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.0001, 0.002
 """Pauses between two looks at an event, growing: a copy of a large state takes a second."""
 
 
-class Event(Protocol):
-    """A mark in a stream."""
-
-    def record(self) -> None:
-        """Put it behind the work that was queued on this thread's current stream so far."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it; never waits."""
-
-
-class Device(Protocol):
-    """One GPU. Streams and the device itself are a thread's own choice: a new thread has neither."""
-
-    def use(self) -> None:
-        """Make it this thread's device: a new thread's is GPU 0, independent of other threads."""
-
-    def event(self, *, timed: bool = False) -> Any:
-        """A new event; one that is ``timed`` has ``elapsed_time``, in milliseconds."""
-
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        """Work on a stream that waits for no other one."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Ask for a copy on the current stream; returns before it is done where ``target`` is registered memory."""
-
-    def wait_for_everything(self) -> None:
-        """Until all that was asked for is done, a collective of other ranks included: never in a run that fails."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph, and does nothing."""
-
-    def register(self, address: int, size_bytes: int) -> str:
-        """Pin memory so that the device copies into it by itself; why not, where it cannot."""
-
-    def unregister(self, address: int) -> None:
-        """Unregister memory."""
-
-
-class CudaEvent:
-    """An event of one CUDA device. torch's own is recorded on the thread's current device, which may be another one."""
+class Event:
+    """A mark in a stream of one GPU. torch's own is recorded on the thread's current device, which may be another."""
 
     def __init__(self, index: int, *, timed: bool) -> None:
         self._index = index
         self._event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
+        """Put it behind the work that was queued on this thread's current stream so far."""
         self._event.record(torch.cuda.current_stream(self._index))
 
     def query(self) -> bool:
+        """Whether the device has reached it; never waits."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def elapsed_time(self, end: CudaEvent) -> float:
-        """Milliseconds until ``end``."""
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds until ``end``, where both are ``timed``."""
         return float(self._event.elapsed_time(end._event))
 
 
-class Cuda:
-    """A CUDA device."""
+class Device:
+    """One GPU. Streams and the device itself are a thread's own choice: a new thread has neither."""
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._beside: Any = None
 
     def use(self) -> None:
+        """Make it this thread's device: a new thread's is GPU 0, independent of other threads."""
         torch.cuda.set_device(self._index)
 
-    def event(self, *, timed: bool = False) -> CudaEvent:
-        return CudaEvent(self._index, timed=timed)
+    def event(self, *, timed: bool = False) -> Event:
+        """A new one."""
+        return Event(self._index, timed=timed)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
+        """Work on a stream that waits for no other one."""
         if self._beside is None:
             # torch's streams do not wait for the default one, and with a high priority nor behind its kernels
             self._beside = torch.cuda.Stream(self._index, priority=-1)  # type: ignore[no-untyped-call]
@@ -101,20 +66,25 @@ class Cuda:
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Ask for a copy on the current stream; returns before it is done where ``target`` is registered memory."""
         target.copy_(source, non_blocking=True)
 
     def wait_for_everything(self) -> None:
+        """Until all that was asked for is done, a collective of other ranks included: never in a run that fails."""
         torch.cuda.synchronize(self._index)
 
     def is_capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph, and does nothing."""
         with torch.cuda.device(self._index):
             return torch.cuda.is_current_stream_capturing()
 
     def register(self, address: int, size_bytes: int) -> str:
+        """Pin memory so that the device copies into it by itself; why not, where it cannot."""
         code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))  # type: ignore[no-untyped-call]
         return f"cudaHostRegister says {code}" if code else ""
 
     def unregister(self, address: int) -> None:
+        """Unregister memory."""
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
@@ -124,8 +94,8 @@ def of(device: torch.device) -> Device | None:
 
 
 @functools.cache
-def _cuda(index: int) -> Cuda:
-    return Cuda(index)
+def _cuda(index: int) -> Device:
+    return Device(index)
 
 
 def device_of(tensor: torch.Tensor) -> Device | None:

@@ -32,8 +32,6 @@ from slurmft.errors import DataError, UsageError
 from slurmft.policy.worker_settings import BatchSplit, even_parts, split_batch
 from slurmft.system.files import read_part
 
-# --- Which samples each rank takes next: exact over stops, restarts and changes of the world size ---
-
 FORMAT = 1
 Tail = Literal["span", "short", "drop"]
 Batch = TypeVar("Batch")
@@ -267,17 +265,10 @@ class ElasticLoader(Iterator[Batch], Generic[Batch]):
 
 
 # --- loader ---
-# Data that goes on exactly where it was: the resumable sampler, and bytes to train on with a loader of their own.
+# Bytes to train on, with a loader of their own. (What other loaders a CheckpointManager takes: ``state.Stateful``.)
 #
-# ``ElasticSampler`` with ``ElasticLoader`` serves torch's DataLoader and any data set with numbered samples, at any
-# world size. torchdata's ``StatefulDataLoader``, and any object with ``state_dict`` and
-# ``load_state_dict``, can be given to a CheckpointManager as ``loader=`` as they are: each rank's state is saved,
-# and the same number of ranks goes on from it. Another number of ranks can where the loader has
-# ``shared_position(state_dict)`` too, which returns the part of a state that all ranks share; that
-# is compared at every load.
-#
-# Of the bytes, the order of samples depends on the corpus, the window and the seed only. A position is a number of
-# samples over all ranks, so that a run may stop on four ranks and go on with two.
+# The order of samples depends on the corpus, the window and the seed only. A position is a number of samples over all
+# ranks, so that a run may stop on four ranks and go on with two.
 
 log = logging.getLogger(__name__)
 
@@ -310,14 +301,16 @@ class ByteCorpus:
             raise UsageError(f"limit_bytes is {limit_bytes}")
         if path is None:
             folder = Path(sysconfig.get_path("stdlib"))
-            return cls._of(_read_files(_sources(folder), limit_bytes), f"Python's standard library in {folder}")
+            return cls._of(
+                _read_files(_walk(folder, _NO_CORPUS, ".py"), limit_bytes), f"Python's standard library in {folder}"
+            )
         path = Path(path)
         try:
             mode = path.stat().st_mode
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}", hint="pass a text file or a folder") from error
         if stat.S_ISDIR(mode):
-            return cls._of(_read_files(_texts(path), limit_bytes), f"the text files in {path}")
+            return cls._of(_read_files(_walk(path), limit_bytes), f"the text files in {path}")
         if not stat.S_ISREG(mode):
             raise DataError(f"{path} is neither a regular file nor a folder")
         try:
@@ -379,41 +372,34 @@ class WindowLoader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
                 f"{corpus.source}: {len(corpus)} bytes are too short for a window of {window} bytes and a target",
                 hint="pass more text, or a smaller window",
             )
-        self._corpus = corpus
-        self._window = window
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._fingerprint = corpus.fingerprint()
-        self._position = 0
-        self._order: tuple[int, torch.Tensor] | None = None
+        self._corpus, self._window, self._fingerprint = corpus, window, corpus.fingerprint()
+        self._sampler = ElasticSampler(
+            self._windows, batch_size * world_size, rank=rank, world_size=world_size, seed=seed
+        )
 
     @property
     def position(self) -> int:
         """Samples that all ranks together have taken."""
-        return self._position
+        return self._sampler.position
 
     @property
     def epoch(self) -> int:
         """The epoch of the next global batch's first sample."""
-        return self._position // self._windows
+        return self._sampler.epoch
 
     def __iter__(self) -> WindowLoader:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self._position + self._rank * self._batch_size
-        starts = self._starts(first, first + self._batch_size)
-        batch = self._corpus.windows(starts, self._window)
-        self._position += self._batch_size * self._world_size
-        return batch
+        numbers = next(iter(self._sampler))
+        self._sampler.advance()
+        return self._corpus.windows(torch.tensor(numbers) * self._window, self._window)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches handed out so far; the same on every rank."""
         return {
-            "position": self._position,
-            "seed": self._seed,
+            "position": self.position,
+            "seed": self._sampler.seed,
             "window": self._window,
             "corpus": self._fingerprint,
         }
@@ -431,43 +417,19 @@ class WindowLoader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
                     f"the checkpoint has {key} {state_dict[key]}, and {self._corpus.source} has {here[key]}",
                     hint="resume with the same data, window and seed, or start a new run",
                 )
-        self._position = int(state_dict["position"])
+        self._sampler.epoch, self._sampler.consumed = divmod(int(state_dict["position"]), self._windows)
 
     def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
         """The part of ``state_dict`` that all ranks share: the position counts the samples of all."""
         return {key: state_dict.get(key) for key in self.state_dict()}
 
-    def _starts(self, first: int, end: int) -> torch.Tensor:
-        """Where in the corpus the samples ``first`` to ``end`` of the endless stream begin."""
-        parts = []
-        while first < end:
-            epoch, offset = divmod(first, self._windows)
-            part = self._epoch_order(epoch)[offset : offset + end - first]
-            parts.append(part)
-            first += len(part)
-        return torch.cat(parts) * self._window
 
-    def _epoch_order(self, epoch: int) -> torch.Tensor:
-        if self._order is None or self._order[0] != epoch:
-            mixed = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
-            self._order = (epoch, torch.randperm(self._windows, generator=generator))
-        return self._order[1]
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    return (file for file in _walk(folder, _NO_CORPUS) if file.suffix == ".py")
-
-
-def _texts(folder: Path) -> Iterator[Path]:
-    return (file for file in _walk(folder, frozenset()) if not file.name.startswith("."))
-
-
-def _walk(folder: Path, left_out: frozenset[str]) -> Iterator[Path]:
+def _walk(folder: Path, left_out: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
     """Regular files below ``folder``, in the same order on every machine: os.walk's own order is the filesystem's."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
-        yield from (file for name in sorted(names) if (file := Path(root, name)).is_file())
+        wanted = (name for name in sorted(names) if name.endswith(suffix) and not name.startswith("."))
+        yield from (file for name in wanted if (file := Path(root, name)).is_file())
 
 
 def _read_files(files: Iterator[Path], limit_bytes: int) -> bytearray:

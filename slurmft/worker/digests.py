@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -97,24 +97,12 @@ def group_of(tensors: Sequence[Named]) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-class Digester(Protocol):
-    """Computes digests of tensors of one device."""
-
-    def digest(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """One number for all of them, in their order; shape (), int64, on the device, without waiting for it."""
-
-
-def digester_of(device: torch.device) -> Digester:
-    """The one for tensors that lie there."""
-    return HostDigester() if device.type == "cpu" else DeviceDigester(device)
-
-
 class HostDigester:
     """XXH3 of the bytes."""
 
     @torch.no_grad()
     def digest(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """As ``Digester``."""
+        """One number for all of them, in their order; shape (), int64."""
         state = xxhash.xxh3_64()
         for tensor in tensors:
             if (data := _bytes(tensor)) is not None:
@@ -133,7 +121,7 @@ class DeviceDigester:
 
     @torch.no_grad()
     def digest(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """As ``Digester``."""
+        """As ``HostDigester.digest``, on the device, without waiting for it."""
         sums = [self._sum(parts) for parts in self._chunks(tensors)]
         if not sums:
             return torch.zeros((), dtype=torch.int64, device=self._weights.device)
@@ -156,6 +144,15 @@ class DeviceDigester:
                     number += part.numel()
         if pending:
             yield pending
+
+
+Digester = HostDigester | DeviceDigester
+"""Computes digests of tensors of one device."""
+
+
+def digester_of(device: torch.device) -> Digester:
+    """The one for tensors that lie there."""
+    return HostDigester() if device.type == "cpu" else DeviceDigester(device)
 
 
 def _named(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> Named:

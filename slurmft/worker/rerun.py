@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,7 +57,7 @@ Resolve = Callable[[], bool]
 """Whether this rank has rejected a result; waits for the GPU where the result lies on one."""
 
 
-class Agreement(Protocol):
+class Agreement:
     """Shows every rank alike whether one of them has rejected a result of this iteration."""
 
     def poison(self, rejected: bool | torch.Tensor) -> None:
@@ -64,33 +65,25 @@ class Agreement(Protocol):
 
     def alarm(self, resolve: Resolve) -> bool:
         """Whether some rank may have; the same on all ranks. Called after the backward pass."""
+        raise NotImplementedError
 
     def clear(self) -> None:
         """The next run of the iteration begins."""
 
 
-class Alone:
+class Alone(Agreement):
     """One process: there are no other ranks."""
-
-    def poison(self, rejected: bool | torch.Tensor) -> None:
-        """Nothing to do."""
 
     def alarm(self, resolve: Resolve) -> bool:
         """This rank's own flag."""
         return resolve()
 
-    def clear(self) -> None:
-        """Nothing to do."""
 
-
-class ByCollective:
+class ByCollective(Agreement):
     """The last resort: one small all-reduce in every iteration."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-
-    def poison(self, rejected: bool | torch.Tensor) -> None:
-        """Nothing to do yet."""
 
     def alarm(self, resolve: Resolve) -> bool:
         """The maximum over all ranks."""
@@ -98,18 +91,12 @@ class ByCollective:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
-    def clear(self) -> None:
-        """Nothing to do."""
 
-
-class ByLoop:
+class ByLoop(Agreement):
     """The user's own reduction carries the flag: ``machine.flag`` goes in, ``machine.agree(reduced)`` comes out."""
 
     def __init__(self) -> None:
         self.reduced: float | None = None
-
-    def poison(self, rejected: bool | torch.Tensor) -> None:
-        """Nothing to do: the loop asks for the flag."""
 
     def alarm(self, resolve: Resolve) -> bool:
         """The result of the loop's reduction.
@@ -126,7 +113,7 @@ class ByLoop:
         self.reduced = None
 
 
-class ByGradients:
+class ByGradients(Agreement):
     """DDP's own all-reduce carries the flag. Results must be validated before the backward pass.
 
     On a CPU hooks are added only when a result is rejected. On a GPU the host does not know yet, so one hook stays on
@@ -360,28 +347,6 @@ class Rejection:
         known = [rank for rank in self.producers if 0 <= rank < len(hardware)] or [self.rank]
         return replace(self, suspects=tuple(hardware[rank] for rank in known))
 
-    def plain(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        suspects = [{"node": one.node, "gpu": one.gpu, "rank": one.rank} for one in self.suspects]
-        return {
-            "rank": self.rank, "invocation": self.invocation, "message": self.message, "values": list(self.values),
-            "tolerance": self.tolerance, "producers": list(self.producers), "suspects": suspects,
-        }  # fmt: skip
-
-    @classmethod
-    def from_plain(cls, value: Mapping[str, Any]) -> Rejection:
-        """As ``plain`` has written it.
-
-        Raises:
-            KeyError, TypeError, ValueError: it has not.
-        """
-        return cls(
-            rank=int(value["rank"]), invocation=int(value["invocation"]), message=str(value["message"]),
-            values=tuple(float(one) for one in value["values"]), tolerance=float(value["tolerance"]),
-            producers=tuple(int(one) for one in value["producers"]),
-            suspects=tuple(Suspect(node=one["node"], gpu=one["gpu"], rank=one["rank"]) for one in value["suspects"]),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
@@ -401,18 +366,20 @@ class Pending:
 
     def plain(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {
-            "iteration": self.iteration, "attempts": self.attempts, "world_size": self.world_size,
-            "rejections": [one.plain() for one in self.rejections],
-        }  # fmt: skip
+        facts: dict[str, Any] = msgspec.to_builtins(self)
+        return facts
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> Pending:
-        """As ``plain`` has written it; raises as ``Rejection.from_plain``."""
-        return cls(
-            iteration=int(value["iteration"]), attempts=int(value["attempts"]), world_size=int(value["world_size"]),
-            rejections=tuple(Rejection.from_plain(one) for one in value["rejections"]),
-        )  # fmt: skip
+        """As ``plain`` has written it.
+
+        Raises:
+            TypeError: it has not.
+        """
+        try:
+            return msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise TypeError(f"the rerun that waits is damaged: {error}") from error
 
 
 def suspects_of(rejections: Sequence[Rejection]) -> tuple[Suspect, ...]:
@@ -893,34 +860,135 @@ class SecondLook:
     """Why the rerun proves nothing; empty when it does."""
 
 
-class Validation:
-    """The part of the machine that a loop calls for each result. While all is well it compares one number.
+def shown(result: Result) -> object:
+    """For a log line: a tensor without its history."""
+    return result.detach() if isinstance(result, torch.Tensor) else result
 
-    On a GPU nothing is read in the first run: the comparison stays on the device, and so does the flag, until all ranks
-    look at it after the backward pass.
+
+MAX_DIFFERENCES = 100_000
+
+
+class StepTwice:
+    """Collects the results of the first run of a step and compares those of the second."""
+
+    def __init__(self, interval_steps: int) -> None:
+        self._interval_steps = interval_steps
+        self._first: list[tuple[str, Sequence[float]]] = []
+        self._differences: dict[str, list[float]] = {}
+        self._steps = 0
+        self._is_second = False
+
+    def note(self, invocation: int, message: str, values: Sequence[float]) -> None:
+        """One result of the run under way."""
+        if not self._is_second:
+            self._first.append((message, values))
+            return
+        first = self._first[invocation][1] if invocation < len(self._first) else ()
+        found = self._differences.setdefault(message, [])
+        found.append(largest_difference(first, values))
+        del found[:-MAX_DIFFERENCES]
+
+    def wants_second_run(self) -> bool:
+        """After a run: whether the step is to be run once more. Reports now and then."""
+        if not self._is_second:
+            self._is_second = True
+            return True
+        self._is_second, self._first = False, []
+        self._steps += 1
+        if self._interval_steps and self._steps % self._interval_steps == 0:
+            self.report()
+        return False
+
+    def report(self) -> None:
+        """One log line for each kind of result."""
+        for message, found in self.variabilities().items():
+            log.info("rerun statistics after %d steps: %s: %s", self._steps, message, found)
+
+    def variabilities(self) -> dict[str, Variability]:
+        """By the message that each result was validated with."""
+        return {message: variability(found) for message, found in self._differences.items()}
+
+
+# --- state machine ---
+#     machine = RerunStateMachine(model=model)
+#     data = RerunDataIterator(loader)
+#     for step in range(steps):
+#         while machine.should_run_forward_backward(data):
+#             loss = loss_of(model, next(data))
+#             machine.validate_result(loss, rejection_func=torch.isnan, message="loss is NaN")
+#             optimizer.zero_grad()
+#             loss.backward()
+#         should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+#         ...
+#         optimizer.step()
+#
+# Within slurmft's session, ``session.rerun_machine(model, loader)`` does the last part as well. Every rank calls the
+# same methods in the same order; results are validated before their backward pass, and the optimizer steps after the
+# loop.
+
+Data = RerunDataIterator | Sequence[RerunDataIterator] | None
+
+_FORMAT = "rerun"
+
+
+class RerunStateMachine:
+    """Reruns of iterations whose results are rejected; see the module for the loop around it.
+
+    While all is well, a validation compares one number. On a GPU nothing is read in the first run: the comparison stays
+    on the device, and so does the flag, until all ranks look at it after the backward pass.
+
+    Args:
+        settings: the section ``rerun:``; by default as the agent passes it.
+        model: restored before a rerun, and DDP carries the flag; pass the wrapped one.
+        data: the iterator of every iteration, if there is one for all; its state is then part of this object's.
+        step: returns the number of the iteration under way; counted here when it is not given.
+        reads_late: leave results on the device until the backward pass is over; as the device needs it by default.
+        leave: called with the Departure instead of waiting for ``should_checkpoint_and_exit``; must not return.
+        carried_by_loop: the loop's own reduction carries the flag: ``flag`` into it, its result to ``agree``.
     """
 
     def __init__(
-        self, settings: RerunSettings, agreement: Agreement, injector: Injector | None, rank: int, *, reads_late: bool
+        self,
+        settings: RerunSettings | None = None,
+        *,
+        model: nn.Module | None = None,
+        data: RerunDataIterator | None = None,
+        step: Callable[[], int] | None = None,
+        leave: Callable[[Departure], Any] | None = None,
+        carried_by_loop: bool = False,
+        reads_late: bool | None = None,
     ) -> None:
+        settings = settings or WorkerSettings.from_environment(os.environ).rerun
+        device = next((one.device for one in model.parameters()), None) if model is not None else None
+        late = device is not None and device.type == "cuda" if reads_late is None else reads_late
+        hardware, ranks = own_hardware(device), Ranks()
         self.settings = settings
-        self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
-        self._agreement, self._injector, self._rank, self._reads_late = agreement, injector, rank, reads_late
+        self._agreement = ByLoop() if carried_by_loop else agreement_for(model, ranks, on_device=late)
+        self._injector = Injector(settings, hardware, ranks.rank) if settings.injects else None
+        self._rank, self._reads_late = ranks.rank, late
         self._checks = LossChecks(settings)
         self._fine_up_to, self._remembers = self._checks.fine_up_to, self._checks.remembers
-        self._is_quick = self._may_be_quick
-        self._step: Callable[[], int] | None = None
+        self._choose_path()
         self._iteration = self._invocation = 0
         self._phase = Phase.INITIAL
         self._rejection: Rejection | None = None
         self._second = SecondLook()
         self._losses: list[float] = []
+        self.data = data
+        self._randomness, self._model = IterationStart(), ModelStart(model)
+        self._proceedings = Proceedings(settings, ranks, hardware)
+        self._is_alone = isinstance(self._agreement, Alone) and not late
+        self._has_to_tidy = True
+        self._step, self._leave = step, leave
+        self._is_between = True
+        self._given: Data = None
+        self._data: tuple[RerunDataIterator, ...] = ()
 
     def _choose_path(self) -> None:
-        """After a change of the mode; statistics begin anew."""
+        """By the mode; statistics begin anew."""
         settings = self.settings
         self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
-        self._is_quick = self._may_be_quick
+        self._is_quick, self._is_usual = self._may_be_quick, self._twice is None and not self._off
 
     @property
     def _off(self) -> bool:
@@ -1070,126 +1138,6 @@ class Validation:
     def _producers(self, producers: Sequence[int] | None) -> tuple[int, ...]:
         return (self._rank,) if producers is None else tuple(producers)
 
-
-def shown(result: Result) -> object:
-    """For a log line: a tensor without its history."""
-    return result.detach() if isinstance(result, torch.Tensor) else result
-
-
-MAX_DIFFERENCES = 100_000
-
-
-class StepTwice:
-    """Collects the results of the first run of a step and compares those of the second."""
-
-    def __init__(self, interval_steps: int) -> None:
-        self._interval_steps = interval_steps
-        self._first: list[tuple[str, Sequence[float]]] = []
-        self._differences: dict[str, list[float]] = {}
-        self._steps = 0
-        self._is_second = False
-
-    def note(self, invocation: int, message: str, values: Sequence[float]) -> None:
-        """One result of the run under way."""
-        if not self._is_second:
-            self._first.append((message, values))
-            return
-        first = self._first[invocation][1] if invocation < len(self._first) else ()
-        found = self._differences.setdefault(message, [])
-        found.append(largest_difference(first, values))
-        del found[:-MAX_DIFFERENCES]
-
-    def wants_second_run(self) -> bool:
-        """After a run: whether the step is to be run once more. Reports now and then."""
-        if not self._is_second:
-            self._is_second = True
-            return True
-        self._is_second, self._first = False, []
-        self._steps += 1
-        if self._interval_steps and self._steps % self._interval_steps == 0:
-            self.report()
-        return False
-
-    def report(self) -> None:
-        """One log line for each kind of result."""
-        for message, found in self.variabilities().items():
-            log.info("rerun statistics after %d steps: %s: %s", self._steps, message, found)
-
-    def variabilities(self) -> dict[str, Variability]:
-        """By the message that each result was validated with."""
-        return {message: variability(found) for message, found in self._differences.items()}
-
-
-# --- state machine ---
-# The re-run state machine: a result that looks wrong is computed again, here and on other hardware, and judged.
-#
-#     machine = RerunStateMachine(model=model)
-#     data = RerunDataIterator(loader)
-#     for step in range(steps):
-#         while machine.should_run_forward_backward(data):
-#             loss = loss_of(model, next(data))
-#             machine.validate_result(loss, rejection_func=torch.isnan, message="loss is NaN")
-#             optimizer.zero_grad()
-#             loss.backward()
-#         should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
-#         ...
-#         optimizer.step()
-#
-# Within slurmft's session, ``session.rerun_machine(model, loader)`` does the last part as well. Every rank calls the
-# same methods in the same order; results are validated before their backward pass, and the optimizer steps after the
-# loop.
-
-Data = RerunDataIterator | Sequence[RerunDataIterator] | None
-
-_FORMAT = "rerun"
-
-
-class RerunStateMachine(Validation):
-    """Reruns of iterations whose results are rejected; see the module for the loop around it.
-
-    Args:
-        settings: the section ``rerun:``; by default as the agent passes it.
-        model: restored before a rerun, and DDP carries the flag; pass the wrapped one.
-        data: the iterator of every iteration, if there is one for all; its state is then part of this object's.
-        step: returns the number of the iteration under way; counted here when it is not given.
-        reads_late: leave results on the device until the backward pass is over; as the device needs it by default.
-        leave: called with the Departure instead of waiting for ``should_checkpoint_and_exit``; must not return.
-        carried_by_loop: the loop's own reduction carries the flag: ``flag`` into it, its result to ``agree``.
-    """
-
-    def __init__(
-        self,
-        settings: RerunSettings | None = None,
-        *,
-        model: nn.Module | None = None,
-        data: RerunDataIterator | None = None,
-        step: Callable[[], int] | None = None,
-        leave: Callable[[Departure], Any] | None = None,
-        carried_by_loop: bool = False,
-        reads_late: bool | None = None,
-    ) -> None:
-        settings = settings or WorkerSettings.from_environment(os.environ).rerun
-        device = next((one.device for one in model.parameters()), None) if model is not None else None
-        late = device is not None and device.type == "cuda" if reads_late is None else reads_late
-        hardware, ranks = own_hardware(device), Ranks()
-        super().__init__(
-            settings,
-            ByLoop() if carried_by_loop else agreement_for(model, ranks, on_device=late),
-            Injector(settings, hardware, ranks.rank) if settings.injects else None,
-            ranks.rank,
-            reads_late=late,
-        )
-        self.data = data
-        self._randomness, self._model = IterationStart(), ModelStart(model)
-        self._proceedings = Proceedings(settings, ranks, hardware)
-        self._is_alone = isinstance(self._agreement, Alone) and not late
-        self._is_usual = self._twice is None and not self._off
-        self._has_to_tidy = True
-        self._step, self._leave = step, leave
-        self._is_between = True
-        self._given: Data = None
-        self._data: tuple[RerunDataIterator, ...] = ()
-
     # the loop
 
     def should_run_forward_backward(self, data: Data = None) -> bool:
@@ -1250,7 +1198,6 @@ class RerunStateMachine(Validation):
         self.check_is_over()
         self.settings = replace(self.settings, mode=mode)
         self._choose_path()
-        self._is_usual = self._twice is None and not self._off
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.

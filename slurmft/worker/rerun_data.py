@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slurmft.trainer import savers
 
@@ -260,9 +261,10 @@ class RerunDataIterator(Iterator[Any]):
         return {
             _FORMAT: 1,
             "inner": inner() if inner is not None else None,
-            "batches": [_stored(batch) for batch in batches] if can_save else [],
+            # on the CPU and alone: a slice would take its whole data set with it into the file
+            "batches": tree_map_only(torch.Tensor, lambda one: one.detach().cpu().clone(), batches) if can_save else [],
             "hashes": [batch_hash(batch) for batch in batches],
-            "on_gpu": any(_on_gpu(batch) for batch in batches),
+            "on_gpu": any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(batches)),
             "drawn": {index - first: state for index, state in self._drawn.items() if index >= first and can_save},
         }
 
@@ -274,7 +276,7 @@ class RerunDataIterator(Iterator[Any]):
         if load is not None and inner is not None:
             load(inner)
         device = "cuda" if is_ours and state["on_gpu"] and torch.cuda.is_available() else "cpu"
-        batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
+        batches = tree_map_only(torch.Tensor, lambda one: one.to(device), state["batches"]) if is_ours else []
         self._taken = [(batch, _versions(batch)) for batch in batches]
         self._loaded_hashes = [str(one) for one in state["hashes"]] if batches else []
         self._drawn = dict(state.get("drawn", {})) if batches else {}
@@ -342,30 +344,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(_is_plain(item) for item in value)
     return type(value) in (torch.Tensor, str, bytes, int, float, bool, type(None))
-
-
-def _stored(value: Any) -> Any:
-    """On the CPU and alone: a slice would take its whole data set with it into the file."""
-    return _mapped(value, lambda tensor: tensor.detach().cpu().clone())
-
-
-def _moved(value: Any, device: str) -> Any:
-    return _mapped(value, lambda tensor: tensor.to(device))
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
-
-
-def _on_gpu(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_cuda
-    if isinstance(value, Mapping):
-        return any(_on_gpu(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(_on_gpu(item) for item in value)

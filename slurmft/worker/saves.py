@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -218,39 +218,19 @@ class ToldSchedule:
         self._due_at, self._look_at = None, step + 1
 
 
-class Spacing(Protocol):
-    """How far apart saves are to be."""
+class Spacing:
+    """How far apart saves are to be: as configured, or by itself the interval that wastes least, by what saves have
+    cost so far; a minute until two of them were measured."""
 
-    def seconds(self, *, step_s: float) -> float:
-        """Seconds of training between two saves, now."""
-
-    def cost(self, seconds: float) -> None:
-        """A save has cost the training loop so much: its stall, and what steps took longer while it was written."""
-
-
-class EverySeconds:
-    """A fixed interval."""
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-
-    def seconds(self, *, step_s: float) -> float:
-        """The configured interval."""
-        return self._interval_s
-
-    def cost(self, seconds: float) -> None:
-        """It changes nothing."""
-
-
-class Automatic:
-    """The interval that wastes least, by what saves have cost so far; a minute until two of them were measured."""
-
-    def __init__(self, mtbf_s: float, *, longest_s: float = 0.0) -> None:
-        self._mtbf_s, self._longest_s = mtbf_s, longest_s
+    def __init__(self, settings: CheckpointSettings, nodes: int) -> None:
+        self._is_fixed, self._longest_s = settings.interval != "auto", settings.interval_seconds
+        self._mtbf_s = settings.mtbf_s or policy.mtbf_s(policy.FailureHistory(), nodes)
         self._costs_s: list[float] = []
 
     def seconds(self, *, step_s: float) -> float:
-        """Daly's interval within its bounds (``policy.checkpoints``)."""
+        """Seconds of training between two saves, now; by itself Daly's interval within its bounds."""
+        if self._is_fixed:
+            return self._longest_s or policy.LONGEST_S
         cost_s = policy.typical_cost_s(self._costs_s)
         plan = policy.plan(cost_s or 0.0, self._mtbf_s, step_s=step_s, longest_s=self._longest_s)
         if len(self._costs_s) >= 2:
@@ -258,7 +238,7 @@ class Automatic:
         return min(max(policy.FIRST_S, 10 * (cost_s or 0.0), step_s), self._longest_s or math.inf)
 
     def cost(self, seconds: float) -> None:
-        """Take in what the newest save cost."""
+        """A save has cost the training loop so much: its stall, and what steps took longer while it was written."""
         if math.isfinite(seconds) and seconds >= 0:
             self._costs_s = [*self._costs_s[-2 * policy.SAVES_MEASURED :], seconds]
 
@@ -376,8 +356,7 @@ class SavePace:
         self._first = 1 if (settings.peer_interval or keeps_steps) and not start else None
         self._by_steps = SaveSchedule(settings.interval_steps, start) if settings.interval == "steps" else None
         self._told = ToldSchedule(start)
-        spacing = _spacing(settings, nodes)
-        self._timer = SaveTimer(spacing, now_ns=now_ns(), on_cost=on_cost) if is_lead else None
+        self._timer = SaveTimer(Spacing(settings, nodes), now_ns=now_ns(), on_cost=on_cost) if is_lead else None
 
     @classmethod
     def from_environment(
@@ -426,14 +405,6 @@ class SavePace:
             self._by_steps.done(step, worked=worked)
         else:
             self._told.done(step)
-
-
-def _spacing(settings: CheckpointSettings, nodes: int) -> Spacing:
-    if settings.interval != "auto":
-        return EverySeconds(settings.interval_seconds or policy.LONGEST_S)
-    unseen = policy.FailureHistory()
-    mtbf_s = settings.mtbf_s or policy.mtbf_s(unseen, nodes)
-    return Automatic(mtbf_s, longest_s=settings.interval_seconds)
 
 
 def _count(text: str) -> int:
@@ -566,7 +537,7 @@ class Saves:
 
 
 class PageListener:
-    """Reports saves to the agent, through the page. Each of its fields is one store, so any thread may."""
+    """The session as a ``savers.Listener``. Each field of a report is one store in the page, so any thread may."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -585,7 +556,6 @@ class PageListener:
             page[Slot.DURABLE] = max(page[Slot.DURABLE], step)
 
     def on_save_failed(self, _step: int, errno: int) -> None:
-        """One more save failed that will be tried again."""
         self._page[Slot.SAVE_ERRNO] = errno
         self._page[Slot.SAVE_FAILURES] += 1
 
@@ -594,30 +564,23 @@ class PageListener:
         self._page[Slot.SAVE_COST_NS] = int(seconds * 1e9)
 
     def on_loaded(self, seconds: float) -> None:
-        """A checkpoint was read, or looked for, in so long."""
         self._page[Slot.LOAD_NS] += int(seconds * 1e9)
 
     def on_rescuable(self, step: int) -> None:
-        """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
         self._page[Slot.RESCUABLE] = step
 
     def on_part(self, number: int) -> None:
-        """This rank has that part of a state that is spread over ranks."""
         self._page[Slot.RESCUE_PART] = number
 
     def on_rescuing(self, *, is_over: bool = False) -> None:
-        """As ``savers.Listener``."""
         self._page[Slot.RESCUING] = 0 if is_over else time.monotonic_ns()
 
     def on_rescued(self, step: int) -> None:
-        """The state after ``step`` steps was kept just in time."""
         self._page[Slot.RESCUED] = step
 
     def on_copied(self, step: int) -> None:
-        """All ranks have the state after ``step`` steps in memory, and their peers have it, too."""
         self._page[Slot.COPIED] = step
 
     def on_spaced(self, interval: int, share: float) -> None:
-        """Steps are copied less often from now on."""
         self._page[Slot.COPY_SHARE_PPM] = int(share * 1e6)
         self._page[Slot.COPY_INTERVAL] = interval

@@ -217,7 +217,6 @@ def test_no_arrow_back_up_is_listed_without_need():
 
 SMALL = {
     "__main__": "`python -m slurmft`",
-    "checkpoint/warm_up": "a program, imported by its name in a process that waits",
     "worker/shared_weights": "a public name, which must not import the rest of the worker",
     "integrations/accelerate": "public names of its own, for loops of Accelerate",
     "examples/byte_gpt_engine": "an example, to be copied",

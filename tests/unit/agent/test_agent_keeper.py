@@ -50,8 +50,7 @@ def begin(keeping: Keeping, folder: Path, **changes: Any) -> dict[str, Any]:
 
 def copy_to(folder: Path, memory: Path, tmp_path: Path, **staged: Any) -> str:
     peer = Peer(place=1, announcement=announcement(folder, 1))
-    (sent,) = send_copy(*stage(tmp_path / "mine", **staged), [peer], memory / KEY_FILE, limit_s=10)
-    return sent.problem
+    return send_copy(*stage(tmp_path / "mine", **staged), peer, memory / KEY_FILE, limit_s=10)
 
 
 def test_the_keeper_outlives_attempts_and_refuses_older_ones(tmp_path, keeping, memory):

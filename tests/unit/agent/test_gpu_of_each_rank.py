@@ -15,7 +15,7 @@ import torch
 from slurmft.agent.workers import own_device
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.supervisor.cluster import agents_environment
-from slurmft.worker.groups import ProcessGroups
+from slurmft.worker.session import ProcessGroups
 
 PER_NODE = {"SLURM_GPUS_PER_NODE": "4"}
 PER_TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_NODE": "4"}

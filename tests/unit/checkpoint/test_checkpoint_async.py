@@ -526,7 +526,7 @@ def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, 
 
 
 def test_no_room_is_made_while_the_training_waits_for_a_copy(tmp_path, monkeypatch, eventually):
-    monkeypatch.setattr(snapshots, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 4096)
     made = Arena(0, tmp_path)
     with made.copying():
         made.warm_up(1 << 20)

@@ -21,14 +21,14 @@ from slurmft.checkpoint.image_file import Damage, Damaged, read_index
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import prepare
 from slurmft.checkpoint.notes import (
+    LEAD,
     LeadRecord,
     OwnNotes,
     RankRecord,
     decoded_lead,
-    lead_file,
+    note_file,
     read_lead,
     read_record,
-    record_file,
 )
 from slurmft.checkpoint.reading import Stored
 from slurmft.checkpoint.snapshots import Snapshots
@@ -357,11 +357,11 @@ def test_a_rescue_that_fails_is_left_to_the_next_rank_of_the_node(tmp_path, list
     if failure == "no memory":
         copies[0].fails = True
     else:
-        hidden = record_file(tmp_path, 1).rename(tmp_path / "hidden")
+        hidden = note_file(tmp_path, "rank-1").rename(tmp_path / "hidden")
     made[0].rescue()
     assert listener.rescued == []
     if failure != "no memory":
-        hidden.rename(record_file(tmp_path, 1))
+        hidden.rename(note_file(tmp_path, "rank-1"))
     made[1].rescue()
     assert listener.rescued == [4] and copies[1].weights.keys() == {4}
     made[0].rescue()
@@ -439,7 +439,7 @@ def test_notes_of_steps_that_were_not_over_are_refused(tmp_path):
     record.note(7, {"place": 1})
     assert read_record(tmp_path, 0, 7, 1) is not None
     for early in (0, 1):
-        with record_file(tmp_path, 0).open("r+b") as file:
+        with note_file(tmp_path, "rank-0").open("r+b") as file:
             for at in (0, 256 * 1024):
                 file.seek(at + 16)
                 file.write(struct.pack("=q", early))
@@ -559,7 +559,7 @@ def test_without_the_note_of_rank_0_on_that_step_another_rank_of_its_node_keeps_
 ):
     _, (*_, kept, rescue) = ranks_of_one_node(tmp_path, monkeypatch)
     if lost == "note of rank 0":
-        lead_file(tmp_path).unlink()
+        note_file(tmp_path, LEAD).unlink()
     elif lost == "note on this step":
         rescue.at_boundary(5)
     else:
@@ -722,7 +722,7 @@ def test_buffers_of_every_kind_come_back_from_a_note(tmp_path):
 def test_a_note_whose_bytes_are_not_those_that_were_written_is_none(tmp_path):
     record = RankRecord(tmp_path, 0, 1)
     record.note(7, {"place": 1})
-    path = record_file(tmp_path, 0)
+    path = note_file(tmp_path, "rank-0")
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"place": 1', b'"place": 2'))
     assert read_record(tmp_path, 0, 7, 1) is None

@@ -261,7 +261,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from slurmft.checkpoint import CheckpointManager
-from slurmft.worker.groups import abort_device_groups
+from slurmft.worker.session import abort_device_groups
 from slurmft.worker.session import start_session
 from test_on_gpu import a_model, trained
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from slurmft.checkpoint import warm_up
+from slurmft.checkpoint import manager
 from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 
@@ -20,15 +20,15 @@ def drawn() -> list[float]:
 def test_a_state_is_loaded_and_no_trace_is_left(tmp_path, monkeypatch):
     applied = []
 
-    def prepare(*args: Any, real: Any = warm_up.prepare, **named: Any) -> Any:
+    def prepare(*args: Any, real: Any = manager.prepare, **named: Any) -> Any:
         applied.append(real(*args, **named))
         return applied[-1]
 
-    monkeypatch.setattr(warm_up, "prepare", prepare)
+    monkeypatch.setattr(manager, "prepare", prepare)
     before, known = savers.capture(), (SAVERS.savers, SAVERS.trained, SAVERS.loads)
     after = drawn()
     savers.restore(before)
-    warm_up.warm_up(tmp_path)
+    manager.warm_up(tmp_path)
     assert drawn() == after
     assert len(applied) == 1 and applied[0].is_own
     assert (SAVERS.savers, SAVERS.trained, SAVERS.loads) == known
@@ -39,5 +39,5 @@ def test_an_error_is_no_error_of_the_worker(tmp_path):
     before = savers.capture()
     after = drawn()
     savers.restore(before)
-    warm_up.warm_up(tmp_path / "gone")
+    manager.warm_up(tmp_path / "gone")
     assert drawn() == after

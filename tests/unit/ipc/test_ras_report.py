@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import slowness
 
-from slurmft.ipc.ras_report import MAX_OUTLIERS, VARIABLE, ask, outliers
+from slurmft.ipc.flight_dump import MAX_OUTLIERS, RAS_VARIABLE, ask_ras, outliers
 from slurmft.policy.judge import Summary, Where, blame
 from slurmft.policy.stop import tick_of
 from slurmft.supervisor.hangs import late_ranks
@@ -146,7 +146,7 @@ def answering(text: bytes, *, hangs: bool = False, within_s: float = 5.0) -> tup
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            return await ask({VARIABLE: f"127.0.0.1:{port}"}, within_s)
+            return await ask_ras({RAS_VARIABLE: f"127.0.0.1:{port}"}, within_s)
         finally:
             server.close()
             for writer in writers:
@@ -163,8 +163,8 @@ def test_the_report_is_asked_for_in_words_and_never_waited_for_too_long() -> Non
     assert answering(SILENT.encode(), hangs=True, within_s=0.3)[0] == SILENT, "what has come is used"
     assert time.monotonic() - began < 3.0 * slowness()
     for place in ("127.0.0.1:1", "127.0.0.1:x", "127.0.0.1:99999999999", "", "no such host:1"):
-        assert asyncio.run(ask({VARIABLE: place}, 0.2)) == ""
-    assert asyncio.run(ask({}, 0.0)) == ""
+        assert asyncio.run(ask_ras({RAS_VARIABLE: place}, 0.2)) == ""
+    assert asyncio.run(ask_ras({}, 0.0)) == ""
 
 
 def test_processes_become_ranks_where_that_is_certain() -> None:

@@ -34,8 +34,7 @@ from slurmft.policy.checkpoints import choose_snapshot
 from slurmft.storage.checkpoint_names import KEY_FILE
 from slurmft.trainer import savers
 from slurmft.worker.digests import weights_digest
-from slurmft.worker.groups import abort_device_groups
-from slurmft.worker.session import start_session
+from slurmft.worker.session import abort_device_groups, start_session
 
 STEPS, DIES_AT = 6, 4
 PATIENCE_S = 60.0

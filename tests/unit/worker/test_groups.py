@@ -19,7 +19,7 @@ from waiting import slowness
 from worker_variable import worker_variable
 
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker import groups
+from slurmft.worker import session as groups
 
 PROGRAM = """
 import json, torch.distributed as dist

@@ -183,7 +183,7 @@ WAITS = {
         "worker/session.py", "            SAVERS.rescue()\n", "            pass\n",
         RESCUE, "test_communicators_are_aborted_only_after_the_step_was_kept"),
     "nothing is kept behind an abort": (
-        "worker/groups.py", "    SAVERS.forget()\n", "",
+        "worker/session.py", "    SAVERS.forget()\n", "",
         "worker/test_groups.py", "test_nothing_is_kept_of_what_a_device_computes_behind_an_abort"),
     "the next workers wait for the memory of those before": (
         "agent/workers.py", "max(1.0, deadline - time.monotonic())) & set(pids):",

@@ -31,11 +31,11 @@ SIZE = 3 * PIECE_BYTES + 12_345
 MAX_GROWTH_BYTES = 100 << 20
 KEEPER = """
 import sys
-from slurmft.checkpoint import keeper, replicas as wire
-nonce, wire.SILENCE_S, keeper.HANDSHAKE_S = sys.argv.pop(), 1.0, 1.0
+from slurmft.checkpoint import replicas as wire
+nonce, wire.SILENCE_S, wire.HANDSHAKE_S = sys.argv.pop(), 1.0, 1.0
 if nonce:
     wire.new_nonce = lambda: bytes.fromhex(nonce)
-sys.exit(keeper.main(sys.argv[1:]))
+sys.exit(wire.main(sys.argv[1:]))
 """
 
 
@@ -90,8 +90,7 @@ def new_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def send(paths: tuple[Path, Path], node: Node, key: Path, **options) -> str:
-    (sent,) = send_copy(*paths, [node.peer], key, **{"limit_s": 20.0, **options})
-    return sent.problem
+    return send_copy(*paths, node.peer, key, **{"limit_s": 20.0, **options})
 
 
 # Strangers

@@ -19,10 +19,9 @@ from made_snapshots import KEY, flip_byte, stage
 from waiting import slowness, until
 from worker_variable import worker_variable
 
-from slurmft.checkpoint import keeper as keeper_module
+from slurmft.checkpoint import replicas as keeper_module
 from slurmft.checkpoint.holding import holdings_in
-from slurmft.checkpoint.keeper import Keeper
-from slurmft.checkpoint.replicas import MAX_LINE_BYTES, BadCopy, Peer, Wire, find_peers, key_file, send_copy
+from slurmft.checkpoint.replicas import MAX_LINE_BYTES, BadCopy, Keeper, Peer, Wire, find_peers, key_file, send_copy
 from slurmft.policy.checkpoints import Tier
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
@@ -79,8 +78,7 @@ def new_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def send(paths: tuple[Path, Path], node: Node, key: Path, **options) -> str:
-    (sent,) = send_copy(*paths, [node.peer], key, **{"limit_s": 10.0, **options})
-    return sent.problem
+    return send_copy(*paths, node.peer, key, **{"limit_s": 10.0, **options})
 
 
 @contextlib.contextmanager
@@ -100,8 +98,7 @@ def test_a_copy_is_the_same_bytes_and_can_be_offered(tmp_path, node, key):
 def test_several_peers_each_get_one(tmp_path, new_node, key):
     nodes = [new_node(), new_node()]
     paths = stage(tmp_path / "mine")
-    sent = send_copy(*paths, [node.peer for node in nodes], key)
-    assert [one.problem for one in sent] == ["", ""]
+    assert [send_copy(*paths, node.peer, key) for node in nodes] == ["", ""]
     assert all(node.held() for node in nodes)
 
 
@@ -371,7 +368,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Node]]:
     node.peer = Peer(place=0, announcement=announcement(tmp_path, 0))
     node.announce(node.port)
     number = node.listener.fileno()
-    argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(node.memory), str(number)]
+    argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas", str(node.memory), str(number)]
     with subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL) as started:
         yield started, node
         started.kill()
@@ -439,12 +436,10 @@ def test_what_the_sender_still_needs_is_not_written_over(node, tmp_path, key):
     """Step 2 did not arrive whole on some other node, so step 1 is what a restart could need."""
     for step in (1, 2, 3, 4):
         staged = stage(tmp_path / "mine", f"shard-0.{step}", identity=(step, 3, step), size=1000)
-        (sent,) = send_copy(*staged, [node.peer], key, keep=Identity(1, 3, 1))
-        assert not sent.problem
+        assert not send_copy(*staged, node.peer, key, keep=Identity(1, 3, 1))
     assert sorted(node.held()) == [(0, 1), (0, 4)]
     staged = stage(tmp_path / "mine", "shard-0.5", identity=(5, 3, 5), size=1000)
-    (sent,) = send_copy(*staged, [node.peer], key, keep=Identity(4, 3, 4))
-    assert not sent.problem
+    assert not send_copy(*staged, node.peer, key, keep=Identity(4, 3, 4))
     assert sorted(node.held()) == [(0, 4), (0, 5)]
 
 
@@ -455,8 +450,7 @@ def test_what_is_needed_stays_beside_newer_ones_of_other_shards(node, tmp_path, 
                 continue
             name = f"shard-{shard}.{step}"
             staged = stage(tmp_path / "mine", name, shard=shard, identity=(step, 3, step), size=1000)
-            (sent,) = send_copy(*staged, [node.peer], key, keep=Identity(1, 3, 1))
-            assert not sent.problem
+            assert not send_copy(*staged, node.peer, key, keep=Identity(1, 3, 1))
     assert (0, 1) in node.held()
 
 
@@ -464,11 +458,10 @@ def test_copies_of_a_run_that_went_back_replace_those_that_it_left(node, tmp_pat
     """The attempt before had counted further, and all of that was lost but what lies here."""
     for commit in (50, 51):
         staged = stage(tmp_path / "mine", f"shard-0.{commit}", identity=(commit, 3, commit), size=1000)
-        send_copy(*staged, [node.peer], key)
+        send_copy(*staged, node.peer, key)
     for commit in (5, 6, 7):
         staged = stage(tmp_path / "mine", f"shard-0.{commit}", identity=(commit, 4, commit), size=1000)
-        (sent,) = send_copy(*staged, [node.peer], key)
-        assert not sent.problem
+        assert not send_copy(*staged, node.peer, key)
     assert sorted(node.held()) == [(0, 6), (0, 7)]
 
 

@@ -13,9 +13,8 @@ import torch
 from made_snapshots import KEY
 from waiting import until
 
-from slurmft.checkpoint.keeper import Keeper
 from slurmft.checkpoint.notes import LeadRecord, NoteSender, OwnNotes, RankRecord, gather, read_record
-from slurmft.checkpoint.replicas import BadCopy, NoteFile, Peer, Wire, connected, read_note
+from slurmft.checkpoint.replicas import BadCopy, Keeper, NoteFile, Peer, Wire, connected, read_note
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
 from slurmft.trainer.savers import SAVERS

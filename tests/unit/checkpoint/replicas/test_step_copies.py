@@ -412,7 +412,7 @@ class Nodes:
     def keep(self, rank: int) -> None:
         memory = self.root / f"memory of {rank}"
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.keeper", str(memory)]
+            argv = [sys.executable, "-P", "-m", "slurmft.checkpoint.replicas", str(memory)]
             number = listener.fileno()
             self.keepers.append(subprocess.Popen([*argv, str(number)], pass_fds=[number]))
             self.announce(rank, listener)

@@ -55,11 +55,11 @@ def scenario(prepare, wanted=range(3), after=None, committed=None, chunk=64 * 10
     while True:
         decision = choose_snapshot(offers, committed, generation=3)
         failed = supply.supply(team, decision, offers, mine, wanted=wanted, memory=memory, node_lead=rank)
-        rounds.append([[one.rank, one.shard] for one in failed])
+        rounds.append([[*one] for one in failed])
         if not failed:
             break
-        for one in failed:
-            offers = without(offers, one.rank, decision.name, [one.shard])
+        for source, shard in failed:
+            offers = without(offers, source, decision.name, [shard])
     got = supply.fetched(memory, decision.name)
     held = {shard: one.image.stat().st_blocks * 512 for shard, one in got.items()}
     report[name] = {

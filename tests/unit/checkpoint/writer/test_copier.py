@@ -13,8 +13,7 @@ from worker_variable import worker_variable
 
 from slurmft.checkpoint import writer
 from slurmft.checkpoint.holding import holdings_in, scan
-from slurmft.checkpoint.keeper import Keeper
-from slurmft.checkpoint.replicas import Sent, local_folder
+from slurmft.checkpoint.replicas import Keeper, local_folder
 from slurmft.checkpoint.write_requests import WriteRequest
 from slurmft.checkpoint.writer import CopyLane
 from slurmft.policy.checkpoints import Tier
@@ -61,12 +60,12 @@ def test_of_those_that_wait_the_newest_wins(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     gate, sent = threading.Event(), []
 
-    def slow(index: Path, *_: object, **__: object) -> list[Sent]:
+    def slow(index: Path, *_: object, **__: object) -> str:
         sent.append(index.name)
         gate.wait(10)
         if len(sent) == 2:
             raise RuntimeError("a bug")
-        return []
+        return ""
 
     monkeypatch.setattr(writer, "send_copy", slow)
     lane = CopyLane(environment(tmp_path))

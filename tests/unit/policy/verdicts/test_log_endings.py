@@ -77,7 +77,7 @@ def test_what_we_log_in_a_worker_is_marked_through_every_format(fresh_logging, m
     log_with_rank()
     log_with_rank()
     words = "collective timeouts after the first step: %s"
-    logging.getLogger("slurmft.worker.groups").warning(words, "{'default': 61.2}")
+    logging.getLogger("slurmft.worker.session").warning(words, "{'default': 61.2}")
     [line] = written.getvalue().splitlines()
     assert line.count("slurmft rank 3: ") == 1
     assert cause_of_text(line) is cause_of_text(line) is None
@@ -101,7 +101,7 @@ def own_log(monkeypatch, form, say):
     if form is not None:
         logging.basicConfig(format=form, stream=written, level=logging.INFO)
     log_with_rank()
-    say(logging.getLogger("slurmft.worker.groups"))
+    say(logging.getLogger("slurmft.worker.session"))
     return f"step 1\n{written.getvalue()}"
 
 
