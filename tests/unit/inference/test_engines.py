@@ -176,7 +176,7 @@ time.sleep(60)
 """
 
 
-def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
+async def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
     async def tries(found: HttpEngine) -> None:
         while True:  # until it has closed its port
             try:
@@ -186,17 +186,14 @@ def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
             except Again:
                 await asyncio.sleep(0.05)
 
-    async def main() -> None:
-        given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", LEAVING, "{port}"]}}
-        found = HttpEngine(InferenceConfig.model_validate(given), 0)
-        try:
-            await found.start()
-            await asyncio.wait_for(tries(found), 20)
-        finally:
-            await found.close()
-            await found.ended()
-
-    asyncio.run(main())
+    given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", LEAVING, "{port}"]}}
+    found = HttpEngine(InferenceConfig.model_validate(given), 0)
+    try:
+        await found.start()
+        await asyncio.wait_for(tries(found), 20)
+    finally:
+        await found.close()
+        await found.ended()
 
 
 FAMILY = """
