@@ -1,7 +1,5 @@
 """Shared by all tests: one marked ``slurm`` or ``gpu`` runs on the real thing, or says by name why it does not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

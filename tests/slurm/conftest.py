@@ -1,7 +1,5 @@
 """Real runs on a real cluster: a lab of these tests' own, and a run as a tester sees it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """One engine over two nodes of a real cluster: the power of one of them is off, and another node takes its place."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually

@@ -1,7 +1,5 @@
 """An endpoint is handed over from job to job, while a hundred clients ask it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

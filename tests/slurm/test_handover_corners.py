@@ -1,7 +1,5 @@
 """Handovers of an endpoint in settings of their own, and beside other changes; a hundred clients ask it meanwhile."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually

@@ -1,7 +1,5 @@
 """The replicas of an endpoint get another engine one by one, while a hundred clients ask it."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """An endpoint on a real cluster: nodes die and are cut off, the job is requeued, and another user tries his luck."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import eventually

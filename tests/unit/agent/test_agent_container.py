@@ -1,7 +1,5 @@
 """The process outside of a container, and what the agent inside makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """What an agent finds out about real workers of a real zygote, without torch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

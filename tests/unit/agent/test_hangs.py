@@ -1,7 +1,5 @@
 """The agent's side of hang detection: real pages, a clock of the test's own, real processes that are stopped."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which rank each replica and each router of a node has, and whose end is told to whom."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

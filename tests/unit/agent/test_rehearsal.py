@@ -1,7 +1,5 @@
 """A spare's rehearsal, with real trainers: it ends before anything is saved, and goes away when the node is needed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

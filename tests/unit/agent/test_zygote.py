@@ -1,7 +1,5 @@
 """Workers forked from a real zygote, without torch: run as under the interpreter, and never outliving their agent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

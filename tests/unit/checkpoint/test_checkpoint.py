@@ -1,7 +1,5 @@
 """One process: what is saved comes back exactly, and whatever happens to a checkpoint, an older good one is found."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Saves that go on in the background, what memory keeps of them, and the last step that is kept just in time."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

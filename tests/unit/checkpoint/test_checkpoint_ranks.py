@@ -4,8 +4,6 @@ The scenarios run one after the other in one pair of processes (importing torch 
 rank writes what it saw, and every test looks at its part.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

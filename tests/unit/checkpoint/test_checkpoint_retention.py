@@ -1,7 +1,5 @@
 """Which checkpoints stay: the newest, the best, never the damaged in place of the good."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is kept just in time is the state of a boundary, whole, or nothing: weights, schedule, generators, position."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -4,8 +4,6 @@
 then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

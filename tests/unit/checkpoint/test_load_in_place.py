@@ -1,7 +1,5 @@
 """A load from a rank's own place in memory: verified where it lies, copied once, and never torn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks, each one a node of its own with memory of its own, train an FSDP2 model and begin anew from memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 What is measured goes to the test's properties (``--junitxml``) and to its output (``-rP``).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

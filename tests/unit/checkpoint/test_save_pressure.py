@@ -1,7 +1,5 @@
 """Saves that come faster than the disk takes them, on two ranks of different pace; and a kill in the middle of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Snapshots that do not fit into memory lie beside the checkpoints: found by the next start, and removed after it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two thousand configurations, good, nearly good and nonsense: settings that can be written, or one clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

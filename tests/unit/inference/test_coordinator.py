@@ -1,7 +1,5 @@
 """The coordinator believes agents as far as their leases go, and loses nothing when one of them is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Engines as the driver meets them: a real HTTP server on loopback, and callables."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

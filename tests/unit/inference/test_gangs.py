@@ -1,7 +1,5 @@
 """One engine over several nodes: who has it together, what each node is told, and how its processes end together."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """OpenAI's batch files are taken as they are, and its own client package reads the output."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Trials of a sweep: their names and folders, adding some while others run, and the process of each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

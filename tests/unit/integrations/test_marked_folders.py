@@ -1,7 +1,5 @@
 """Saves in a framework's format: a folder counts when all ranks are done, and not a moment earlier."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The control channel over real TCP: who is believed, what a stranger learns, and whose connection ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

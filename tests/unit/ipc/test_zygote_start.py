@@ -1,7 +1,5 @@
 """A zygote that is begun before its agent: with what the agent would give it, and by nothing but an agent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """An option that no list of ours has is looked for in the site's own ``sbatch --help``, once and for a limited time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shared list: whole, versioned, and nothing lost, however many write and whoever is killed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

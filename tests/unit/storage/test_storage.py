@@ -1,7 +1,5 @@
 """Files on a shared filesystem: atomic, versioned, believed only when whole; one actor per ending; fences."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import errno

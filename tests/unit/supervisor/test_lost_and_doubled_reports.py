@@ -1,7 +1,5 @@
 """Agents' reports are state: whatever connections lose, double or delay, the supervisor comes to know the same."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path

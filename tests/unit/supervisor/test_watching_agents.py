@@ -1,7 +1,5 @@
 """How long the supervisor waits for a silent agent: agents of a large job report rarely."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ saved after step 4. Ranks "die" by leaving without a word; the others keep what 
 when FSDP has put whole weights into the places of its parts.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

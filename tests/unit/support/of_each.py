@@ -1,7 +1,5 @@
 """One test over many values: one item, and one message that lists every value that is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

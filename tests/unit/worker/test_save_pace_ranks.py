@@ -1,7 +1,5 @@
 """Two real ranks whose clocks and speeds differ: they save by seconds, before the same steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ The scenarios run one after the other in one set of processes (importing torch c
 writes what it saw, and every test looks at its part.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Executables of a site: whatever they print, and whatever stands in the configuration, there is no traceback and no
 failure that nobody reported."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``/v1/files`` and ``/v1/batches`` with the client of OpenAI, while a router that works on a batch dies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

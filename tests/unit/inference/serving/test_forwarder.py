@@ -1,7 +1,5 @@
 """The forwarder: one address before routers that come and go, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The gate of a replica lets in who holds the run's key, by every address, and nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What a hostile client, or an engine that breaks the rules of HTTP, cannot do to others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Each row of the table in docs/reference/http.md, over raw sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

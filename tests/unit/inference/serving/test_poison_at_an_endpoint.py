@@ -1,7 +1,5 @@
 """Requests that crash engines: refused after the second, and remembered; those beside them are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

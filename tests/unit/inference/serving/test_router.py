@@ -1,7 +1,5 @@
 """The router over real sockets: what it passes on, what it refuses, and what follows when a replica fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

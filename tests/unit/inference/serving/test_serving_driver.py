@@ -1,7 +1,5 @@
 """The driver of an endpoint's replica: a real engine behind it, its agent and a router played by the test."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The supervisor's roster: which replicas routers are told of, which nodes have a router, and what clients find."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path

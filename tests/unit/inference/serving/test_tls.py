@@ -1,7 +1,5 @@
 """A router with a certificate speaks HTTPS alone, and refuses a key that others may read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Weights that a trainer publishes: real drivers and HTTP engines, a router, and answers that say what made them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

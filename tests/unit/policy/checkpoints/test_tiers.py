@@ -1,7 +1,5 @@
 """Where a restart reads from: tables of what nodes hold, and what must be true of any decision."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """How much of a list a request bears: never unschedulable, never more than the share, the weakest gives way first."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Scores, cohorts, k of n, and whether a move pays: tables of values, and what must hold for all of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What Slurm printed, as values: recorded lines and the awkward ones."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command of an agent: outside and inside of a container, with srun and without."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Agents that outlive their supervisor: which processes those are, and when they cannot be taken over."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

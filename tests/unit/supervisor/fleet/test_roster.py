@@ -1,7 +1,5 @@
 """The crew's nodes as the policy sees them: real connections to a real pool."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Agents of an inference run whose connection ends while a new supervisor takes them over."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

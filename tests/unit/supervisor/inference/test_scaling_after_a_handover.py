@@ -1,7 +1,5 @@
 """A new owner of an endpoint whose replicas follow the load: routers of the job before still send requests to them."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents of inference are taken in one beside the other."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from types import SimpleNamespace

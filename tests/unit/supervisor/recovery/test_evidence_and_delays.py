@@ -1,7 +1,5 @@
 """What follows from a fault on purpose is journaled, and never reaches the exclusion list."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The supervisor's side of hang detection: all agents are asked once, and what sections took is remembered."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

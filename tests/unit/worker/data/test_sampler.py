@@ -1,7 +1,5 @@
 """Each sample of an epoch once, in one order, over any sequence of stops and world sizes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 The scenarios run one after the other in one pair of processes; each rank writes down what it saw.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

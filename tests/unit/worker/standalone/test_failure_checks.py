@@ -1,7 +1,5 @@
 """Asking the GPU and the network after a failure, and making the group anew: with real ranks over gloo."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
