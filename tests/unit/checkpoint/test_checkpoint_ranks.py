@@ -8,12 +8,11 @@ import errno
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 from of_each import of_each
+from ranks import OPTIMIZERS, reports_of_ranks
 
 from slurmft.checkpoint import Catalog, CheckpointManager, loading
 from slurmft.checkpoint.image_file import Damage
@@ -297,16 +296,7 @@ def reports(root):
     random.seed("neither rank's")
     CheckpointManager(root / "one").save(model, torch.optim.AdamW(model.parameters()), step=3, loader=loader)
     CheckpointManager(root / "one-own").save(model, torch.optim.AdamW(model.parameters()), step=3, loader=OwnPosition())
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(root), str(rank)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    return [json.loads((root / f"report-{rank}.json").read_text()) for rank in (0, 1)]
+    return reports_of_ranks(SCRIPT, root, ahead=OPTIMIZERS)
 
 
 FILES = ["__0_0.distcp", "__0_0.json", "__1_0.distcp", "__1_0.json"]
