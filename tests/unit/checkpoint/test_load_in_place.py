@@ -45,14 +45,6 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def memory(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "memory of the node"
-    folder.mkdir()
-    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(folder))
-    return folder
-
-
-@pytest.fixture
 def folder(tmp_path, memory) -> Path:
     """Step 1 is on disk and in memory."""
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
