@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import examples
 from hypothesis import HealthCheck, settings
 from waiting import SLOWEST, slowness
 
@@ -25,9 +26,10 @@ if not os.environ["PATH"].startswith(here := f"{Path(sys.executable).parent}{os.
 STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="slurmft-state-")
 
 # A machine that is busy makes slow examples; in CI, hypothesis's own profile for it says so as well.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-if not os.environ.get("CI"):
-    settings.load_profile("busy")
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BASE = settings.get_profile("ci") if os.environ.get("CI") else BUSY
+settings.register_profile("ours", BASE, max_examples=examples(100))
+settings.load_profile("ours")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import asdict
@@ -107,7 +108,7 @@ def as_told(folder: Path) -> tuple[object, ...]:
     return one.knows()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_lost_doubled_and_late_reports_change_nothing(data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("run")

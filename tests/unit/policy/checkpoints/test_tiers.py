@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -198,7 +199,7 @@ DISKS = st.none() | st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(OFFERS, DISKS, st.randoms(use_true_random=False))
 def test_what_is_true_of_any_decision(offers, committed, chance: random.Random):
     decision = choose_snapshot(offers, committed, generation=2)
