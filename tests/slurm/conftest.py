@@ -232,6 +232,14 @@ def new_run(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> Callab
     return make
 
 
+@pytest.fixture
+def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> Any:
+    """Makes endpoints, see ``endpoints.py``."""
+    from slurm.endpoints import maker
+
+    return maker(lab, request)
+
+
 @pytest.fixture(scope="session")
 def undisturbed(lab: Lab) -> str:
     """The digest of the weights after the same training, left alone."""

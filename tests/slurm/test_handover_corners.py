@@ -3,7 +3,7 @@
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually
-from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint
 from slurm.test_handover import supervisor_of
 from slurm.test_rolling_update import with_engine
 from slurmft.inference.endpoint import State, read_update
@@ -12,11 +12,6 @@ from slurmft.scheduler.nodes import expand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(500)]
 PORT = 18_080
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 def check_load(run: EndpointRun, load: Load) -> None:

@@ -4,16 +4,11 @@ import pytest
 import yaml
 
 from slurm.conftest import eventually
-from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint
 from slurmft.inference.endpoint import State, read_update
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 def with_engine(run: EndpointRun, *more: str) -> str:
