@@ -19,8 +19,9 @@ assert manager.load_checkpoint("none") is None
 try:
     manager.save_checkpoint({}, -1)
 except UsageError:
-    print("well")
-manager.close()
+    manager.close()
+else:
+    raise AssertionError("it was saved")
 """
 
 LOOP = """
@@ -44,13 +45,12 @@ for step in range(4):
         runs[-1] += 1
     assert machine.should_checkpoint_and_exit() == (False, False, 0)
 assert runs == [1, 1, 2, 1], runs
-print("well")
 """
 
 
 def test_a_plain_state_is_saved_and_found_by_all_ranks(tmp_path: Path):
-    assert run_ranks(STATES, tmp_path, meet=True).split() == ["well", "well"]
+    run_ranks(STATES, tmp_path, meet=True)
 
 
 def test_all_ranks_run_an_iteration_again_that_one_has_rejected(tmp_path: Path):
-    assert run_ranks(LOOP, tmp_path, meet=True).split() == ["well", "well"]
+    run_ranks(LOOP, tmp_path, meet=True)

@@ -35,8 +35,11 @@ OPTIMIZERS = "torch._dynamo"
 def run_ranks(
     script: str, folder: Path, count: int = 2, *arguments: str, ahead: str = "", timeout_s: float = 150.0,
     meet: bool = False, own: Callable[[int], Mapping[str, str]] = lambda _rank: {}, **environment: str,
-) -> str:  # fmt: skip
-    """Run a script in each rank, with the folder, the rank and more as its arguments; returns what they have printed.
+) -> None:  # fmt: skip
+    """Run a script in each rank, with the folder, the rank and more as its arguments.
+
+    Raises:
+        AssertionError: a rank has ended with an error; with what all have written.
 
     Args:
         ahead: modules that are imported before the forks.
@@ -54,16 +57,14 @@ def run_ranks(
     support = str(Path(__file__).parent)
     variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": support} | environment
     with subprocess.Popen(
-        [*argv, ahead, *arguments], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as ranks:  # fmt: skip
+        [*argv, ahead, *arguments], env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as ranks:
         try:
-            output, errors = ranks.communicate(timeout=timeout_s)
+            _, errors = ranks.communicate(timeout=timeout_s)
         except BaseException:
             os.killpg(ranks.pid, signal.SIGKILL)
             raise
     assert ranks.returncode == 0, errors
-    return output
 
 
 def reports_of_ranks(script: str, folder: Path, count: int = 2, *arguments: str, **options: Any) -> list[Any]:
