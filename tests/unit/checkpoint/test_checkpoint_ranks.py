@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 from of_each import of_each
-from ranks import OPTIMIZERS, reports_of_ranks
+from ranks import SAVING, reports_of_ranks
 
 from slurmft.checkpoint import Catalog, CheckpointManager, loading
 from slurmft.checkpoint.image_file import Damage
@@ -296,7 +296,7 @@ def reports(root):
     random.seed("neither rank's")
     CheckpointManager(root / "one").save(model, torch.optim.AdamW(model.parameters()), step=3, loader=loader)
     CheckpointManager(root / "one-own").save(model, torch.optim.AdamW(model.parameters()), step=3, loader=OwnPosition())
-    return reports_of_ranks(SCRIPT, root, ahead=OPTIMIZERS)
+    return reports_of_ranks(SCRIPT, root, ahead=SAVING)
 
 
 FILES = ["__0_0.distcp", "__0_0.json", "__1_0.distcp", "__1_0.json"]

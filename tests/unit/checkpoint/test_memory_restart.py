@@ -1,7 +1,7 @@
 """Two ranks, each one a node of its own with memory of its own, train an FSDP2 model and begin anew from memory."""
 
 import pytest
-from ranks import OPTIMIZERS, reports_of_ranks
+from ranks import SAVING, reports_of_ranks
 
 SCRIPT = """
 import json, os, sys
@@ -76,7 +76,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict]:
-    return reports_of_ranks(SCRIPT, tmp_path_factory.mktemp("restart"), ahead=OPTIMIZERS)
+    return reports_of_ranks(SCRIPT, tmp_path_factory.mktemp("restart"), ahead=SAVING)
 
 
 def test_each_node_reads_its_own_memory_and_fetches_only_what_all_need(reports):

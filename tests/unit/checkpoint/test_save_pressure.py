@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import OPTIMIZERS, reports_of_ranks
+from ranks import SAVING, reports_of_ranks
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import Catalog, CheckpointManager
@@ -128,7 +128,7 @@ def its_number(rank: int) -> dict[str, str]:
 def reports(tmp_path_factory) -> list[dict[str, dict[str, object]]]:
     root = tmp_path_factory.mktemp("ranks")
     return reports_of_ranks(
-        LOOP + PRESSURE, root, 2, "2", own=its_number, ahead=OPTIMIZERS, timeout_s=300, **environment(root, 2)
+        LOOP + PRESSURE, root, 2, "2", own=its_number, ahead=SAVING, timeout_s=300, **environment(root, 2)
     )
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import SAVING, run_ranks
 
 STATES = """
 import sys, torch, torch.distributed as dist
@@ -49,8 +49,8 @@ assert runs == [1, 1, 2, 1], runs
 
 
 def test_a_plain_state_is_saved_and_found_by_all_ranks(tmp_path: Path):
-    run_ranks(STATES, tmp_path, meet=True)
+    run_ranks(STATES, tmp_path, meet=True, ahead=SAVING)
 
 
 def test_all_ranks_run_an_iteration_again_that_one_has_rejected(tmp_path: Path):
-    run_ranks(LOOP, tmp_path, meet=True)
+    run_ranks(LOOP, tmp_path, meet=True, ahead=SAVING)

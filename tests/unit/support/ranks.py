@@ -28,8 +28,8 @@ os.environ.update(environment)
 sys.argv = ["-c", folder, str(rank), *arguments]
 exec(script)
 """
-OPTIMIZERS = "torch._dynamo"
-"""What building an optimizer imports."""
+SAVING = "torch._dynamo slurmft.checkpoint"
+"""What building an optimizer and saving its state import: as long as torch itself."""
 
 
 def run_ranks(

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import OPTIMIZERS, run_ranks
+from ranks import SAVING, run_ranks
 from waiting import until
 from worker_variable import set_settings, worker_variable
 
@@ -425,7 +425,7 @@ class Nodes:
     def run(self, story: str, world: int = 2, **settings: Any) -> list[dict[str, Any]]:
         given = {"peer_interval": 1, "peer_copies": 1, "just_in_time": False, **settings}
         run_ranks(
-            SCRIPT, self.root, world, str(world), story, own=lambda rank: {"GROUP_RANK": str(rank)}, ahead=OPTIMIZERS,
+            SCRIPT, self.root, world, str(world), story, own=lambda rank: {"GROUP_RANK": str(rank)}, ahead=SAVING,
             **worker_variable(checkpoint=given), GROUP_WORLD_SIZE=str(world), SLURMFT_ATTEMPT="1.0.0",
             SLURMFT_RUN_FOLDER=str(self.root), PYTHONPATH=os.pathsep.join(sys.path),
         )  # fmt: skip

@@ -4,7 +4,7 @@ The scenarios run one after the other in one pair of processes; each rank writes
 """
 
 import pytest
-from ranks import OPTIMIZERS, reports_of_ranks
+from ranks import SAVING, reports_of_ranks
 
 SCRIPT = """
 import itertools, json, sys
@@ -105,7 +105,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     return reports_of_ranks(
-        SCRIPT, tmp_path_factory.mktemp("two ranks"), ahead=OPTIMIZERS,
+        SCRIPT, tmp_path_factory.mktemp("two ranks"), ahead=SAVING,
         own=lambda rank: {"SLURMD_NODENAME": f"n{rank}", "RANK": str(rank)},
     )  # fmt: skip
 
