@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,16 @@ def run_ranks(
     argv = [sys.executable, "-c", FORKS, script, str(folder), json.dumps(each)]
     support = str(Path(__file__).parent)
     variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": support} | environment
-    with subprocess.Popen(
-        [*argv, ahead, *arguments], env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as ranks:
+    with tempfile.TemporaryFile("w+") as errors:  # writers outlive their ranks, and would hold a pipe open
+        ranks = subprocess.Popen([*argv, ahead, *arguments], env=variables, stderr=errors, start_new_session=True)
         try:
-            _, errors = ranks.communicate(timeout=timeout_s)
+            code = ranks.wait(timeout_s)
         except BaseException:
             os.killpg(ranks.pid, signal.SIGKILL)
+            ranks.wait()
             raise
-    assert ranks.returncode == 0, errors
+        errors.seek(0)
+        assert code == 0, errors.read()
 
 
 def reports_of_ranks(script: str, folder: Path, count: int = 2, *arguments: str, **options: Any) -> list[Any]:
