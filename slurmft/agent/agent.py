@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict, replace
 
@@ -44,52 +44,9 @@ from slurmft.agent.workers import (
 )
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmftError, StorageError
-from slurmft.ipc import ras_report
-from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect
-from slurmft.ipc.messages import (
-    AskSections,
-    Call,
-    Commit,
-    DigestsReport,
-    Done,
-    EvidenceReply,
-    Failed,
-    HangReport,
-    Hello,
-    Inject,
-    Injected,
-    Kill,
-    Lasting,
-    LimitReport,
-    LookNow,
-    Looks,
-    PassOnTerm,
-    Ping,
-    Port,
-    ProgressReport,
-    Propose,
-    RankDigests,
-    RankTimings,
-    Rehearse,
-    Rescued,
-    RescueState,
-    ReservedPort,
-    Sent,
-    Shutdown,
-    SignalReport,
-    Started,
-    StartWorkers,
-    Synced,
-    SyncFolders,
-    SyncReport,
-    TakeEvidence,
-    TimingsReport,
-    Withdraw,
-    WorkerExited,
-    as_reply,
-    parse_call,
-)
-from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot, TimingPage
+from slurmft.ipc import messages, ras_report
+from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect_to_any, listening_socket
+from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot
 from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.stop import NEVER, report_interval_s
 from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
@@ -119,7 +76,9 @@ class NodeSync:
         report: sends a report to the supervisor.
     """
 
-    def __init__(self, config: RunConfig, environment: Mapping[str, str], report: Callable[[Sent], None]) -> None:
+    def __init__(
+        self, config: RunConfig, environment: Mapping[str, str], report: Callable[[messages.Sent], None]
+    ) -> None:
         self._folders = config.sync
         self._environment, self._report = environment, report
         self._process: asyncio.subprocess.Process | None = None
@@ -127,10 +86,10 @@ class NodeSync:
         self._number = 0
         self._waiting: set[int] = set()
         self._problems: list[str] = []
-        self._began: SyncFolders | None = None
+        self._began: messages.SyncFolders | None = None
         """The attempt that the folders are kept for."""
 
-    async def handle(self, call: SyncFolders) -> Synced:
+    async def handle(self, call: messages.SyncFolders) -> messages.Synced:
         """Begin what is ordered, once, and say whether it is done."""
         if call.number != self._number:
             if not call.upload:
@@ -138,7 +97,7 @@ class NodeSync:
             self._number, self._problems = call.number, []
             self._waiting = set(range(len(self._folders)))
             await self._send(call)
-        return Synced(done=not self._waiting, problem="; ".join(self._problems)[:4000])
+        return messages.Synced(done=not self._waiting, problem="; ".join(self._problems)[:4000])
 
     async def close(self) -> None:
         """End the process, whatever it does."""
@@ -147,7 +106,7 @@ class NodeSync:
             await end_child(process, SYNC_END_S)
         await self._background.cancel_all()
 
-    async def _send(self, call: SyncFolders, *, resume: bool = False) -> None:
+    async def _send(self, call: messages.SyncFolders, *, resume: bool = False) -> None:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 *SYNC_COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -174,7 +133,7 @@ class NodeSync:
         self._problems += [reason] if self._waiting else []
         self._waiting = set()
         for each in self._folders:
-            self._report(SyncReport(what="failed", path=str(each.path), reason=reason))
+            self._report(messages.SyncReport(what="failed", path=str(each.path), reason=reason))
         await asyncio.sleep(SYNC_RESTART_S)
         if self._process is None and self._began is not None:
             await self._send(self._began, resume=True)
@@ -185,10 +144,10 @@ class NodeSync:
                 self._waiting.discard(message["folder"])
                 self._problems += [message["problem"]] if message["problem"] else []
             return
-        self._report(SyncReport(**{name: value for name, value in message.items() if name != "kind"}))
+        self._report(messages.SyncReport(**{name: value for name, value in message.items() if name != "kind"}))
 
 
-def _sync_order(call: SyncFolders, action: str) -> Mapping[str, Any]:
+def _sync_order(call: messages.SyncFolders, action: str) -> Mapping[str, Any]:
     return {
         "action": action, "number": 0 if action == "resume" else call.number, "run": call.run, "place": call.place,
         "generation": call.generation, "within_s": call.within_s,
@@ -239,18 +198,6 @@ DIGESTS_PER_MESSAGE = 16
 """A message must fit into a line of the control channel."""
 
 
-class Digested(Protocol):
-    """A worker as this module needs it."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-
-    @property
-    def page(self) -> Page:
-        """Its heartbeat page."""
-
-
 class DigestReports:
     """Reports each digest once. One object for the workers of one attempt."""
 
@@ -258,13 +205,13 @@ class DigestReports:
         self._rings: dict[int, tuple[Page, DigestRing]] = {}
         self._taken: dict[int, int] = {}
 
-    def new(self, workers: Sequence[Digested]) -> Iterator[DigestsReport]:
+    def new(self, workers: Sequence[Worker]) -> Iterator[messages.DigestsReport]:
         """Messages with what these workers have left since the last call; none where there is nothing."""
         found = [facts for worker in workers if (facts := self._of(worker)) is not None]
         for first in range(0, len(found), DIGESTS_PER_MESSAGE):
-            yield DigestsReport(ranks=tuple(found[first : first + DIGESTS_PER_MESSAGE]))
+            yield messages.DigestsReport(ranks=tuple(found[first : first + DIGESTS_PER_MESSAGE]))
 
-    def _of(self, worker: Digested) -> RankDigests | None:
+    def _of(self, worker: Worker) -> messages.RankDigests | None:
         page, ring = self._rings.get(worker.rank, (None, None))
         if ring is None or page is not worker.page:  # of an earlier life of the rank: its page is closed
             ring = DigestRing(worker.page)
@@ -275,13 +222,13 @@ class DigestReports:
             return None
         digests = tuple(ring.since(taken))
         self._taken[worker.rank] = count
-        return RankDigests(rank=worker.rank, group=ring.group, digests=digests)
+        return messages.RankDigests(rank=worker.rank, group=ring.group, digests=digests)
 
 
 # --- The agent's part of an injected fault: signals to its workers, and orders that their sessions read at a step ---
 
 
-def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[int] | None) -> Injected:
+def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[int] | None) -> messages.Injected:
     """Inject a fault into those of these workers that are meant; None means all of them.
 
     Returns the ranks that were hit, and why others were not.
@@ -291,7 +238,7 @@ def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[
     try:
         fault = order_of(order).fault
     except ValueError as error:
-        return Injected(injected=(), refused=(str(error),))
+        return messages.Injected(injected=(), refused=(str(error),))
     for worker in workers:
         if ranks is not None and worker.rank not in ranks:
             continue
@@ -299,7 +246,7 @@ def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[
             refused.append(f"rank {worker.rank} {why}")
         else:
             hit.append(worker.rank)
-    return Injected(injected=tuple(hit), refused=tuple(refused))
+    return messages.Injected(injected=tuple(hit), refused=tuple(refused))
 
 
 def _strike_one(worker: Worker, fault: Fault) -> str:
@@ -380,8 +327,6 @@ def _wake(pipe: Path) -> None:
 # --- The node's memory for snapshots, and its keeper: the agent's child that takes copies of other nodes' shards ---
 # The agent holds the listening socket, so a keeper that dies is followed by another one at the same address.
 
-BACKLOG = 64
-
 
 class Keeping:
     """The keeper of one node, over all attempts of its agent. A run without copies has none.
@@ -412,7 +357,8 @@ class Keeping:
             if not self._copies:
                 return
             if self._listener is None:
-                self._listener = _listen(hosts)
+                is_local = all(host.startswith("127.") for host in hosts)
+                self._listener = listening_socket("127.0.0.1" if is_local else None)
             self.look_after()
         except OSError as error:
             log.error("no copies of other nodes' snapshots are taken: %s", error)
@@ -469,21 +415,6 @@ class Keeping:
         return None if self._process is None else self._process.pid
 
 
-def _listen(hosts: Sequence[str]) -> socket.socket:
-    local = all(host.startswith("127.") for host in hosts)
-    dual = not local and socket.has_dualstack_ipv6()
-    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-    try:
-        if dual:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("127.0.0.1" if local else "", 0))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _announce(path: Path, where: dict[str, object]) -> None:
     try:
         write_json(path, where, durable=False)
@@ -510,18 +441,6 @@ TIMINGS_PER_MESSAGE = 32
 """A message must fit into a line of the control channel, also with long names of sections."""
 
 
-class Measured(Protocol):
-    """A worker as this module needs it."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-
-    @property
-    def timings(self) -> TimingPage | None:
-        """Its page; None where timings are switched off."""
-
-
 class TimingReports:
     """Cuts time into windows and reports what each worker measured in them."""
 
@@ -530,7 +449,7 @@ class TimingReports:
         self._window = 0
         self._taken: dict[int, dict[str, int]] = {}
 
-    def due(self, workers: Sequence[Measured], now_s: float) -> Iterator[TimingsReport]:
+    def due(self, workers: Sequence[Worker], now_s: float) -> Iterator[messages.TimingsReport]:
         """The messages of the window that has ended, none before its end. A window that was slept through is left out.
 
         ``now_s`` is of the clock that ``began_s`` was of.
@@ -541,9 +460,9 @@ class TimingReports:
         self._window = window
         facts = [found for worker in workers if (found := self._facts(worker)) is not None]
         for first in range(0, len(facts), TIMINGS_PER_MESSAGE):
-            yield TimingsReport(window=window, ranks=tuple(facts[first : first + TIMINGS_PER_MESSAGE]))
+            yield messages.TimingsReport(window=window, ranks=tuple(facts[first : first + TIMINGS_PER_MESSAGE]))
 
-    def _facts(self, worker: Measured) -> RankTimings | None:
+    def _facts(self, worker: Worker) -> messages.RankTimings | None:
         page = worker.timings
         if page is None:
             return None
@@ -553,7 +472,7 @@ class TimingReports:
         sections = tuple(
             (name, statistics.median(values) / 1e9, len(values)) for name, values in durations.items() if values
         )
-        return RankTimings(rank=worker.rank, role=page.role, device=page.device, sections=sections)
+        return messages.RankTimings(rank=worker.rank, role=page.role, device=page.device, sections=sections)
 
 
 # --- agent ---
@@ -597,13 +516,13 @@ class Agent:
         self._port_holder: socket.socket | None = None
         self._term_count = 0
         self._passed_on: set[signal.Signals] = set()
-        self._unreported: list[Sent] = []
-        self._lasting: deque[Lasting] = deque(maxlen=MAX_LASTING)
+        self._unreported: list[messages.Sent] = []
+        self._lasting: deque[messages.Lasting] = deque(maxlen=MAX_LASTING)
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
         self._digests = DigestReports()
-        self._hangs = HangWatch(config, self._report_hang)
+        self._hangs = HangWatch(config, lambda report: self._report(replace(report, generation=self._generation)))
         self._generation = 0
         self._where = Whereabouts(self._run.attempts / attempt)
         self._forensics = Forensics(self._host)
@@ -666,7 +585,7 @@ class Agent:
             limits.append("it does not pass standard input on: a stop reaches this node by the supervisor alone")
         for limit in limits:
             log.warning("in the container on %s: %s", self._host, limit)
-            self._report(LimitReport(what=limit[:255]))
+            self._report(messages.LimitReport(what=limit[:255]))
 
     async def _watch_lease(self) -> None:
         """Return when the supervisor was silent for the lease: the run may go on elsewhere, and two must never train.
@@ -693,9 +612,9 @@ class Agent:
         return 0
 
     async def _serve_one_connection(self) -> None:
-        channel = await self._connect_any(*self._where.read())
+        channel = await connect_to_any(*self._where.read())
         # in containers with process ids of their own, every agent may have the same one
-        hello = Hello(
+        hello = messages.Hello(
             node=self._index, host=self._host, pid=os.getpid(), birth=self._birth[:100] or None,
             lender=self._lender or None,
         )  # fmt: skip
@@ -710,81 +629,72 @@ class Agent:
                 if line is None:
                     return
                 self._last_heard = time.monotonic()
-                number, call = parse_call(line)
+                number, call = messages.parse_call(line)
                 answer = await self._answer(call)
                 if number != UNANSWERED:
-                    channel.send(as_reply(number, answer))
+                    channel.send(messages.as_reply(number, answer))
             await channel.drain()
         finally:
             if not self._shutdown:
                 self._channel = None
                 channel.close()
 
-    async def _connect_any(self, hosts: list[str], port: int, secret: bytes) -> Channel:
-        errors: list[Exception] = []
-        for host in hosts:
-            try:
-                return await connect(host, port, secret)
-            except (OSError, BadMessage) as error:
-                errors.append(error)
-        raise errors[-1] if errors else OSError("the supervisor has left no address")
-
-    async def _answer(self, call: Call[Any] | None) -> Fields:
+    async def _answer(self, call: messages.Call[Any] | None) -> Fields:
         """The reply to a call; what goes wrong with it is no error of the connection."""
         try:
             is_for_replicas = self._replicas is not None and await self._replicas.handle(call)
-            return Done() if is_for_replicas else await self._handle(call)
+            return messages.Done() if is_for_replicas else await self._handle(call)
         except (OSError, SlurmftError, RuntimeError, ValueError) as error:
             log.error("%s: %s", getattr(call, "kind", "an unknown call"), error, exc_info=error)
             place = f"{self._workers.folder}: " if isinstance(error, OSError) and not error.filename else ""
-            return Failed(error=f"{place}{error}"[:500])
+            return messages.Failed(error=f"{place}{error}"[:500])
 
-    async def _handle(self, call: Call[Any] | None) -> Fields:
+    async def _handle(self, call: messages.Call[Any] | None) -> Fields:
         match call:
-            case StartWorkers():
+            case messages.StartWorkers():
                 return await self._start(call)
-            case Port():
+            case messages.Port():
                 if self._port_holder is not None:
                     self._port_holder.close()
                 self._port_holder, port = reserve_port()
-                return ReservedPort(port=port)
-            case AskSections(first=first):
+                return messages.ReservedPort(port=port)
+            case messages.AskSections(first=first):
                 return self._hangs.facts(first)
-            case Ping():
+            case messages.Ping():
                 self._hangs.learn(call.limits or {})
-            case LookNow():
+            case messages.LookNow():
                 return self._looks()
-            case Propose() | Commit() | Withdraw():
+            case messages.Propose() | messages.Commit() | messages.Withdraw():
                 return await self._agree(call)
-            case PassOnTerm() | Kill() | Rehearse():
+            case messages.PassOnTerm() | messages.Kill() | messages.Rehearse():
                 self._obey(call)
-            case TakeEvidence() | RescueState() | SyncFolders():
+            case messages.TakeEvidence() | messages.RescueState() | messages.SyncFolders():
                 return await self._save_what_there_is(call)
-            case Inject(order=order, ranks=ranks):
+            case messages.Inject(order=order, ranks=ranks):
                 return strike(list(self._workers.by_rank.values()), order, ranks)
-            case Shutdown():
+            case messages.Shutdown():
                 self._shutdown = True
-        return Done()
+        return messages.Done()
 
-    def _obey(self, call: PassOnTerm | Kill | Rehearse) -> None:
+    def _obey(self, call: messages.PassOnTerm | messages.Kill | messages.Rehearse) -> None:
         match call:
-            case PassOnTerm(at_last=at_last):
+            case messages.PassOnTerm(at_last=at_last):
                 self._pass_on_term(at_last=bool(at_last))
-            case Kill():
+            case messages.Kill():
                 self._workers.kill()
-            case Rehearse():
+            case messages.Rehearse():
                 self._rehearsal.begin()
 
-    async def _start(self, call: StartWorkers) -> Started:
+    async def _start(self, call: messages.StartWorkers) -> messages.Started:
         """Start the workers, on none of the suspect GPUs; or report which of them cannot be spared."""
         config, environment = self._config, self._environment
         if call.generation == self._generation and self._workers.by_rank:  # the connection has lost our answer
-            return Started()
+            return messages.Started()
         await self._rehearsal.stop()
         if suspects := call.suspect_gpus:
             visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
             if visible is None:
-                return Started(suspect_gpus=suspects)
+                return messages.Started(suspect_gpus=suspects)
             environment = {**environment, VISIBLE_VARIABLE: visible}
         await self._workers.end_earlier()  # an attempt that went on without this node while it was cut off
         if held := await asyncio.to_thread(wait_until_free, self._workers.earlier_pids(), environment):
@@ -809,9 +719,9 @@ class Agent:
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
         self._digests = DigestReports()
         self._hangs.begin(list(self._workers.by_rank.values()), learned=call.limits or {})
-        return Started()
+        return messages.Started()
 
-    def _begin_keeping(self, call: StartWorkers, folder: Path) -> None:
+    def _begin_keeping(self, call: messages.StartWorkers, folder: Path) -> None:
         address = self._channel.own_address if self._channel is not None else ""
         self._keeping.begin(
             folder,
@@ -823,33 +733,35 @@ class Agent:
         )
 
     async def _save_what_there_is(
-        self, call: TakeEvidence | RescueState | SyncFolders
-    ) -> EvidenceReply | Rescued | Synced:
+        self, call: messages.TakeEvidence | messages.RescueState | messages.SyncFolders
+    ) -> messages.EvidenceReply | messages.Rescued | messages.Synced:
         """Save the workers' evidence, their newest state, or the folders that are kept."""
-        if isinstance(call, SyncFolders):
+        if isinstance(call, messages.SyncFolders):
             return await self._sync.handle(call)
         workers = list(self._workers.by_rank.values())
-        if isinstance(call, RescueState):
-            return Rescued(step=await rescue_on_node(workers))
+        if isinstance(call, messages.RescueState):
+            return messages.Rescued(step=await rescue_on_node(workers))
         folder = self._run.attempts / self._attempt
         # one report is of all ranks
         ras_s = call.dumps_within_s if any(worker.rank == 0 for worker in workers) else 0.0
         taking = self._forensics.take_evidence(workers, folder, call.within_s, call.dumps_within_s)
         found, report = await asyncio.gather(taking, ras_report.ask(self._environment, ras_s))
-        return EvidenceReply(ranks=tuple(found), outliers=tuple(ras_report.outliers(report)))
+        return messages.EvidenceReply(ranks=tuple(found), outliers=tuple(ras_report.outliers(report)))
 
-    async def _agree(self, call: Propose | Commit | Withdraw) -> Looks | Done:
+    async def _agree(
+        self, call: messages.Propose | messages.Commit | messages.Withdraw
+    ) -> messages.Looks | messages.Done:
         """One step of the agreement on a stop (``policy.stop``)."""
         match call:
-            case Propose(tick=tick, action=action):
+            case messages.Propose(tick=tick, action=action):
                 self._propose(tick, action)
                 await asyncio.sleep(STORE_BUFFER_S)
                 return self._looks()
-            case Commit(tick=tick):
+            case messages.Commit(tick=tick):
                 self._write(Slot.COMMITTED, tick)
-            case Withdraw():
+            case messages.Withdraw():
                 self._write(Slot.PROPOSED, NEVER)
-        return Done()
+        return messages.Done()
 
     def _propose(self, tick: int, action: int) -> None:
         # in this order: a worker acts when the commit equals the proposal, which must never be that of an older stop
@@ -861,8 +773,8 @@ class Agent:
         for worker in self._workers.by_rank.values():
             worker.page[slot] = value
 
-    def _looks(self) -> Looks:
-        return Looks(looks=tuple(worker.look() for worker in self._workers.by_rank.values()))
+    def _looks(self) -> messages.Looks:
+        return messages.Looks(looks=tuple(worker.look() for worker in self._workers.by_rank.values()))
 
     def _note_own_signal(self, name: str) -> None:
         if not self._outside.is_heard:  # the process outside has got the same one
@@ -877,7 +789,7 @@ class Agent:
             self._taken_back = True
         else:
             self._pass_on_term()
-        self._report(SignalReport(name=name, count=self._term_count, at=time.time()))
+        self._report(messages.SignalReport(name=name, count=self._term_count, at=time.time()))
 
     def _pass_on_term(self, *, at_last: bool = False) -> None:
         """Give every worker ``preemption.signal`` once, so that handlers of the user's own run on every site alike.
@@ -900,17 +812,14 @@ class Agent:
         own, facts, code = self._generation, worker.facts(), worker.exit_code or 0
         killed, starved = worker.killed, worker.starved
         self._report_digests([worker])  # first: the end of the last rank ends the attempt
-        self._report(WorkerExited(code=code, killed=killed, starved=starved, generation=own, **asdict(facts)))
+        self._report(messages.WorkerExited(code=code, killed=killed, starved=starved, generation=own, **asdict(facts)))
 
     def _report_digests(self, workers: Sequence[Worker]) -> None:
         for report in self._digests.new(workers):
             self._report(replace(report, generation=self._generation))
 
-    def _report_hang(self, report: HangReport) -> None:
-        self._report(replace(report, generation=self._generation))
-
-    def _report(self, report: Sent) -> None:
-        if isinstance(report, Lasting):
+    def _report(self, report: messages.Sent) -> None:
+        if isinstance(report, messages.Lasting):
             self._lasting.append(report)
         elif self._channel is None:
             self._unreported.append(report)
@@ -926,7 +835,7 @@ class Agent:
             if self._channel is not None:
                 ranks = tuple(worker.facts() for worker in self._workers.by_rank.values())
                 own, ready = self._generation, self._workers.ready.is_set()
-                self._channel.send(ProgressReport(ranks=ranks, ready=ready, generation=own))
+                self._channel.send(messages.ProgressReport(ranks=ranks, ready=ready, generation=own))
                 if self._timings is not None and self._config.straggler_detection.enabled:
                     for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
                         self._channel.send(replace(report, generation=own))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
@@ -304,20 +304,6 @@ Held = tuple[str, float]
 """Name of a section, and for how many seconds it has been open."""
 
 
-class Watched(Protocol):
-    """A worker as this module needs it."""
-
-    rank: int
-    page: Page
-    pid: int
-    forked_at: float | None
-
-    @property
-    def alive(self) -> bool:
-        """It has not been seen to end."""
-        return True
-
-
 class HangWatch:
     """Looks at the pages in time, and reports each worker that exceeds a limit once."""
 
@@ -329,7 +315,7 @@ class HangWatch:
     ) -> None:  # fmt: skip
         settings = config.fault_tolerance
         self._settings, self._report, self._clock = settings, report, clock
-        self._workers: Sequence[Watched] = ()
+        self._workers: Sequence[Worker] = ()
         self._own, self._limits = settings.limits(), settings.limits()
         self._told: set[int] = set()
         self._began_s = self._looked_s = self._due_s = clock()
@@ -339,7 +325,7 @@ class HangWatch:
         self._news = asyncio.Event()
         self._command, self._folder = config.command, config.trainer_directory
 
-    def begin(self, workers: Sequence[Watched], *, learned: Mapping[str, float]) -> None:
+    def begin(self, workers: Sequence[Worker], *, learned: Mapping[str, float]) -> None:
         """Look at these workers from now on."""
         self._workers, self._told = workers, set()
         self._began_s = self._looked_s = self._due_s = self._clock()
@@ -422,7 +408,7 @@ class HangWatch:
         return None
 
     def _look(
-        self, worker: Watched, now_s: float, main: Sequence[OpenSection], elsewhere: Sequence[OpenSection]
+        self, worker: Worker, now_s: float, main: Sequence[OpenSection], elsewhere: Sequence[OpenSection]
     ) -> WorkerLook:
         page = worker.page
         # before it is forked, its zygote may still be importing: that is the launch's time

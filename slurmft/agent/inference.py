@@ -18,26 +18,11 @@ from msgspec.structs import replace
 from slurmft.agent.workers import VISIBLE_VARIABLE, Worker, Workers, common_environment, gpu_uuids
 from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
-from slurmft.inference.driver import EXIT_CODE, SETTINGS_VARIABLE, ReplicaSettings, how_it_ended
+from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.endpoint import MAX_ADDRESSES, OWN_CONFIG, is_config_name, is_local
-from slurmft.inference.pool import ReplicaPool
-from slurmft.inference.replica_health import AutoRestartManager
+from slurmft.inference.pool import EXIT_CODE, AutoRestartManager, ReplicaPool, how_it_ended
+from slurmft.ipc import messages
 from slurmft.ipc.channel import BadMessage
-from slurmft.ipc.messages import (
-    ROUTER_VARIABLE,
-    BeginReplicas,
-    Call,
-    Drain,
-    JoinGang,
-    Lease,
-    Members,
-    RenewReplica,
-    ReplicaPhase,
-    RouterLives,
-    RouterPhase,
-    RouterSettings,
-    Sent,
-)
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import devices_of
 from slurmft.storage.run_folder import RunFolder
@@ -74,7 +59,7 @@ class NodeRouter:
     def __init__(
         self, config: ServingConfig, *, max_restarts: int, folder: Path, hosts: tuple[str, ...],
         start: Callable[[str, int], None], kill: Callable[[], None], last_words: Callable[[], str],
-        report: Callable[[Sent], None],
+        report: Callable[[messages.Sent], None],
     ) -> None:  # fmt: skip
         self._config, self._max_restarts, self._socket, self._hosts = (
             config,
@@ -105,7 +90,7 @@ class NodeRouter:
         if self._heard_s is not None:
             self._tell("ready")
 
-    async def take(self, call: Members) -> None:
+    async def take(self, call: messages.Members) -> None:
         """The replicas as of now."""
         if call.epoch != self._epoch:
             return
@@ -174,10 +159,10 @@ class NodeRouter:
             self._writer = writer
             self._pass_on()
             while line := await reader.readline():
-                self._hear(RouterLives.parse(line, "what the router says"))
+                self._hear(messages.RouterLives.parse(line, "what the router says"))
         writer.close()
 
-    def _hear(self, told: RouterLives) -> None:
+    def _hear(self, told: messages.RouterLives) -> None:
         is_first, self._heard_s, self._port = self._heard_s is None, time.monotonic(), told.port
         if is_first or (told.answered, told.load) != (self._answered, self._load):
             self._answered, self._load = told.answered, told.load
@@ -198,8 +183,8 @@ class NodeRouter:
             self._writer.write(self._members)
 
     def _tell(self, phase: str, why: str = "") -> None:
-        self._report(RouterPhase(epoch=self._epoch, phase=phase, hosts=self._hosts, port=self._port,
-                                 answered=self._answered, why=why[:2000], load=self._load))  # fmt: skip
+        self._report(messages.RouterPhase(epoch=self._epoch, phase=phase, hosts=self._hosts, port=self._port,
+                                          answered=self._answered, why=why[:2000], load=self._load))  # fmt: skip
 
     def _new_manager(self) -> AutoRestartManager:
         return AutoRestartManager(self._max_restarts, window_s=self._config.restart_window_s)
@@ -234,7 +219,7 @@ class Replicas:
 
     def __init__(
         self, config: RunConfig, environment: Mapping[str, str], workers: Workers, *, node: int, host: str,
-        report: Callable[[Sent], None],
+        report: Callable[[messages.Sent], None],
     ) -> None:  # fmt: skip
         assert config.inference is not None
         self._config, self._section, self._environment = config, config.inference, environment
@@ -264,10 +249,10 @@ class Replicas:
                 report=report,
             )  # fmt: skip
 
-    async def handle(self, call: Call[Any] | None) -> bool:
+    async def handle(self, call: messages.Call[Any] | None) -> bool:
         """A call of the supervisor's; whether it was one for the replicas."""
         match call:
-            case BeginReplicas():
+            case messages.BeginReplicas():
                 self._attempt = call.attempt
                 if not self._logs:  # later the replicas have their names
                     self._first = self._first_of(call.node)
@@ -276,23 +261,23 @@ class Replicas:
                 await self._pool.begin(epoch=call.epoch, generation=call.generation)
                 if self._router is not None:
                     self._router.begin(call.epoch, call.router_port or 0)
-            case Members() if self._router is not None:
+            case messages.Members() if self._router is not None:
                 await self._router.take(call)
                 self._pool.want(call.on, call.epoch)
-            case JoinGang():
+            case messages.JoinGang():
                 self._pool.join_gang(call)
-            case Lease():
+            case messages.Lease():
                 self._pool.lease(call.runs, call.alone, call.epoch, call.partials or ())
-            case Drain():
+            case messages.Drain():
                 if self._draining is None or self._draining.done():
                     self._draining = asyncio.create_task(self._pool.drain(call.within_s))
-            case RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
+            case messages.RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
                 self._background.start(self._renew(call))
             case _:
                 return False
         return True
 
-    async def _renew(self, call: RenewReplica) -> None:
+    async def _renew(self, call: messages.RenewReplica) -> None:
         before = self._configs.get(call.replica, OWN_CONFIG)
         # the run's own is that of the last update that was done
         is_same = before == call.config or await asyncio.to_thread(self._are_same, before, call.config)
@@ -337,11 +322,11 @@ class Replicas:
             await self._router.close()
         await self._pool.close()
 
-    def _with_hosts(self, report: Callable[[Sent], None]) -> Callable[[Sent], None]:
+    def _with_hosts(self, report: Callable[[messages.Sent], None]) -> Callable[[messages.Sent], None]:
         """A replica of an endpoint is reported with the addresses at which routers find it."""
 
-        def told(sent: Sent) -> None:
-            is_found = isinstance(sent, ReplicaPhase) and sent.port is not None
+        def told(sent: messages.Sent) -> None:
+            is_found = isinstance(sent, messages.ReplicaPhase) and sent.port is not None
             report(replace(sent, hosts=self._hosts) if is_found else sent)
 
         return told
@@ -363,7 +348,7 @@ class Replicas:
         if devices := devices_of(self._gpus or [], number, self._section.gpus_per_replica):
             environment[VISIBLE_VARIABLE] = ",".join(devices)
         command = COMMAND if self._section.serving is None else SERVING_COMMAND
-        part = self._pool.replicas[number].part or JoinGang(epoch=0)
+        part = self._pool.replicas[number].part or messages.JoinGang(epoch=0)
         settings = ReplicaSettings(
             socket=socket, config=str(self._run.path / self._configs.get(number, OWN_CONFIG)),
             generation=self._pool.generation, node=self._node, replica=number, life=life,
@@ -374,9 +359,12 @@ class Replicas:
         self._start_one(rank, environment, command)
 
     def _start_router(self, rank: int, socket: str, port: int) -> None:
-        settings = RouterSettings(socket=socket, config=str(self._run.config), node=self._host, hosts=self._hosts,
-                                  port=port)  # fmt: skip
-        environment = common_environment(self._config, self._environment) | {ROUTER_VARIABLE: settings.as_text()}
+        settings = messages.RouterSettings(
+            socket=socket, config=str(self._run.config), node=self._host, hosts=self._hosts, port=port
+        )
+        environment = common_environment(self._config, self._environment) | {
+            messages.ROUTER_VARIABLE: settings.as_text()
+        }
         self._start_one(rank, environment, ROUTER_COMMAND)
 
     def _start_one(self, rank: int, environment: dict[str, str], command: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import http.client
 import importlib.util
-import io
 import logging
 import socket
 import sys
@@ -22,25 +21,12 @@ from urllib.parse import urlsplit
 
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import NoticeReport
-from slurmft.policy.site import (
-    Cloud,
-    Notice,
-    aws_action,
-    aws_rebalance,
-    azure_events,
-    azure_incarnation,
-    endpoints,
-    from_plugin,
-    gcp_maintenance,
-    gcp_preempted,
-    server_time,
-)
+from slurmft.policy import site
 from slurmft.system.background import end_child
 
 # --- One question to a metadata service: plain HTTP, bounded in time and size, without redirects and proxies ---
 
 TIMEOUT_S = 2.0
-MAX_HEAD_BYTES = 16 * 1024
 MAX_BODY_BYTES = 256 * 1024
 
 
@@ -68,21 +54,27 @@ async def ask(
         NoAnswer: there was none.
     """
     host, port, base = _taken_apart(endpoint)
-    lines = [f"{method} {base}{path} HTTP/1.1", f"Host: {host}", "Connection: close", "Content-Length: 0",
-             *(f"{name}: {value}" for name, value in headers.items())]  # fmt: skip
-    if any(sign in line for line in lines for sign in "\r\n"):  # a token that holds a line break
-        raise NoAnswer("a header holds a line break")
-    writer: asyncio.StreamWriter | None = None
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+
+    def work() -> Answer:
+        connection.request(method, f"{base}{path}", headers={**headers, "Connection": "close"})
+        response = connection.getresponse()
+        body = response.read(MAX_BODY_BYTES + 1)
+        if len(body) > MAX_BODY_BYTES:
+            raise ValueError("the answer is too long")
+        found = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(status=response.status, headers=found, text=body.decode("utf-8", "replace"))
+
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-            return await _read(reader)
-    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, http.client.HTTPException) as error:
-        raise NoAnswer(f"{endpoint}: {error!r}") from error  # OSError: TimeoutError as well
+            return await asyncio.to_thread(work)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # TimeoutError, a line break in a token as well
+        raise NoAnswer(f"{endpoint}: {error!r}") from error
     finally:
-        if writer is not None:
-            writer.transport.abort()
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)  # a thread that still reads ends now
+        connection.close()
 
 
 def _taken_apart(endpoint: str) -> tuple[str, int, str]:
@@ -94,45 +86,6 @@ def _taken_apart(endpoint: str) -> tuple[str, int, str]:
     if parts.scheme != "http" or not host:
         raise NoAnswer(f"{endpoint!r} does not begin with http://")
     return host, port, parts.path.rstrip("/")
-
-
-async def _read(reader: asyncio.StreamReader) -> Answer:
-    head = await reader.readuntil(b"\r\n\r\n")
-    first, _, rest = head.partition(b"\r\n")
-    words = first.split(None, 2)
-    if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
-        raise ValueError(f"{first[:40]!r} is not an HTTP answer")
-    message = http.client.parse_headers(io.BytesIO(rest))
-    headers = {name.lower(): value for name, value in message.items()}
-    length = headers.get("content-length", "")
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        body = await _chunks(reader)
-    elif length:
-        if int(length) > MAX_BODY_BYTES:
-            raise ValueError(f"an answer of {length} bytes is too long")
-        body = await reader.readexactly(int(length))
-    else:
-        body = await _until_end(reader)
-    return Answer(status=int(words[1]), headers=headers, text=body.decode("utf-8", "replace"))
-
-
-async def _until_end(reader: asyncio.StreamReader) -> bytes:
-    body = b""
-    while piece := await reader.read(65_536):
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise ValueError("the answer is too long")
-    return body
-
-
-async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    body = b""
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-        if size < 0 or len(body) + size > MAX_BODY_BYTES:
-            raise ValueError("the answer is too long")
-        body += await reader.readexactly(size)
-        await reader.readexactly(2)
-    return body
 
 
 # --- notices ---
@@ -169,7 +122,7 @@ def firmware_facts(folder: Path = FIRMWARE) -> dict[str, str]:
 class Service(Protocol):
     """One cloud's metadata service."""
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """The notices that are there now.
 
         Raises:
@@ -183,7 +136,7 @@ class Aws:
     def __init__(self, endpoint: str) -> None:
         self._endpoint, self._token = endpoint, ""
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """The spot notice and the rebalance recommendation."""
         if not self._token:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
@@ -194,8 +147,8 @@ class Aws:
         action = await self._get("spot/instance-action")
         rebalance = await self._get("events/recommendations/rebalance")
         return _present(
-            aws_action(action.text, _now(action)) if action.status == 200 else None,
-            aws_rebalance(rebalance.text) if rebalance.status == 200 else None,
+            site.aws_action(action.text, _now(action)) if action.status == 200 else None,
+            site.aws_rebalance(rebalance.text) if rebalance.status == 200 else None,
         )
 
     async def _get(self, path: str) -> Answer:
@@ -213,10 +166,11 @@ class Gcp:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """Preemption and maintenance."""
         return _present(
-            gcp_preempted(await self._value("preempted")), gcp_maintenance(await self._value("maintenance-event"))
+            site.gcp_preempted(await self._value("preempted")),
+            site.gcp_maintenance(await self._value("maintenance-event")),
         )
 
     async def _value(self, name: str) -> str:
@@ -232,19 +186,19 @@ class Azure:
     def __init__(self, endpoint: str) -> None:
         self._endpoint, self._names, self._incarnation = endpoint, "", -1
 
-    async def look(self) -> list[Notice]:
+    async def look(self) -> list[site.Notice]:
         """The events of this machine; nothing while the document is the same."""
         if not self._names:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._names = (await self._get(path)).text.strip()[:1000]
         answer = await self._get("/metadata/scheduledevents?api-version=2020-07-01")
-        incarnation = azure_incarnation(answer.text)
+        incarnation = site.azure_incarnation(answer.text)
         if incarnation is None:
             raise NoAnswer("this is not a document of scheduled events")
         if incarnation == self._incarnation:
             return []
         self._incarnation = incarnation
-        return azure_events(answer.text, (self._names, socket.gethostname()), _now(answer))
+        return site.azure_events(answer.text, (self._names, socket.gethostname()), _now(answer))
 
     async def _get(self, path: str) -> Answer:
         answer = await ask(self._endpoint, path, headers={"Metadata": "true"})
@@ -253,7 +207,11 @@ class Azure:
         return answer
 
 
-SERVICES: Mapping[Cloud, Callable[[str], Service]] = {Cloud.AWS: Aws, Cloud.GCP: Gcp, Cloud.AZURE: Azure}
+SERVICES: Mapping[site.Cloud, Callable[[str], Service]] = {
+    site.Cloud.AWS: Aws,
+    site.Cloud.GCP: Gcp,
+    site.Cloud.AZURE: Azure,
+}
 
 
 class NoticeWatch:
@@ -271,7 +229,7 @@ class NoticeWatch:
         """Watch until cancelled; returns at once where there is nothing to watch."""
         if self._section.enabled == "off":
             return
-        places = endpoints(firmware_facts(self._firmware), self._environment)
+        places = site.endpoints(firmware_facts(self._firmware), self._environment)
         watches = [self._watch(cloud, SERVICES[cloud](place)) for cloud, place in places.items()]
         if self._section.plugin:
             watches.append(self._watch_plugin())
@@ -279,7 +237,7 @@ class NoticeWatch:
             watches.append(self._watch_gpus())
         await asyncio.gather(*watches)
 
-    async def _watch(self, cloud: Cloud, service: Service) -> None:
+    async def _watch(self, cloud: site.Cloud, service: Service) -> None:
         pause_s = self._section.poll_seconds
         while True:
             try:
@@ -313,13 +271,13 @@ class NoticeWatch:
         )  # fmt: skip
         try:
             while process.stdout is not None and (line := await process.stdout.readline()):
-                if (notice := from_plugin(line.decode("utf-8", "replace"), source)) is not None:
+                if (notice := site.from_plugin(line.decode("utf-8", "replace"), source)) is not None:
                     self._tell(notice)
             return await process.wait()
         finally:
             await end_child(process, END_S)
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, notice: site.Notice) -> None:
         if notice.key in self._seen or len(self._seen) >= MAX_NOTICES:
             return
         self._seen.add(notice.key)
@@ -338,8 +296,8 @@ def has_gpus() -> bool:
 
 
 def _now(answer: Answer) -> float:
-    return server_time(answer.headers.get("date", ""), time.time())
+    return site.server_time(answer.headers.get("date", ""), time.time())
 
 
-def _present(*notices: Notice | None) -> list[Notice]:
+def _present(*notices: site.Notice | None) -> list[site.Notice]:
     return [notice for notice in notices if notice is not None]

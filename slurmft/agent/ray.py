@@ -192,16 +192,7 @@ def _hold(
             sys.stderr.write(f"slurmft: Ray has ended on this node, with {code}\n")
             return -signal.SIGKILL  # its own code says less: killed from outside, as a rule
         if terms and drain is None:
-            argv = [
-                sys.executable,
-                "-P",
-                "-m",
-                "slurmft.agent.ray",
-                "--drain",
-                promised_s,
-                address,
-                name_of(given),
-            ]
+            argv = [sys.executable, "-P", "-m", "slurmft.agent.ray", "--drain", promised_s, address, name_of(given)]
             drain = start_child(argv, environment, signal.SIGKILL)
         if is_head and driver is None and is_up:
             driver = start_child(runnable(command, given), {**environment, "RAY_ADDRESS": address}, signal.SIGKILL)

@@ -55,14 +55,7 @@ def worker_command(config: RunConfig) -> Sequence[str]:
     timeout_s = max(config.preemption.signal_lead_s, round(config.preemption.stop_timeout_s))
     if config.launcher == "ray":
         return [sys.executable, "-m", "slurmft.agent.ray", "--hold", str(timeout_s), *config.command]
-    return [
-        sys.executable,
-        "-m",
-        "slurmft.agent.torchrun",
-        "--shutdown-timeout",
-        str(timeout_s),
-        *config.command,
-    ]
+    return [sys.executable, "-m", "slurmft.agent.torchrun", "--shutdown-timeout", str(timeout_s), *config.command]
 
 
 def torchrun_argv(environment: Mapping[str, str]) -> list[str]:

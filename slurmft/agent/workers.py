@@ -51,18 +51,9 @@ from slurmft.storage.verdicts import (
     RUN_FOLDER_VARIABLE,
     VERDICT_VARIABLE,
 )
+from slurmft.system import processes
 from slurmft.system.background import end_child
 from slurmft.system.files import is_left_over, left_to, make_private_folder, read_json, remove_tree
-from slurmft.system.processes import (
-    MARK_VARIABLE,
-    adopt_orphans,
-    kill_left,
-    kill_marked,
-    memory_kills,
-    own_children,
-    reap_adopted,
-    was_given,
-)
 
 # --- torch's flight recorder: how it is switched on, where it writes, and how it is asked to write now ---
 # It remembers the newest collectives of each rank, for NCCL; gloo has none that can be asked. Its dumps go straight
@@ -259,7 +250,9 @@ class Worker:
         The id in a page may be one inside of a container, which is another process out here.
         """
         told = self.page[Slot.PID]
-        is_another = told not in (0, self.pid) and was_given(told, PAGE_VARIABLE, str(self.stacks.with_suffix("")))
+        is_another = told not in (0, self.pid) and processes.was_given(
+            told, PAGE_VARIABLE, str(self.stacks.with_suffix(""))
+        )
         return told if is_another else self.pid
 
     def close(self) -> None:
@@ -342,7 +335,7 @@ class Workers:
     def __init__(self, on_exit: Callable[[Worker], None], name: str = "") -> None:
         self._on_exit = on_exit
         self.by_rank: dict[int, Worker] = {}
-        kill_marked(_is_of_a_dead_agent, LEFT_S)
+        processes.kill_marked(_is_of_a_dead_agent, LEFT_S)
         left = left_to(name) if name else None
         self.private = make_private_folder(heir=name)
         self.folder = self.private.path
@@ -375,7 +368,7 @@ class Workers:
     ) -> None:  # fmt: skip
         """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
         self._forget()
-        self._memory_kills = memory_kills()
+        self._memory_kills = processes.memory_kills()
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
                        generation=generation, timed=timed)  # fmt: skip
@@ -392,7 +385,7 @@ class Workers:
         self._signal_at_start = None
         if not self._adopts:  # what a zygote leaves that is killed itself
             self._adopts = True
-            adopt_orphans()
+            processes.adopt_orphans()
         self._need_zygote()
         self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
                    generation=generation, timed=False, adopts=True)  # fmt: skip
@@ -414,7 +407,7 @@ class Workers:
         worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX), mark=f"{path}.{self._forks}")
         worker.stacks.unlink(missing_ok=True)
         self.by_rank[rank] = worker
-        pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory), MARK_VARIABLE: worker.mark}
+        pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory), processes.MARK_VARIABLE: worker.mark}
         pages |= self._timing_page(worker, generation) if timed else {}
         pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
         self._send(
@@ -554,7 +547,7 @@ class Workers:
         for worker in self.by_rank.values():
             if worker.pid == pid and worker.alive:
                 worker.exit_code = code
-                worker.starved = code == -signal.SIGKILL and memory_kills() > self._memory_kills
+                worker.starved = code == -signal.SIGKILL and processes.memory_kills() > self._memory_kills
                 if worker.page[Slot.STATE] not in (State.STOPPED, State.FINISHED, State.CLOSED):
                     worker.page[Slot.STATE] = State.FAILED
                 self._on_exit(worker)
@@ -562,14 +555,14 @@ class Workers:
     def _zygote_is_gone(self) -> None:
         # its children died with it, the kernel sees to that; what these had started did not
         self._hang_up()
-        own = own_children() if self._adopts else None
-        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid}, GONE_S, own)
+        own = processes.own_children() if self._adopts else None
+        processes.kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid}, GONE_S, own)
         if own is not None:
-            reap_adopted(own)
+            processes.reap_adopted(own)
         for worker in self.by_rank.values():
             if worker.alive:
                 worker.exit_code = -signal.SIGKILL
-                worker.starved = memory_kills() > self._memory_kills
+                worker.starved = processes.memory_kills() > self._memory_kills
                 self._on_exit(worker)
 
 

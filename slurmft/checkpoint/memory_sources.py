@@ -42,8 +42,8 @@ from slurmft.policy.checkpoints import (
     Tier,
     Transfer,
     choose_snapshot,
-    plan,
     rounds_of,
+    transfers_of,
     without,
 )
 from slurmft.policy.worker_settings import WorkerSettings
@@ -143,7 +143,7 @@ def supply(
     rows = team.exchange([*nonce, node_lead, *_bits(wanted, len(decision.suppliers))])
     rows[team.rank][:_NONCE_WORDS] = nonce  # never a value for ours that another rank sends
     wishes = [row[_NONCE_WORDS:] for row in rows]
-    transfers = plan(decision, offers, [(row[0], _shards(row[1:])) for row in wishes])
+    transfers = transfers_of(decision, offers, [(row[0], _shards(row[1:])) for row in wishes])
     failed: list[Transfer] = []
     nonces = [struct.pack("!2q", *row[:_NONCE_WORDS]) for row in rows]
     node = _Node(name=decision.name, mine=mine, memory=memory, key=_key(memory) if transfers else None, nonces=nonces)

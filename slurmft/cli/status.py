@@ -134,7 +134,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
     victims, and where the files lie), and the rank that the newest verdict blames, with suspects, evidence and the end
     of the traceback. Saves that keep failing (``checkpoint.max_failed_saves``) are named at the end.
     """
-    from slurmft.supervisor.live import look_told  # status needs neither
+    from slurmft.supervisor.hangs import look_told  # status needs neither
     from slurmft.supervisor.observations import saves_told
 
     told = story(run)

@@ -416,8 +416,11 @@ def init(
         command = _words(click.prompt("script, with its arguments"))
     stem = Path(next((word for word in command if word.endswith(".py")), command[0])).stem
     name = re.sub(r"[^\w.-]+", "-", stem).lstrip("-.") or "run"
-    if command[0].endswith(".py"):
-        command = ("python", *command)
+    if _is_batch_script(Path(command[0])):
+        raise UsageError(f"{command[0]} is a batch script, which runs as it is",
+                         hint=f"slurmft sbatch {shlex.quote(command[0])}")  # fmt: skip
+    if program := {".py": "python", ".sh": "bash"}.get(Path(command[0]).suffix):
+        command = (program, *command)
     given: dict[str, tuple[Any, str, Any]] = {
         "nodes": (nodes, "nodes", 1),
         "gpus": (gpus, "GPUs of each node", 0),
@@ -440,6 +443,13 @@ def init(
     word = shlex.quote(str(path))
     say(f"wrote {path}; next: slurmft doctor {word}, then slurmft submit {word}")
     return 0
+
+
+def _is_batch_script(path: Path) -> bool:
+    try:
+        return path.suffix != ".py" and "\n#SBATCH" in read_text(path, errors="replace")
+    except (OSError, ValueError):
+        return False
 
 
 def _words(line: str) -> tuple[str, ...]:

@@ -410,15 +410,18 @@ _HERE = "the agent of each node starts the ranks"
 WITHOUT: Mapping[str, str] = {
     "rdzv-backend": _FINDS, "rdzv-endpoint": _FINDS, "rdzv-conf": _FINDS, "master-addr": _FINDS, "master-port": _FINDS,
     "node-rank": _FINDS, "local-addr": _FINDS, "ft-rdzv-impl": _FINDS,
-    "monitor-interval": _HERE, "start-method": _HERE, "role": _HERE,
-    "workers-stop-timeout": "the ranks of a failed attempt are killed at once, after their evidence is taken",
+    "monitor-interval": _HERE, "start-method": _HERE, "role": _HERE, "event-log-handler": _HERE,
+    "numa-binding": "ranks are bound to no CPUs of their own", "signals-to-handle": "preemption.signal is the signal",
+    **dict.fromkeys(("workers-stop-timeout", "shutdown-timeout"),
+                    "the ranks of a failed attempt are killed at once, after their evidence is taken"),
     "log-dir": _LOGS, "redirects": _LOGS, "r": _LOGS, "tee": _LOGS, "t": _LOGS, "local-ranks-filter": _LOGS,
-    "logs-specs": _LOGS, "ft-base-logfile": _LOGS,
+    "logs-specs": _LOGS, "ft-base-logfile": _LOGS, "duplicate-stdout-filters": _LOGS, "duplicate-stderr-filters": _LOGS,
 }  # fmt: skip
 """Options with a value that have no counterpart, and what there is instead."""
 
 FLAGS_WITHOUT: Mapping[str, str] = {
     "run-path": "the script runs in a process of its own",
+    "virtual-local-rank": "LOCAL_RANK is a rank's own number",
     "ft-ignore-missing-cfg": "a configuration is not needed",
     "ignore-missing-fault-tol-cfg": "a configuration is not needed",
 }

@@ -53,7 +53,7 @@ from slurmft.errors import ConfigError
 from slurmft.policy import sbatch
 from slurmft.policy import values as plain
 from slurmft.policy.container import Container, problem_of
-from slurmft.policy.membership import Size
+from slurmft.policy.decide import Size
 from slurmft.policy.sbatch import second_owner, unknown_options
 from slurmft.policy.verdict import ExitAction, lists_as_texts, unambiguous
 from slurmft.system.files import UnsafeFile, read_bytes, read_pipe

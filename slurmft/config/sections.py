@@ -38,8 +38,8 @@ from slurmft.config.base import (
 )
 from slurmft.policy import values as plain
 from slurmft.policy.container import SHARED_MEMORY, STARTED_BY_SRUN, Container, Mount, all_mounts
+from slurmft.policy.decide import Size
 from slurmft.policy.hangs import CHECKPOINTING, EVALUATION, SETUP, STEP, Limits
-from slurmft.policy.membership import Size
 from slurmft.policy.sbatch import NODE_OPTIONS, option_value
 from slurmft.policy.suspicion import HALF_LIFE_HOURS, Rules
 from slurmft.policy.verdict import Cause, by_cause

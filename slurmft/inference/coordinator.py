@@ -29,19 +29,7 @@ from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.inference.ledger import SEGMENT_NAME, Ledger, segments_of
 from slurmft.inference.requests import Batch, Requests, segment_name
-from slurmft.ipc.messages import (
-    Call,
-    InferenceReport,
-    Lease,
-    Members,
-    ReplicaDied,
-    ReplicaPhase,
-    ReplicaPlace,
-    RequestsAnswered,
-    RequestsReturned,
-    RequestsWanted,
-    RouterPhase,
-)
+from slurmft.ipc import messages
 from slurmft.policy.inference import Death, all_down, evidence_of, is_poison, is_suspect
 from slurmft.policy.serving import Readiness
 from slurmft.storage.journal import EventName
@@ -271,7 +259,7 @@ MAX_NAMES = 256
 MAX_RUNS = 2000
 """Runs in one message; the rest follows in further ones."""
 
-Send = Callable[[Call[Any]], None]
+Send = Callable[[messages.Call[Any]], None]
 Submit = Callable[[Callable[[], Any]], "Future[Any]"]
 
 log = logging.getLogger(__name__)
@@ -373,25 +361,25 @@ class Coordinator:
 
     # Reports
 
-    def on_report(self, node: int, report: InferenceReport) -> bool:
+    def on_report(self, node: int, report: messages.InferenceReport) -> bool:
         """Handle a report; whether it belongs to a lease that counts."""
         agent = self.agents.get(node)
         if agent is None or report.epoch != agent.epoch:
             return False
         match report:
-            case RequestsWanted():
+            case messages.RequestsWanted():
                 agent.wanted += report.count
                 self._serve(agent)
-            case RequestsAnswered():
+            case messages.RequestsAnswered():
                 self._take(agent, report)
-            case RequestsReturned():
+            case messages.RequestsReturned():
                 for run in self._known(report.runs):
                     self._keep_partials(agent, agent.lives, range(*run))
                 self.requests.give_back(node, self._known(report.runs))
                 self._serve_others()
-            case ReplicaPhase():
+            case messages.ReplicaPhase():
                 agent.replicas[report.replica], agent.lives[report.replica] = report.phase, report.life
-            case ReplicaDied():
+            case messages.ReplicaDied():
                 agent.replicas[report.replica] = "waiting"
                 self._on_death(agent, report)
         return True
@@ -411,14 +399,10 @@ class Coordinator:
         phases = [phase for agent in self.agents.values() for phase in agent.replicas.values()]
         return all_down(phases, least=self._config.replicas_per_node * len(self.agents))
 
-    def count(self, phase: str) -> int:
-        """Replicas in this phase."""
-        return sum(each == phase for agent in self.agents.values() for each in agent.replicas.values())
-
     def _known(self, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         return [(first, last) for first, last in runs if last <= self.batch.total]
 
-    def _take(self, agent: _Agent, report: RequestsAnswered) -> None:
+    def _take(self, agent: _Agent, report: messages.RequestsAnswered) -> None:
         segment = report.segment
         if not agent.owns(segment) or len(self._known(report.runs)) < len(report.runs):
             log.error("the agent on %s reports answers in %s, which is not its own; they do not count", agent.host,
@@ -427,7 +411,7 @@ class Coordinator:
         self._parts.append((segment, report.end, report.runs))
         self._have_parts.set()
 
-    def _on_death(self, agent: _Agent, report: ReplicaDied) -> None:
+    def _on_death(self, agent: _Agent, report: messages.ReplicaDied) -> None:
         in_flight = [index for index in report.in_flight if index < self.batch.total]
         self._keep_partials(agent, [report.replica], in_flight)
         given_up = self.requests.died(in_flight, report.name, report.how)
@@ -501,9 +485,10 @@ class Coordinator:
         if not runs and not alone:
             return
         agent.wanted = max(0, agent.wanted - len(alone) - sum(last - first for first, last in runs))
-        for some in _in_parts(runs):
+        for at in range(0, len(runs) or 1, MAX_RUNS):
+            some = runs[at : at + MAX_RUNS]
             partials = self._partials_of(some)
-            agent.send(Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone), partials=partials))
+            agent.send(messages.Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone), partials=partials))
             alone = []
 
     def _keep_partials(self, agent: _Agent, replicas: Iterable[int], indexes: Iterable[int]) -> None:
@@ -583,10 +568,6 @@ class Coordinator:
             self._serve_others()
 
 
-def _in_parts(runs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    return [list(runs[at : at + MAX_RUNS]) for at in range(0, len(runs), MAX_RUNS)] or [[]]
-
-
 # The roster: in the supervisor, it knows the replicas and routers of all nodes, and tells every router of them.
 
 WRITE_AGAIN_S = 1.0
@@ -599,7 +580,7 @@ class _AgentOfRoster:
     epoch: int
     send: Send
     phases: dict[int, str] = field(default_factory=dict)
-    places: dict[int, ReplicaPlace] = field(default_factory=dict)
+    places: dict[int, messages.ReplicaPlace] = field(default_factory=dict)
     router_is_down: bool = False
     """It was started too often, and another node has one instead."""
 
@@ -662,7 +643,7 @@ class Roster:
         self.publish: Callable[[HighAvailabilityCluster], None] = lambda cluster: cluster.write(run_folder)
         """Writes endpoints.json, where these are the routers that clients are to use."""
 
-        self._heirs: tuple[ReplicaPlace, ...] | None = None
+        self._heirs: tuple[messages.ReplicaPlace, ...] | None = None
         """Replicas of the job that has taken the endpoint over; None before that."""
 
         self._retired = self._closing = False
@@ -748,18 +729,18 @@ class Roster:
             self._tell_all()
         return 0
 
-    def on_report(self, node: int, report: InferenceReport) -> bool:
+    def on_report(self, node: int, report: messages.InferenceReport) -> bool:
         """Handle a report; whether it belongs to an agent that counts."""
         agent = self.agents.get(node)
         if agent is None or report.epoch != agent.epoch:
             return False
         match report:
-            case ReplicaPhase():
+            case messages.ReplicaPhase():
                 self._on_phase(agent, report)
-            case ReplicaDied():
+            case messages.ReplicaDied():
                 agent.phases[report.replica] = "waiting"
                 self._drop_place(agent, report.replica)
-            case RouterPhase():
+            case messages.RouterPhase():
                 self._on_router(agent, report)
         return True
 
@@ -821,7 +802,7 @@ class Roster:
         self._changed.set()
 
     @property
-    def places(self) -> tuple[ReplicaPlace, ...]:
+    def places(self) -> tuple[messages.ReplicaPlace, ...]:
         """All replicas that are ready."""
         return tuple(place for agent in self.agents.values() for place in agent.places.values())
 
@@ -833,7 +814,7 @@ class Roster:
         return Readiness(ready=len(self.places), down=phases.count("down"), expected=expected,
                          routers=len(self.cluster.routers), routers_wanted=wanted)  # fmt: skip
 
-    def hand_over(self, heirs: Sequence[ReplicaPlace], job: str) -> None:
+    def hand_over(self, heirs: Sequence[messages.ReplicaPlace], job: str) -> None:
         """From now on the routers here have the replicas of ``job`` as well, which go on when these drain."""
         # names may be the same: a node of both jobs
         self._heirs = tuple(replace(each, name=f"{each.name}@{job}") for each in heirs)
@@ -844,14 +825,14 @@ class Roster:
         self._retired = True
         self._tell_all()
 
-    def _on_phase(self, agent: _AgentOfRoster, report: ReplicaPhase) -> None:
+    def _on_phase(self, agent: _AgentOfRoster, report: messages.ReplicaPhase) -> None:
         agent.phases[report.replica] = report.phase
         if report.phase == "ready" and report.port is not None and report.hosts is not None:
             # the port tells lives apart whose agents both count from 1, and is the same for the next supervisor
             # ... as are the job that lends a node, and the number of another one
             where = self.lenders.get(agent.node, agent.node)
             name = f"{agent.host}.{where}/{report.replica}#{report.life}.{report.port}"
-            agent.places[report.replica] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
+            agent.places[report.replica] = messages.ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
             if self._holding is not None:
                 self._on.add((agent.node, report.replica))
             self._settled |= {(agent.node, report.replica)} & self._on
@@ -865,7 +846,7 @@ class Roster:
         if agent.places.pop(replica, None) is not None:
             self._tell_all()
 
-    def _on_router(self, agent: _AgentOfRoster, report: RouterPhase) -> None:
+    def _on_router(self, agent: _AgentOfRoster, report: messages.RouterPhase) -> None:
         new = report.answered - agent.answered
         self.requests.done += new if new >= 0 else report.answered
         agent.answered, agent.load = report.answered, report.load
@@ -900,9 +881,9 @@ class Roster:
         if self.wanted is not None and self._heirs is None:
             expected = len(self._settled)
         for agent in self.agents.values():
-            agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
-                               closing=self._closing or self._heirs == (), replicas=places,
-                               on=self._on_at(agent.node), wanted=len(self._on)))  # fmt: skip
+            agent.send(messages.Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
+                                        closing=self._closing or self._heirs == (), replicas=places,
+                                        on=self._on_at(agent.node), wanted=len(self._on)))  # fmt: skip
 
     def _nodes_for_routers(self) -> list[int]:
         """A node that is lent for the load has no router: clients would go on using it when it is given back."""

@@ -24,11 +24,10 @@ import random
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -38,25 +37,13 @@ from slurmft.errors import LaunchError, SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import is_config_name, is_local, key_of
 from slurmft.inference.gang import Ended, Head, Starts, free_port, join
 from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
-from slurmft.inference.replica_health import Watched
 from slurmft.inference.requests import Requests, folder_of, segment_name
+from slurmft.inference.trial_call import function_of
 from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.ipc.channel import Fields
-from slurmft.ipc.messages import JoinGang, ReplicaPlace
+from slurmft.ipc.messages import ReplicaPlace
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import (
-    Slots,
-    TryOutcome,
-    counter_in,
-    engine_kind,
-    is_good,
-    is_out_of_memory,
-    outcome_of_status,
-    patience_for,
-    retry_after_s,
-    smallest,
-    with_another_path,
-)
+from slurmft.policy import inference
 from slurmft.policy.serving import JoinedAnswer, Prefix, continued_forms, continuing, error_in, form_of, streaming
 from slurmft.storage.segments import SegmentWriter
 from slurmft.storage.shared_weights import stage_in_memory
@@ -67,128 +54,11 @@ from slurmft.system.processes import die_with_parent, owners_of_loopback_port, r
 if TYPE_CHECKING:
     import aiohttp
 
-# --- One engine of a node, as its pool sees it ---
-
-EXIT_CODE = "exit code"
-RENEWED = "it gets another engine"
-
-
-class Phase(StrEnum):
-    """A replica's state."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WAITING = "waiting"
-    """For its next start."""
-
-    DOWN = "down"
-    """It stays so until the next attempt."""
-
-    OFF = "off"
-    """It is not needed for the load."""
-
-    MEMBER = "member"
-    """Another node answers for the engine, of which this one has a part, or has none to be the head of."""
-
-
-@dataclass(slots=True)
-class Replica:
-    """One engine of this node."""
-
-    number: int
-    phase: Phase = Phase.WAITING
-    life: int = 0
-    generation: int = 0
-    """The run's at the start of this life; part of its segments' names."""
-
-    slots: int = 0
-    writer: asyncio.StreamWriter | None = None
-    in_flight: dict[int, float] = field(default_factory=dict)
-    """Requests that it has, and since when (monotonic)."""
-
-    begun: set[int] = field(default_factory=set)
-    """Of those, the ones that its engine has; the others wait in the driver."""
-
-    void: int = 0
-    """Requests that it still works on although their lease was revoked."""
-
-    alone: bool = False
-    """It works on a suspect, and gets nothing else until that is over."""
-
-    is_giving_back: bool = False
-    """It was told to end with what it has, as the time of a stop is up."""
-
-    is_leaving: bool = False
-    """It was told to end, as it is not needed for the load."""
-
-    answered: int = 0
-    """Requests completed in this life."""
-
-    ends: dict[str, int] = field(default_factory=dict)
-    """Its segments of this life, and up to where they were reported."""
-
-    is_held: bool = False
-    """The disk takes none of its answers."""
-
-    port: int = 0
-    """Where its gate listens; 0 for a replica of a batch. Before it is ready: where it waits for members."""
-
-    part: JoinGang | None = None
-    """In an engine over several nodes, as it was told, and ..."""
-
-    runs: JoinGang | None = None
-    """... that of its process; None where there is none."""
-
-    ended_first: int = 0
-    """Rank of the member whose end is that of the engine."""
-
-    why: str = ""
-    """What it is killed for."""
-
-    is_hung: bool = False
-    """That is a hang."""
-
-    hung_before: bool = False
-    """So was the end of the life before this one, in which it had answered nothing."""
-
-    last: Watched = field(default_factory=lambda: Watched(0.0))
-    """What was known of its last life at the end."""
-
-    def begin(self, generation: int) -> None:
-        """Another life of it, in which nothing of the last one counts."""
-        self.life, self.generation = self.life + 1, generation
-        self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
-        self.in_flight, self.begun, self.void, self.ends, self.why, self.port = {}, set(), 0, {}, "", 0
-        self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
-        self.ended_first = 0
-
-    def room(self, ahead: int = 0) -> int:
-        """Requests that it can take now, of which ``ahead`` wait for a slot."""
-        if self.phase is not Phase.READY or self.alone:
-            return 0
-        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words; negative, or above 128: a signal."""
-    if code < 0 or 128 < code < 160:
-        number = -code if code < 0 else code - 128
-        with contextlib.suppress(ValueError):
-            return f"ended by {signal.Signals(number).name}"
-    return f"{EXIT_CODE} {code}"
-
-
-def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
-    """Requests that only one of these has, since before this moment (monotonic), and not alone."""
-    held = Counter(index for replica in replicas for index in replica.in_flight)
-    return [
-        index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
-        if held[index] == 1 and since_s < before_s
-    ]  # fmt: skip
+# --- What the agent tells a driver ---
 
 
 class ReplicaSettings(Fields, frozen=True, kw_only=True):
-    """What the agent tells a driver."""
+    """Where it is, and what it is to drive."""
 
     socket: str
     config: str
@@ -356,7 +226,7 @@ class CallableEngine(Engine):
         except Exception as error:
             kind = type(error).__name__
             text = f"{kind}: {error}"[:MAX_TOLD]
-            if isinstance(error, MemoryError) or is_out_of_memory(text):
+            if isinstance(error, MemoryError) or inference.is_out_of_memory(text):
                 raise OutOfMemory(text) from error
             raise Again(text) from error
         return [{"response": {"status_code": 200, "body": value}} for value in self._checked(values, len(bodies))]
@@ -426,13 +296,10 @@ class CallableEngine(Engine):
         """Nothing: it ends with this process."""
 
     def _load(self) -> Any:
-        module, _, path = self._name.partition(":")
         if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 - as python itself would
             sys.path.insert(0, os.getcwd())  # noqa: PTH109
         try:
-            found: Any = importlib.import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
+            found = function_of(self._name)
         except (ImportError, AttributeError) as error:
             raise UsageError(f"inference.engine.callable: cannot load {self._name}: {error}") from error
         is_class = inspect.isclass(found)
@@ -526,7 +393,7 @@ class HttpEngine(Engine):
         head: Head | None = None,
     ) -> None:  # fmt: skip
         self._head = head
-        engine, kind = config.engine, engine_kind(config.engine.command or ())
+        engine, kind = config.engine, inference.engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
         self._partials = RequestCheckpointer() if partials is None else partials
         self._forms = continued_forms(engine.continue_from_prefix)
@@ -585,7 +452,7 @@ class HttpEngine(Engine):
             self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
         for path in self._config.engine.stage_in_memory:
             copy = await asyncio.to_thread(stage_in_memory, path)
-            command = with_another_path(command, path, str(copy))
+            command = inference.with_another_path(command, path, str(copy))
         argv = [_filled(word, words) for word in command]
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -608,12 +475,12 @@ class HttpEngine(Engine):
         if known is not None and (rest := continuing(body, form, known)) is not None:
             self._note(key, known)  # this engine may die, too
             answer = await self._ask(path, rest, key, JoinedAnswer(form, known))
-            if is_good(answer):
+            if inference.is_good(answer):
                 self._partials.forget(key)
                 return answer
         answer = await self._ask(path, streaming(body), key, JoinedAnswer(form, Prefix()))
         self._partials.forget(key)
-        return answer if is_good(answer) else await self._ask(path, body)  # it may take no streams
+        return answer if inference.is_good(answer) else await self._ask(path, body)  # it may take no streams
 
     async def _ask(
         self, path: str, body: Mapping[str, Any], key: str = "", joined: JoinedAnswer | None = None
@@ -631,7 +498,9 @@ class HttpEngine(Engine):
                     status, content = failure[0], failure[1].encode()
                 else:
                     status, content = response.status, await _content(response)
-                after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
+                after_s = inference.retry_after_s(
+                    response.headers.get("Retry-After"), longest_s=self._config.max_delay_s
+                )
         except aiohttp.ClientConnectorError as error:
             raise (Again if self._process is None else Closed)(f"no connection: {error}") from error
         except TimeoutError as error:
@@ -639,10 +508,10 @@ class HttpEngine(Engine):
         except (aiohttp.ClientError, OSError) as error:
             raise Again(f"no answer: {error or type(error).__name__}") from error
         text = content.decode(errors="replace")
-        match outcome_of_status(status, text):
-            case TryOutcome.ANSWER:
+        match inference.outcome_of_status(status, text):
+            case inference.TryOutcome.ANSWER:
                 return {"response": {"status_code": status, "body": _body_of(text)}}
-            case TryOutcome.SMALLER:
+            case inference.TryOutcome.SMALLER:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
         raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
@@ -714,7 +583,7 @@ class HttpEngine(Engine):
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             limit = aiohttp.ClientTimeout(total=METRICS_S)
             async with self._session.get(self._base + self._metrics_path, timeout=limit) as response:
-                found = counter_in((await _content(response)).decode(errors="replace"), self._metric)
+                found = inference.counter_in((await _content(response)).decode(errors="replace"), self._metric)
             if found is not None:
                 self._first = found if self._first is None else self._first
                 self._counted = found - self._first
@@ -928,14 +797,14 @@ async def works(engine: Engine, proof: Mapping[str, Any] | None) -> bool:
     It decides wherever an engine is only suspected: it has made no progress for long, or fails what it is asked.
     """
     with contextlib.suppress(Again):
-        return proof is not None and is_good(await smallest_answer(engine, proof))
+        return proof is not None and inference.is_good(await smallest_answer(engine, proof))
     return False
 
 
 async def smallest_answer(engine: Engine, proof: Mapping[str, Any]) -> Answer:
     """To the smallest request of the kind of another one, or to that where none is known. Raises as ``answer`` does."""
     path = str(proof.get("url", engine.request_path))
-    return (await engine.answer([{**proof, "body": smallest(path, proof["body"]) or proof["body"]}]))[0]
+    return (await engine.answer([{**proof, "body": inference.smallest(path, proof["body"]) or proof["body"]}]))[0]
 
 
 class Driver:
@@ -952,7 +821,7 @@ class Driver:
         head = head_of(settings, config, run_folder, self._send)
         self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head,
                                          run_folder=run_folder, owner="-".join(map(str, owner.values())))  # fmt: skip
-        self._slots = Slots.full(config.concurrency)
+        self._slots = inference.Slots.full(config.concurrency)
         self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -1061,7 +930,7 @@ class Driver:
 
         def read() -> list[tuple[dict[str, Any], float]]:
             found = [{**self._requests.get(index), "key": str(index)} for index in indexes]
-            return [(each, patience_for(json.dumps(each["body"]).encode())) for each in found]
+            return [(each, inference.patience_for(json.dumps(each["body"]).encode())) for each in found]
 
         requests = await asyncio.to_thread(read)
         wanted = {str(index) for index in indexes}
@@ -1177,7 +1046,7 @@ class Driver:
                 return None
             tries = self._config.max_retries + 1
             return {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}, False
-        if is_good(answer):
+        if inference.is_good(answer):
             self._proof = taken.request
         return answer, True
 

@@ -16,7 +16,6 @@ import socket
 from collections.abc import Callable, Mapping
 
 from slurmft.errors import LaunchError
-from slurmft.inference.gate import listening_socket
 from slurmft.ipc.channel import (
     MAX_LINE_BYTES,
     BadMessage,
@@ -29,8 +28,9 @@ from slurmft.ipc.channel import (
     Rank,
     Words,
     accept,
-    connect,
+    connect_to_any,
     keep_alive,
+    listening_socket,
     read,
 )
 from slurmft.ipc.messages import ReplicaPlace
@@ -126,9 +126,7 @@ class Head:
         Raises:
             LaunchError: one was lost meanwhile.
         """
-        self._server = await asyncio.start_server(
-            self._serve, sock=listening_socket(self._host, 0), limit=MAX_LINE_BYTES
-        )
+        self._server = await asyncio.start_server(self._serve, sock=listening_socket(self._host), limit=MAX_LINE_BYTES)
         self._tell(kind="gathers", port=self._server.sockets[0].getsockname()[1])
         await asyncio.wait([self._whole, self.broken], return_when=asyncio.FIRST_COMPLETED)
         if self.broken.done():
@@ -194,16 +192,12 @@ async def join(head: ReplicaPlace, rank: int, key: bytes) -> Channel:
     Raises:
         LaunchError: the head is not to be found.
     """
-    error: Exception = OSError("no address")
-    for host in head.hosts:
-        try:
-            channel = await connect(host, head.port, key)
-        except (OSError, BadMessage) as refusal:  # TimeoutError as well
-            error = refusal
-            continue
-        channel.send(Joins(rank=rank, host=socket.gethostname()))
-        return channel
-    raise LaunchError(f"{head.name}, the head of the engine, is not to be found: {error}")
+    try:
+        channel = await connect_to_any(head.hosts, head.port, key)
+    except (OSError, BadMessage) as error:
+        raise LaunchError(f"{head.name}, the head of the engine, is not to be found: {error}") from error
+    channel.send(Joins(rank=rank, host=socket.gethostname()))
+    return channel
 
 
 def free_port(host: str) -> int:

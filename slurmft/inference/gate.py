@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from slurmft.errors import StorageError
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
-from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, written
+from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, listening_socket, written
 from slurmft.policy.serving import Served
 from slurmft.policy.values import Strangers
 from slurmft.system.background import overslept_s
@@ -112,29 +112,6 @@ def notice_lost_peers(connection: socket.socket, within_s: int = 10) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     # the others do nothing while data is under way
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * within_s)
-
-
-def listening_socket(host: str | None, port: int) -> socket.socket:
-    """One socket, with one port, of IPv4 and IPv6; where ``host`` is given, of that address of IPv4 alone.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    if host is not None:
-        found = socket.socket(socket.AF_INET)
-    else:
-        dual = socket.has_dualstack_ipv6()
-        found = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-        if dual:
-            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host or "", port))
-        found.setblocking(False)
-    except OSError:
-        found.close()
-        raise
-    return found
 
 
 # --- The gate of one replica: it lets the run's routers through to the engine, and no one else ---
@@ -252,7 +229,7 @@ class Gate:
     async def listen(self, host: str | None) -> int:
         """Begin; returns the port."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Visitor(self), sock=listening_socket(host, 0))
+        self._server = await loop.create_server(lambda: _Visitor(self), sock=listening_socket(host))
         self._beats = asyncio.create_task(self._beat())
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from slurmft.config.inference import EngineConfig
 from slurmft.errors import StorageError, UsageError
-from slurmft.inference.requests import Batch, Requests, answers_in, load, runs_of, segment_name
+from slurmft.inference.requests import Batch, Requests, answers_in, arrow, load, runs_of, segment_name
 from slurmft.policy.serving import Prefix
 from slurmft.storage.patience import writing
 from slurmft.storage.segments import Record, SegmentWriter, Series, names_in, parse, read
@@ -392,9 +392,8 @@ def refuse_unwritable(format: str) -> None:
 
 
 def write_output(
-    batch: Batch, ledger: Ledger, folder: Path, *, format: str = "jsonl", file: Path | None = None,
-    progress: Callable[[int], None] = lambda count: None,
-) -> Output | list[int]:  # fmt: skip
+    batch: Batch, ledger: Ledger, folder: Path, *, format: str = "jsonl", file: Path | None = None
+) -> Output | list[int]:
     """Write both files, each whole or not at all; or the numbers of requests whose answers cannot be read.
 
     Args:
@@ -416,7 +415,7 @@ def write_output(
     format = format if file is None else file.suffix[1:]
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
-    counts = write_rows(batch, index, (0, batch.total), place, names, format=format, progress=progress)
+    counts = write_rows(batch, index, (0, batch.total), place, names, format=format)
     return Output(*counts)
 
 
@@ -432,9 +431,8 @@ def begin_output(batch: Batch, folder: Path) -> None:
 
 
 def write_rows(
-    batch: Batch, index: AnswerIndex, rows: tuple[int, int], folder: Path, names: tuple[str, str], *, format: str,
-    progress: Callable[[int], None] = lambda count: None,
-) -> tuple[int, int]:  # fmt: skip
+    batch: Batch, index: AnswerIndex, rows: tuple[int, int], folder: Path, names: tuple[str, str], *, format: str
+) -> tuple[int, int]:
     """Write the answers to the requests ``[first, last)``, and the errors, whole or not at all; returns how many each.
 
     Args:
@@ -460,8 +458,6 @@ def write_rows(
             is_answer, row = row_of(number, request["id"], record)
             (answers if is_answer else errors).add(row)
             good += is_answer
-            if number % 10_000 == 0:
-                progress(number)
         for file in files:
             file.finish()
         for file in files:
@@ -527,19 +523,15 @@ class _File:
         self._temporary.rename(self._path)
 
     def _write_rows(self) -> None:
-        import pyarrow
-
         if self._rows and self._table is not None:
-            self._table.write_table(pyarrow.Table.from_pylist(self._rows, schema=self._table.schema))
+            rows = arrow("inference.output_format: parquet").Table.from_pylist(self._rows, schema=self._table.schema)
+            self._table.write_table(rows)
         self._rows, self._bytes = [], 0
 
 
 def _table_in(stream: BinaryIO) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    names = ("id", "custom_id", "response", "error")
-    schema = pyarrow.schema([pyarrow.field(name, pyarrow.string()) for name in names])
+    pyarrow = arrow("inference.output_format: parquet")
+    schema = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "custom_id", "response", "error")])
     return pyarrow.parquet.ParquetWriter(stream, schema)
 
 

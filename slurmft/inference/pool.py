@@ -6,32 +6,304 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.driver import EXIT_CODE, MAX_LINE_BYTES, RENEWED, Phase, Replica, how_it_ended, slow_requests
+from slurmft.inference.driver import MAX_LINE_BYTES
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
 from slurmft.inference.requests import folder_of, left_in, load, runs_of, segment_name
-from slurmft.ipc.messages import (
-    Drained,
-    JoinGang,
-    ReplicaDied,
-    ReplicaPhase,
-    ReplicaSmaller,
-    RequestsAnswered,
-    RequestsReturned,
-    RequestsWanted,
-    Sent,
-)
-from slurmft.policy.inference import EXIT_NODE
+from slurmft.ipc import messages
+from slurmft.policy.inference import EXIT_NODE, Restarts
 from slurmft.policy.verdict import EXIT_USAGE
 from slurmft.system.background import Background, overslept_s
+
+# --- Whether a node's replicas still work, and whether one that does not is started again ---
+
+SUSPECTED = 0.5
+"""Of the time that counts as a hang."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """One life of a replica."""
+
+    since_s: float
+    """When it was started or made progress; moved on by the time in which it had nothing to do."""
+
+    idle_s: float | None = None
+    """Since when it has nothing to do."""
+
+    ready: bool = False
+    in_flight: int = 0
+    patience: float = 1.0
+    """By how much longer than ``hang_timeout_s`` the requests that it has may take."""
+
+    asked_s: float | None = None
+    """Since when it is to answer the smallest request there is."""
+
+    worked: bool = False
+    """It has made progress in this life."""
+
+
+class WorkerHealthMonitor:
+    """Judges replicas by progress, not by a health page: engines answer 200 while they hang.
+
+    Progress is a byte of an answer or a new token. That a request has begun, or that its client has given up, is none:
+    while there are requests the time without progress adds up. Half of it makes a suspect, which is to answer the
+    smallest request; where it does, it lives, and what takes so long is a request. All times are seconds of one
+    monotonic clock.
+
+    Args:
+        hang_timeout_s: without progress while requests are in flight.
+        startup_timeout_s: from the start until it is ready.
+    """
+
+    def __init__(self, *, hang_timeout_s: float, startup_timeout_s: float) -> None:
+        self._hang_s, self._startup_s = hang_timeout_s, startup_timeout_s
+        self._watched: dict[int, Watched] = {}
+
+    def started(self, replica: int, now_s: float) -> None:
+        """Its process was started."""
+        self._watched[replica] = Watched(now_s)
+
+    def ready(self, replica: int, now_s: float) -> None:
+        """It takes requests from now on."""
+        if (watched := self._watched.get(replica)) is not None:
+            watched.ready, watched.since_s, watched.idle_s = True, now_s, now_s
+
+    def holds(self, replica: int, more: int, now_s: float) -> None:
+        """It has so many more requests, or fewer."""
+        if (watched := self._watched.get(replica)) is not None:
+            watched.in_flight = max(0, watched.in_flight + more)
+            self._settle(watched, now_s)
+
+    def progressed(self, replica: int, now_s: float) -> None:
+        """It made a token, sent a byte of an answer, or answered the smallest request."""
+        if (watched := self._watched.get(replica)) is not None:
+            watched.since_s, watched.asked_s, watched.idle_s, watched.worked = now_s, None, None, True
+            self._settle(watched, now_s)
+
+    def waits_for(self, replica: int, patience: float) -> None:
+        """The largest request that it has may take so many times as long as an ordinary one."""
+        if (watched := self._watched.get(replica)) is not None:
+            watched.patience = patience
+
+    def gone(self, replica: int) -> Watched:
+        """It has ended; returns what was known of it."""
+        return self._watched.pop(replica, None) or Watched(0.0)
+
+    def asleep(self, seconds: float) -> None:
+        """This process itself was stopped for so long, and could not see progress."""
+        for watched in self._watched.values():
+            watched.since_s += seconds
+            watched.idle_s = None if watched.idle_s is None else watched.idle_s + seconds
+            watched.asked_s = None if watched.asked_s is None else watched.asked_s + seconds
+
+    def suspects(self, now_s: float) -> list[int]:
+        """Replicas that are to answer the smallest request now."""
+        found = []
+        for replica, watched in self._watched.items():
+            silent_s = self._silent_s(watched, now_s)
+            if watched.ready and watched.asked_s is None and silent_s > self._hang_s * watched.patience * SUSPECTED:
+                watched.asked_s = now_s
+                found.append(replica)
+        return found
+
+    def overdue(self, now_s: float) -> dict[int, str]:
+        """Replicas that hang, or do not become ready, and why."""
+        found = {}
+        for replica, watched in self._watched.items():
+            silent_s, left_s = self._silent_s(watched, now_s), self._hang_s * watched.patience * (1 - SUSPECTED)
+            if not watched.ready and silent_s > self._startup_s:
+                found[replica] = f"not ready {silent_s:.1f} s after its start (inference.startup_timeout_s)"
+            elif watched.asked_s is not None and now_s - watched.asked_s > left_s:
+                found[replica] = (
+                    f"no byte of an answer and no token for {silent_s:.1f} s with {watched.in_flight} in flight "
+                    f"(inference.hang_timeout_s{f' times {watched.patience:.1f}' if watched.patience > 1 else ''})"
+                )
+        return found
+
+    def _silent_s(self, watched: Watched, now_s: float) -> float:
+        """Seconds without progress while there was something to do."""
+        return (now_s if watched.idle_s is None else watched.idle_s) - watched.since_s
+
+    def _settle(self, watched: Watched, now_s: float) -> None:
+        """Let the time run while it has something to do, and only then."""
+        is_busy = watched.in_flight > 0 or watched.asked_s is not None
+        if is_busy and watched.idle_s is not None:
+            watched.since_s += now_s - watched.idle_s
+            watched.idle_s = None
+        elif not is_busy and watched.idle_s is None:
+            watched.idle_s = now_s
+
+
+class AutoRestartManager:
+    """Restarts of a node's replicas: each has ``max_restarts`` without a completed request in between.
+
+    Args:
+        window_s: count the failures of so many seconds instead, whatever was completed in between: an engine that
+            answers a while and dies again and again is no endpoint.
+    """
+
+    def __init__(
+        self, max_restarts: int = 3, *, first_delay_s: float = 1.0, longest_delay_s: float = 30.0,
+        window_s: float | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._fresh = Restarts(max_restarts, first_delay_s, longest_delay_s)
+        self._restarts: dict[int, Restarts] = {}
+        self._window_s, self._clock = window_s, clock
+        self._failed_at: dict[int, list[float]] = {}
+
+    def failed(self, replica: int) -> float | None:
+        """It has ended without being asked to: seconds until its next start, or None when it stays down."""
+        now = self._restarts.get(replica, self._fresh)
+        if self._window_s is not None:
+            since_s = self._clock() - self._window_s
+            recent = [each for each in self._failed_at.get(replica, []) if each > since_s]
+            self._failed_at[replica] = [*recent, self._clock()]
+            now = now.counted(len(recent))
+        self._restarts[replica] = now = now.failed()
+        return None if now.exhausted else now.delay_s
+
+    def failures(self, replica: int) -> int:
+        """Failures without a completed request since, or in the window."""
+        return self._restarts.get(replica, self._fresh).failures
+
+    def succeeded(self, replica: int) -> None:
+        """It completed a request."""
+        if replica in self._restarts and self._window_s is None:
+            self._restarts[replica] = self._restarts[replica].succeeded()
+
+
+# --- One engine of a node, as its pool sees it ---
+
+EXIT_CODE = "exit code"
+RENEWED = "it gets another engine"
+
+
+class Phase(StrEnum):
+    """A replica's state."""
+
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting"
+    """For its next start."""
+
+    DOWN = "down"
+    """It stays so until the next attempt."""
+
+    OFF = "off"
+    """It is not needed for the load."""
+
+    MEMBER = "member"
+    """Another node answers for the engine, of which this one has a part, or has none to be the head of."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine of this node."""
+
+    number: int
+    phase: Phase = Phase.WAITING
+    life: int = 0
+    generation: int = 0
+    """The run's at the start of this life; part of its segments' names."""
+
+    slots: int = 0
+    writer: asyncio.StreamWriter | None = None
+    in_flight: dict[int, float] = field(default_factory=dict)
+    """Requests that it has, and since when (monotonic)."""
+
+    begun: set[int] = field(default_factory=set)
+    """Of those, the ones that its engine has; the others wait in the driver."""
+
+    void: int = 0
+    """Requests that it still works on although their lease was revoked."""
+
+    alone: bool = False
+    """It works on a suspect, and gets nothing else until that is over."""
+
+    is_giving_back: bool = False
+    """It was told to end with what it has, as the time of a stop is up."""
+
+    is_leaving: bool = False
+    """It was told to end, as it is not needed for the load."""
+
+    answered: int = 0
+    """Requests completed in this life."""
+
+    ends: dict[str, int] = field(default_factory=dict)
+    """Its segments of this life, and up to where they were reported."""
+
+    is_held: bool = False
+    """The disk takes none of its answers."""
+
+    port: int = 0
+    """Where its gate listens; 0 for a replica of a batch. Before it is ready: where it waits for members."""
+
+    part: messages.JoinGang | None = None
+    """In an engine over several nodes, as it was told, and ..."""
+
+    runs: messages.JoinGang | None = None
+    """... that of its process; None where there is none."""
+
+    ended_first: int = 0
+    """Rank of the member whose end is that of the engine."""
+
+    why: str = ""
+    """What it is killed for."""
+
+    is_hung: bool = False
+    """That is a hang."""
+
+    hung_before: bool = False
+    """So was the end of the life before this one, in which it had answered nothing."""
+
+    last: Watched = field(default_factory=lambda: Watched(0.0))
+    """What was known of its last life at the end."""
+
+    def begin(self, generation: int) -> None:
+        """Another life of it, in which nothing of the last one counts."""
+        self.life, self.generation = self.life + 1, generation
+        self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
+        self.in_flight, self.begun, self.void, self.ends, self.why, self.port = {}, set(), 0, {}, "", 0
+        self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
+        self.ended_first = 0
+
+    def room(self, ahead: int = 0) -> int:
+        """Requests that it can take now, of which ``ahead`` wait for a slot."""
+        if self.phase is not Phase.READY or self.alone:
+            return 0
+        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative, or above 128: a signal."""
+    if code < 0 or 128 < code < 160:
+        number = -code if code < 0 else code - 128
+        with contextlib.suppress(ValueError):
+            return f"ended by {signal.Signals(number).name}"
+    return f"{EXIT_CODE} {code}"
+
+
+def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
+    """Requests that only one of these has, since before this moment (monotonic), and not alone."""
+    held = Counter(index for replica in replicas for index in replica.in_flight)
+    return [
+        index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
+        if held[index] == 1 and since_s < before_s
+    ]  # fmt: skip
+
+
+# --- The pool: replicas are started, fed, watched and restarted ---
 
 LOOK_S = 0.1
 PREFETCH = 2
@@ -52,7 +324,7 @@ GIVE_BACK_S = 1.0
 
 MAX_TOLD = 2000
 
-Report = Callable[[Sent], None]
+Report = Callable[[messages.Sent], None]
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +465,7 @@ class ReplicaPool:
             await asyncio.sleep(0.02)
         if not self._drained_told:
             self._drained_told = True
-            self._report(Drained(epoch=self._epoch))
+            self._report(messages.Drained(epoch=self._epoch))
 
     async def renew(self, number: int, within_s: float) -> None:
         """End this replica when it has finished what it has, or that time is up, and start it again at once."""
@@ -223,7 +495,7 @@ class ReplicaPool:
                 if replica.phase is Phase.STARTING:
                     self._kill(replica.number)
 
-    def join_gang(self, part: JoinGang) -> None:
+    def join_gang(self, part: messages.JoinGang) -> None:
         """Have this node's part in an engine over several nodes; another one that it has ends at once."""
         if self._draining or part.epoch != self._epoch:
             return
@@ -314,7 +586,7 @@ class ReplicaPool:
         delay_s = 0.0 if is_excused else self._manager.failed(replica.number)
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
-        died = ReplicaDied(
+        died = messages.ReplicaDied(
             epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
             how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
             failures=self._manager.failures(replica.number), load=max(len(begun), replica.last.in_flight),
@@ -408,7 +680,7 @@ class ReplicaPool:
         short = ahead * slots - held - self._wanted
         if short > 0 and (short >= slots // 2 or not self._queue):
             self._wanted += short
-            self._report(RequestsWanted(epoch=self._epoch, count=short))
+            self._report(messages.RequestsWanted(epoch=self._epoch, count=short))
 
     def _give_back(self) -> None:
         indexes = [*self._queue, *self._suspects]
@@ -418,7 +690,7 @@ class ReplicaPool:
 
     def _return(self, indexes: Sequence[int]) -> None:
         if indexes:
-            self._report(RequestsReturned(epoch=self._epoch, runs=runs_of(indexes)))
+            self._report(messages.RequestsReturned(epoch=self._epoch, runs=runs_of(indexes)))
 
     # Talk with drivers and supervisor
 
@@ -463,8 +735,8 @@ class ReplicaPool:
             case "slots":
                 replica.slots = message["now"]
                 if message["why"]:
-                    self._report(ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
-                                                why=message["why"]))  # fmt: skip
+                    self._report(messages.ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
+                                                         why=message["why"]))  # fmt: skip
                 self._feed()
             case _:
                 self._note_work(replica, message, now_s)
@@ -520,8 +792,8 @@ class ReplicaPool:
     def tell_state(self, replica: Replica, why: str = "") -> None:
         """Report how it is."""
         port = replica.port if replica.phase in (Phase.STARTING, Phase.READY) and replica.port else None
-        self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
-                                  life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip
+        self._report(messages.ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
+                                           life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip
 
     def _report_answers(self, segment: str, end: int, indexes: Sequence[int]) -> None:
-        self._report(RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))
+        self._report(messages.RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))

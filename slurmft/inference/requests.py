@@ -35,15 +35,7 @@ from slurmft.errors import ConfigError, StorageError, UsageError
 from slurmft.policy.inference import is_open, normal
 from slurmft.storage.patience import writing
 from slurmft.storage.segments import read
-from slurmft.system.files import (
-    UnsafeFile,
-    fsync_folder,
-    open_regular,
-    opened,
-    read_json,
-    trusted_owners,
-    write_json,
-)
+from slurmft.system.files import UnsafeFile, fsync_folder, open_regular, opened, read_json, trusted_owners, write_json
 
 # --- Answers in segments ---
 # Replicas write answers into segments (``storage.segments``). The first line is the header (run's generation, node,

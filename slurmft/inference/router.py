@@ -42,45 +42,10 @@ from slurmft.errors import LaunchError, StorageError, UsageError
 from slurmft.inference.batches import PATHS as BATCHES
 from slurmft.inference.batches import Batches
 from slurmft.inference.endpoint import context_for, folder_of, is_local, key_of, token_of
-from slurmft.inference.gate import listening_socket
 from slurmft.inference.replicas import EMPTY_LOOK_S, TURNS, Replica, Replicas
+from slurmft.ipc.channel import listening_socket
 from slurmft.ipc.messages import ROUTER_VARIABLE, Members, RouterLives, RouterSettings
-from slurmft.policy.inference import (
-    KILLS,
-    PROVABLE,
-    SOON_S,
-    Death,
-    TryOutcome,
-    Turn,
-    is_open,
-    is_poison,
-    is_suspect,
-    model_in,
-    next_alone,
-    normal,
-    outcome_of_status,
-    patience_for,
-    retry_after_s,
-    suspicion,
-)
-from slurmft.policy.serving import (
-    Entry,
-    Failure,
-    GracefulDegradation,
-    Priority,
-    Queue,
-    RetryBudget,
-    after_failure,
-    cheaper,
-    choose_replica,
-    end_to_end,
-    entry_of,
-    request_id,
-    seconds_asked,
-    target_of,
-    token_shown,
-    within,
-)
+from slurmft.policy import inference, serving
 from slurmft.policy.values import Strangers
 from slurmft.storage.published_weights import WEIGHTS_LOOK_S, read_published
 from slurmft.system.background import run_below_agent
@@ -123,7 +88,7 @@ class Trip:
     client: str
     """Its address."""
 
-    priority: Priority = Priority.NORMAL
+    priority: serving.Priority = serving.Priority.NORMAL
     replica: str = ""
     """The last one that was asked."""
 
@@ -145,7 +110,7 @@ class _Failed(Exception):
     """A try has failed, and the client has not got a byte."""
 
     def __init__(
-        self, failure: Failure, why: str, answer: web.Response | None = None, after_s: float | None = None
+        self, failure: serving.Failure, why: str, answer: web.Response | None = None, after_s: float | None = None
     ) -> None:
         super().__init__(why)
         self.failure, self.answer, self.after_s = failure, answer, after_s
@@ -155,12 +120,12 @@ class Errand:
     """One request, from its admission to its answer."""
 
     def __init__(
-        self, router: Router, request: web.BaseRequest, body: bytes, deadline_s: float, deaths: list[Death]
+        self, router: Router, request: web.BaseRequest, body: bytes, deadline_s: float, deaths: list[inference.Death]
     ) -> None:
         self._router, self._request, self._body, self._deadline_s = router, request, body, deadline_s
         self._config = router.config
         self._trip = trip = request[TRIP]
-        self._headers = CIMultiDict(end_to_end(request.headers.items(), to_engine=True))
+        self._headers = CIMultiDict(serving.end_to_end(request.headers.items(), to_engine=True))
         before = [*request.headers.getall("X-Forwarded-For", ()), trip.client]
         scheme, host = (request.headers.get(f"X-Forwarded-{name}") for name in ("Proto", "Host"))
         self._headers.update({
@@ -178,8 +143,8 @@ class Errand:
 
         self.sent_s = 0.0
         self.is_work = request.method not in LOOKS
-        self.patience = patience_for(body) if self.is_work else 1.0
-        model = model_in(body) if request.path in PROVABLE else ""
+        self.patience = inference.patience_for(body) if self.is_work else 1.0
+        model = inference.model_in(body) if request.path in inference.PROVABLE else ""
         self.proof = (request.path, model) if model else None
 
         self._cut_for, self._last = LOST, b""
@@ -213,7 +178,7 @@ class Errand:
                 if is_alone:
                     seconds = time.monotonic() - tried_s
                     router.one_less_alone(replica, seconds, in_vain=len(self.deaths) > died)
-            if is_poison(self.deaths):
+            if inference.is_poison(self.deaths):
                 told = (
                     f"this request has crashed {len(self.deaths)} replicas, or they made no progress while they had "
                     f"it (inference.hang_timeout_s): {', '.join(each.replica for each in self.deaths)}"
@@ -223,8 +188,8 @@ class Errand:
             without.add(replica.name)
             left_s = self._deadline_s - time.monotonic()
             others = any(each.name not in without for each in router.replicas.loads())
-            then = after_failure(
-                failure.failure, failed=failed, max_retries=self._config.max_retries, sent=False, left_s=left_s,
+            then = serving.after_failure(
+                failure.failure, failed=failed, max_retries=self._config.max_retries, left_s=left_s,
                 budget=router.budget, base_delay_s=self._config.base_delay_s, max_delay_s=self._config.max_delay_s,
                 others=others, asked_s=failure.after_s,
             )  # fmt: skip
@@ -244,9 +209,9 @@ class Errand:
 
     async def _place(self, without: set[str]) -> tuple[bool, Replica | None]:
         """Whether it is to be alone, and the replica; None where there is none before the deadline."""
-        router, is_sure = self._router, is_suspect(self.deaths)
+        router, is_sure = self._router, inference.is_suspect(self.deaths)
         if is_sure or any(death.near for death in self.deaths):
-            until_s = self._deadline_s if is_sure else min(self._deadline_s, time.monotonic() + SOON_S)
+            until_s = self._deadline_s if is_sure else min(self._deadline_s, time.monotonic() + inference.SOON_S)
             replica = await router.replica_alone(until_s, without, self.deaths)
             if replica is None and not is_sure and router.is_held_up:  # those in line do stall engines, and would again
                 is_sure, replica = True, await router.replica_alone(self._deadline_s, without, self.deaths)
@@ -287,8 +252,8 @@ class Errand:
                 return await self._ask(replica, gone)
         except TimeoutError as error:
             if self._is_lost:
-                raise _Failed(Failure.LOST, LOST) from error
-            raise _Failed(Failure.SICK, "no answer in time") from error
+                raise _Failed(serving.Failure.LOST, LOST) from error
+            raise _Failed(serving.Failure.SICK, "no answer in time") from error
         finally:
             self._limit, self._response = None, None
             replica.leaves(self)
@@ -301,12 +266,14 @@ class Errand:
             ) as response:  # fmt: skip
                 if response.status < HTTP_OK:
                     raise ValueError(f"HTTP {response.status}, which was not asked for")
-                if outcome_of_status(response.status) is not TryOutcome.ANSWER:
+                if inference.outcome_of_status(response.status) is not inference.TryOutcome.ANSWER:
                     if response.status >= SERVER_ERROR and self.is_work:
                         replica.did(well=False)
-                    after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
+                    after_s = inference.retry_after_s(
+                        response.headers.get("Retry-After"), longest_s=self._config.max_delay_s
+                    )
                     answer = await self._whole(response, MAX_ERROR_BYTES)
-                    raise _Failed(Failure.SICK, f"HTTP {response.status}", answer, after_s)
+                    raise _Failed(serving.Failure.SICK, f"HTTP {response.status}", answer, after_s)
                 if response.status < CLIENT_ERROR and self.is_work:
                     replica.did(well=True)
                     replica.proof = (*self.proof, True) if self.proof else replica.proof
@@ -321,8 +288,8 @@ class Errand:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if not await _is_set(gone):
                 replica.did(well=False)
-                raise _Failed(Failure.SICK, f"no answer: {error or type(error).__name__}") from error
-            raise _Failed(Failure.LOST, LOST) from error
+                raise _Failed(serving.Failure.SICK, f"no answer: {error or type(error).__name__}") from error
+            raise _Failed(serving.Failure.LOST, LOST) from error
 
     def _without_body(self, response: aiohttp.ClientResponse) -> web.Response:
         """The answer to HEAD; its connection is not used again, as some engines send a body all the same."""
@@ -343,10 +310,10 @@ class Errand:
         return web.Response(status=response.status, reason=response.reason, headers=headers, body=b"".join(parts))
 
     def _headers_of(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
-        headers = CIMultiDict(end_to_end(response.headers.items()))
+        headers = CIMultiDict(serving.end_to_end(response.headers.items()))
         headers.popall(WEIGHTS_HEADER, None)  # an engine does not know which publication its weights are
         for name in {"Location", "Content-Location"} & headers.keys():
-            headers[name] = within(headers[name], self._trip.host)
+            headers[name] = serving.within(headers[name], self._trip.host)
         headers.update(self._router.headers_for(self._request))
         return headers
 
@@ -535,19 +502,21 @@ class Router:
         self._open_paths = config.engine.open_paths
         self.replicas = Replicas(key, self._on_change, self._wake)
         self.replicas.max_lag = self.serving.weights.max_version_lag
-        self._degradation = GracefulDegradation(self.serving.degraded_below, config.concurrency)
+        self._degradation = serving.GracefulDegradation(self.serving.degraded_below, config.concurrency)
         self._terms = self._degradation.terms
-        self._waiting: Mapping[Priority, deque[asyncio.Future[None]]] = {each: deque() for each in Priority}
-        self.budget = RetryBudget()
+        self._waiting: Mapping[serving.Priority, deque[asyncio.Future[None]]] = {
+            each: deque() for each in serving.Priority
+        }
+        self.budget = serving.RetryBudget()
         """Replaced as requests come and are tried again."""
 
-        self._blamed: dict[bytes, tuple[float, tuple[Death, ...]]] = {}
+        self._blamed: dict[bytes, tuple[float, tuple[inference.Death, ...]]] = {}
         """Digests of requests that were on replicas that crashed, and until when that counts for others like them."""
 
         self.suspects = 0
         """Requests that may have crashed replicas, and are alone on one or wait for that."""
 
-        self._line: dict[Turn, asyncio.Future[None]] = {}
+        self._line: dict[inference.Turn, asyncio.Future[None]] = {}
         """Those that wait; the one that looks for a replica has its turn."""
 
         self._looks = False
@@ -572,7 +541,7 @@ class Router:
 
     def knows(self, request: web.BaseRequest) -> bool:
         """Whether a request shows the token."""
-        return hmac.compare_digest(token_shown(request.headers).encode(errors="surrogateescape"), self._token)
+        return hmac.compare_digest(serving.token_shown(request.headers).encode(errors="surrogateescape"), self._token)
 
     async def handle(self, request: web.BaseRequest, *, is_known: bool) -> web.StreamResponse:
         """Answer one request; ``is_known``: it shows the token."""
@@ -604,7 +573,7 @@ class Router:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         trip = request[TRIP]
-        path = normal(trip.target.partition("?")[0])
+        path = inference.normal(trip.target.partition("?")[0])
         if path is None or "#" in trip.target:
             return self.error(400, "the path can be understood in more than one way", closing=True)
         if "websocket" in request.headers.get("Upgrade", "").lower():
@@ -621,10 +590,10 @@ class Router:
                 text, kind = self.metrics.answer(request.headers.get("Accept", ""))
                 return web.Response(body=text, headers={"Content-Type": kind})
         is_of_batches = self.batches is not None and BATCHES.fullmatch(path.rstrip("/")) is not None
-        if not is_of_batches and not is_open(request.method, path, self._open_paths):
+        if not is_of_batches and not inference.is_open(request.method, path, self._open_paths):
             self.metrics.refused("forbidden")
             return self.error(403, "no path that clients of this engine may use (inference.engine.allow_paths)")
-        asked_s = seconds_asked(request.headers.get("X-Request-Timeout"))
+        asked_s = serving.seconds_asked(request.headers.get("X-Request-Timeout"))
         limit_s = min(asked_s or self.config.request_timeout_s * self._terms.timeout_factor, 7 * 86_400.0)
         deadline_s = time.monotonic() + limit_s
         if (refusal := self._refusal(request, limit_s)) is not None:
@@ -641,7 +610,7 @@ class Router:
             return await self.batches.answer(request, path, body)
         if self._terms.degraded and (self.serving.degraded_max_tokens or self.serving.degraded_model):
             body, trip.degraded = await asyncio.to_thread(
-                cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
+                serving.cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
             )
         return await self._answered(request, body, deadline_s)
 
@@ -649,42 +618,40 @@ class Router:
         """The answer of a replica, unless the same request has crashed some lately."""
         until_s, known = self._blamed.get(_digest(request, body), (0.0, ())) if self._blamed else (0.0, ())
         deaths = list(known) if until_s > time.monotonic() else []
-        if is_poison(deaths):
+        if inference.is_poison(deaths):
             self.metrics.refused("poison")
-            told = (
-                f"a request like this has crashed {KILLS} replicas lately, or held them up (inference.hang_timeout_s)"
-            )
-            return self.error(422, told)
+            told = f"a request like this has crashed {inference.KILLS} replicas lately, or held them up"
+            return self.error(422, f"{told} (inference.hang_timeout_s)")
         errand = Errand(self, request, body, deadline_s, deaths)
         try:
             return await errand.run()
         finally:
             self._remember(request, body, errand.deaths)
 
-    def _remember(self, request: web.BaseRequest, body: bytes, deaths: Sequence[Death]) -> None:
+    def _remember(self, request: web.BaseRequest, body: bytes, deaths: Sequence[inference.Death]) -> None:
         if deaths or self._blamed:
             self._blamed.pop(_digest(request, body), None)
         if deaths:
             if len(self._blamed) >= MOST_BLAMED:
                 self._blamed.pop(next(iter(self._blamed)))
             self._blamed[_digest(request, body)] = time.monotonic() + BLAMED_S, tuple(deaths)
-        if is_poison(deaths):
-            log.error("a request has crashed %d replicas; it is refused for %.0f s", KILLS, BLAMED_S)
+        if inference.is_poison(deaths):
+            log.error("a request has crashed %d replicas; it is refused for %.0f s", inference.KILLS, BLAMED_S)
 
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
         priority = request[TRIP].priority
         loads, limit = self.replicas.loads(), priority.share_of(self._terms.concurrency)
-        slots, has_room = len(loads) * limit, choose_replica(loads, limit=limit) is not None
-        queue = Queue(self._before(priority), self.serving.max_queue, slots, self._mean_s, has_room)
-        entry = entry_of(queue, left_s=left_s, priority=priority, degraded=self._terms.degraded,
-                         closing=self.replicas.closing)  # fmt: skip
-        if entry is Entry.ADMITTED:
+        slots, has_room = len(loads) * limit, serving.choose_replica(loads, limit=limit) is not None
+        queue = serving.Queue(self._before(priority), self.serving.max_queue, slots, self._mean_s, has_room)
+        entry = serving.entry_of(queue, left_s=left_s, priority=priority, degraded=self._terms.degraded,
+                                 closing=self.replicas.closing)  # fmt: skip
+        if entry is serving.Entry.ADMITTED:
             return None
         self.metrics.refused(entry.value)
-        if entry is Entry.FULL:
+        if entry is serving.Entry.FULL:
             after_s = max(RETRY_AFTER_S, min(60, round(queue.wait_s)))
             return self.error(429, "too many requests wait already", {"Retry-After": str(after_s)})
-        why = "the endpoint is going away" if entry is Entry.CLOSED else "degraded: no requests of low priority"
+        why = "the endpoint is going away" if entry is serving.Entry.CLOSED else "degraded: no requests of low priority"
         return self.error(503, why, {"Retry-After": str(LONG_RETRY_S)})
 
     async def _body(self, request: web.BaseRequest) -> bytes | web.Response:
@@ -722,7 +689,7 @@ class Router:
     # The replicas
 
     async def replica_for(
-        self, deadline_s: float, without: set[str], *, priority: Priority = Priority.NORMAL
+        self, deadline_s: float, without: set[str], *, priority: serving.Priority = serving.Priority.NORMAL
     ) -> Replica | None:  # fmt: skip
         """One that has room, with the request begun on it; None where there is none before the deadline."""
         is_woken, line = False, self._waiting[priority]
@@ -751,7 +718,9 @@ class Router:
         """A suspect that was alone on a replica has crashed it, or held it up, since there are suspects."""
         return self._alone_s[True] > 0
 
-    async def replica_alone(self, until_s: float, without: set[str], deaths: Sequence[Death]) -> Replica | None:
+    async def replica_alone(
+        self, until_s: float, without: set[str], deaths: Sequence[inference.Death]
+    ) -> Replica | None:
         """One with nothing else to do, with a suspect begun on it; None where there is none in time.
 
         ``one_less_alone`` follows. Suspects of this router wait here for each other, and those of others at the gate.
@@ -759,7 +728,7 @@ class Router:
         self.suspects, is_empty, replica = self.suspects + 1, False, None
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_s - time.monotonic()), self._turn(suspicion(deaths)):
+                async with asyncio.timeout(until_s - time.monotonic()), self._turn(inference.suspicion(deaths)):
                     while not is_empty:
                         replica = self.replicas.place_alone(without)
                         is_empty = await (asyncio.sleep(EMPTY_LOOK_S, False) if replica is None else replica.emptied())
@@ -786,7 +755,7 @@ class Router:
         line = [turn for turn, called in self._line.items() if not called.done()]
         if line and not self._looks:
             self._looks, (well_s, in_vain_s) = True, self._alone_s
-            self._line.pop(next_alone(line, well_s=well_s, in_vain_s=in_vain_s)).set_result(None)
+            self._line.pop(inference.next_alone(line, well_s=well_s, in_vain_s=in_vain_s)).set_result(None)
 
     def one_less_alone(self, replica: Replica | None, seconds: float = 0.0, *, in_vain: bool = False) -> None:
         """A suspect has ended, however, or waits no more; the next one follows on the same replica.
@@ -803,7 +772,7 @@ class Router:
             self._alone_s = [0.0, 0.0]
             self.replicas.place_alone(None)
 
-    def _before(self, priority: Priority) -> int:
+    def _before(self, priority: serving.Priority) -> int:
         """How many wait that have their turn before one more of this priority."""
         return sum(len(line) for each, line in self._waiting.items() if each <= priority)
 
@@ -855,7 +824,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Requests that wait for a replica."""
-        return self._before(Priority.LOW)
+        return self._before(serving.Priority.LOW)
 
     @property
     def load(self) -> int:
@@ -1082,6 +1051,7 @@ class RouterServer:
         while True:
             try:
                 listening = listening_socket(host, port)
+                listening.setblocking(False)
                 listening.listen(BACKLOG)
                 break
             except OSError as error:
@@ -1170,10 +1140,10 @@ class RouterServer:
         assert isinstance(connection, _Connection)
         self._busy.add(connection)
         began_s, answer = time.monotonic(), None
-        target, host = target_of(request.raw_path)
+        target, host = serving.target_of(request.raw_path)
         request[TRIP] = Trip(
-            id=request_id(request.headers.get("X-Request-ID")), target=target, client=connection.address,
-            priority=Priority.of(request.headers.get("X-Priority")),
+            id=serving.request_id(request.headers.get("X-Request-ID")), target=target, client=connection.address,
+            priority=serving.Priority.of(request.headers.get("X-Priority")),
             host=host or request.headers.get("Host") or connection.own_address,
         )  # fmt: skip
         try:

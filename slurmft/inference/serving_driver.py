@@ -21,19 +21,7 @@ from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.driver import (
-    EXIT_SICK,
-    MAX_LINE_BYTES,
-    Again,
-    HttpEngine,
-    Load,
-    ReplicaSettings,
-    drive,
-    exit_code_of,
-    head_of,
-    watch_progress,
-    works,
-)
+from slurmft.inference import driver
 from slurmft.inference.endpoint import OWN_CONFIG, is_local, key_of
 from slurmft.inference.gate import Gate
 from slurmft.policy.inference import has_crashed
@@ -60,10 +48,12 @@ log = logging.getLogger(__name__)
 class ServingDriver:
     """One replica, from its engine's start to its end."""
 
-    def __init__(self, settings: ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
+    def __init__(self, settings: driver.ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
         self._settings, self._config = settings, config
         self._run_folder = run_folder
-        self._engine = HttpEngine(config, settings.replica, head=head_of(settings, config, run_folder, self._send))
+        self._engine = driver.HttpEngine(
+            config, settings.replica, head=driver.head_of(settings, config, run_folder, self._send)
+        )
         self._gate = Gate(key_of(run_folder), self._connect)
         self._host = "127.0.0.1" if is_local(os.environ) else None
         self._writer: asyncio.StreamWriter | None = None
@@ -79,7 +69,7 @@ class ServingDriver:
         Raises:
             SlurmftError: the engine cannot be started.
         """
-        reader, self._writer = await asyncio.open_unix_connection(self._settings.socket, limit=MAX_LINE_BYTES)
+        reader, self._writer = await asyncio.open_unix_connection(self._settings.socket, limit=driver.MAX_LINE_BYTES)
         self._send(kind="hello", replica=self._settings.replica, life=self._settings.life)
         hearing = asyncio.create_task(self._hear(reader))
         try:
@@ -100,7 +90,7 @@ class ServingDriver:
         ended = asyncio.create_task(self._engine.ended())
         sick = asyncio.create_task(self._watch_failures())
         outdated = asyncio.create_task(self._keep_weights())
-        progress = watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send)
+        progress = driver.watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send)
         tasks = [asyncio.create_task(work) for work in (self._tell_load(), progress)]
         waits: list[asyncio.Future[Any]] = [hearing, ended, sick, outdated, self._shut, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -112,19 +102,19 @@ class ServingDriver:
         if sick.done():
             await asyncio.sleep(LAST_WORDS_S)
             sys.stderr.write(f"slurmft: the engine fails every request: {sick.result()}\n")
-            return EXIT_SICK
+            return driver.EXIT_SICK
         if ended.done():
             await asyncio.sleep(LAST_WORDS_S)
             # what has come in the last moment counts, and what its end has ended does not
             self._tell(self._gate.in_flight + self._gate.ended - ended_before, 0)
             sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
-            return exit_code_of(ended.result())
+            return driver.exit_code_of(ended.result())
         if outdated.done():
             sys.stderr.write(f"slurmft: the engine does not take the published weights: {outdated.result()}\n")
-            return EXIT_SICK
+            return driver.EXIT_SICK
         if self._shut.done():
             sys.stderr.write(f"slurmft: the engine lives, and has taken no connection for {SHUT_S:.0f} s\n")
-            return EXIT_SICK
+            return driver.EXIT_SICK
         return 0
 
     async def _connect(self, protocol: Any) -> None:
@@ -169,11 +159,11 @@ class ServingDriver:
         if more or completed:
             self._send(kind="load", more=more, completed=completed)
 
-    def _load(self) -> Load:
-        return Load(self._working, self._gate.ended + self._proved, self._gate.patience)
+    def _load(self) -> driver.Load:
+        return driver.Load(self._working, self._gate.ended + self._proved, self._gate.patience)
 
     async def _prove(self) -> None:
-        if await works(self._engine, self._gate.proof(is_answered=False)):
+        if await driver.works(self._engine, self._gate.proof(is_answered=False)):
             self._send(kind="progress")
         self._proved += 1
 
@@ -190,7 +180,7 @@ class ServingDriver:
             if row < FAILURES_TO_AVOID:
                 continue
             proof = self._gate.proof(is_answered=True)
-            if await works(self._engine, proof):
+            if await driver.works(self._engine, proof):
                 row, self._proved = 0, self._proved + 1
             # without a small request to ask it, what fails may all be of one client's making
             elif proof is not None or time.monotonic() - since_s > self._config.hang_timeout_s:
@@ -217,7 +207,7 @@ class ServingDriver:
                 self._gate.resume()
             except TimeoutError:
                 return f"no answer to {settings.update_path} within {settings.update_timeout_s:g} s"
-            except (Again, StorageError) as error:
+            except (driver.Again, StorageError) as error:
                 if str(error) != told:
                     log.warning("the engine does not have the published weights, trying again: %s", error)
                 told, failed = str(error), failed + 1
@@ -260,4 +250,4 @@ async def unix_connection(path: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    os._exit(drive(ServingDriver))
+    os._exit(driver.drive(ServingDriver))

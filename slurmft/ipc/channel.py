@@ -193,6 +193,34 @@ async def connect(host: str, port: int, secret: bytes) -> Channel:
         return Channel(reader, writer, _key(secret, theirs, nonce), is_server=False)
 
 
+async def connect_to_any(hosts: Sequence[str], port: int, secret: bytes) -> Channel:
+    """As ``connect``, to the first of the server's names and addresses that answers.
+
+    Raises:
+        OSError, BadMessage: of the last one, where none does; or there is no address.
+    """
+    last: OSError | BadMessage = OSError("there is no address")
+    for host in hosts:
+        try:
+            return await connect(host, port, secret)
+        except (OSError, BadMessage) as error:  # TimeoutError as well
+            last = error
+    raise last
+
+
+def listening_socket(host: str | None, port: int = 0) -> socket.socket:
+    """A socket that listens at ``host``, or on every interface, of IPv6 as well; at a free port where none is given.
+
+    One socket, with one port: given no host, asyncio would open one for each address family.
+
+    Raises:
+        OSError: another process has the port.
+    """
+    if host is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host or "", port))
+
+
 def _key(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     return hmac.new(secret, b"slurmft control 1 " + server_nonce + b" " + client_nonce, hashlib.sha256).digest()
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
+from slurmft.ipc import pages
 from slurmft.ipc.channel import (
     BadMessage,
     BeginsAsName,
@@ -40,18 +41,6 @@ from slurmft.ipc.channel import (
 from slurmft.ipc.channel import Report as Report  # noqa: PLC0414 - it is exported from here, too
 from slurmft.ipc.channel import Sent as Sent  # noqa: PLC0414
 from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
-from slurmft.ipc.pages import (
-    CUDA,
-    DEPTH,
-    ELSEWHERE,
-    ENTRIES,
-    MAX_FRAME,
-    MAX_FRAMES,
-    MAX_NAME,
-    MAX_NAMES,
-    MAX_SECTIONS,
-    State,
-)
 from slurmft.ipc.ras_report import MAX_OUTLIERS, Outlier
 from slurmft.policy.hangs import WorkerLook
 from slurmft.policy.judge import Progress, Where
@@ -73,7 +62,7 @@ class SyncReport(Sent, frozen=True, kw_only=True, tag="synced"):
 
 # --- One worker's heartbeat page as a part of the messages that agents send, checked with them ---
 
-StateNumber = Annotated[int, Meta(ge=int(min(State)), le=int(max(State)))]
+StateNumber = Annotated[int, Meta(ge=int(min(pages.State)), le=int(max(pages.State)))]
 
 Since = Seconds | None
 """None where it is 0; agents of an earlier version do not send it."""
@@ -160,8 +149,8 @@ class WorkerSections(Fields, frozen=True, kw_only=True):
     attached: bool
     age_s: Seconds
     quiet_s: Seconds
-    sections: Annotated[Held, Meta(max_length=DEPTH + 1)]
-    elsewhere: Annotated[Held, Meta(max_length=ELSEWHERE)]
+    sections: Annotated[Held, Meta(max_length=pages.DEPTH + 1)]
+    elsewhere: Annotated[Held, Meta(max_length=pages.ELSEWHERE)]
     step: SlotValue
     own_work: SlotValue
     stopped: bool
@@ -199,7 +188,9 @@ class RankEvidence(Fields, frozen=True, kw_only=True):
     step: SlotValue
     tick: SlotValue
     sections: Annotated[tuple[Text200, ...], Meta(max_length=64)]
-    python_top: Annotated[tuple[Annotated[str, Meta(max_length=2 * MAX_FRAME + 32)], ...], Meta(max_length=MAX_FRAMES)]
+    python_top: Annotated[
+        tuple[Annotated[str, Meta(max_length=2 * pages.MAX_FRAME + 32)], ...], Meta(max_length=pages.MAX_FRAMES)
+    ]
     exit_code: ExitCode | None
     killed: bool
     collectives: Annotated[tuple[Progress, ...], Meta(max_length=MAX_GROUPS)] = written(())
@@ -546,7 +537,7 @@ def parse_call(line: bytes) -> tuple[int, Call[Any] | None]:
 Generation = SlotValue | None
 """Of the attempt whose workers it is about; None where it is about none."""
 
-_ShortName = Annotated[Printable, Meta(min_length=1, max_length=MAX_NAME)]
+_ShortName = Annotated[Printable, Meta(min_length=1, max_length=pages.MAX_NAME)]
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -587,10 +578,11 @@ class RankTimings(Fields, frozen=True, kw_only=True):
     """The measurements of one worker in one window."""
 
     rank: Rank
-    role: Annotated[Printable, Meta(max_length=MAX_NAME)]
-    device: Annotated[int, Meta(ge=0, le=CUDA)]
+    role: Annotated[Printable, Meta(max_length=pages.MAX_NAME)]
+    device: Annotated[int, Meta(ge=0, le=pages.CUDA)]
     sections: Annotated[
-        tuple[tuple[_ShortName, Seconds, Annotated[int, Meta(ge=1, le=2**31 - 1)]], ...], Meta(max_length=MAX_SECTIONS)
+        tuple[tuple[_ShortName, Seconds, Annotated[int, Meta(ge=1, le=2**31 - 1)]], ...],
+        Meta(max_length=pages.MAX_SECTIONS),
     ]
     """Name, median in seconds, number of samples."""
 
@@ -610,7 +602,7 @@ class RankDigests(Fields, frozen=True, kw_only=True):
     group: SlotValue
     """Equal for ranks that hold the same part of the state."""
 
-    digests: Annotated[tuple[tuple[SlotValue, SlotValue], ...], Meta(max_length=ENTRIES)]
+    digests: Annotated[tuple[tuple[SlotValue, SlotValue], ...], Meta(max_length=pages.ENTRIES)]
     """Steps that were complete, and 64 bits."""
 
 
@@ -635,7 +627,7 @@ class HangReport(Sent, frozen=True, kw_only=True, tag="hung"):
 class DurationsReport(Sent, frozen=True, kw_only=True, tag="durations"):
     """The longest that each section took since the last one: its name, and seconds."""
 
-    sections: Annotated[Held, Meta(max_length=MAX_NAMES)]
+    sections: Annotated[Held, Meta(max_length=pages.MAX_NAMES)]
     generation: Generation = None
 
 

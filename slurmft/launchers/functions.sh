@@ -21,7 +21,7 @@ elif [ -n "${SLURMFT_BASH_ENV:-}" ] && [ -r "$SLURMFT_BASH_ENV" ]; then
 fi
 
 slurmft_last_word() {
-    "$SLURMFT_PYTHON" -E -P -m slurmft launch --last-word
+    "$SLURMFT_PYTHON" -E -P -m slurmft launch --last-word || :
 }
 
 # What $! names behind & is a subshell, not the launcher: it passes signals on, as `kill -USR1 $!` means the training.
@@ -56,22 +56,24 @@ slurmft_meet() {
 }
 
 if [ "${SLURMFT_BATCH_JOB:-none}" = "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
-    srun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet srun "$@"; }
-    torchrun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet torchrun "$@"; }
-    ft_launcher() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet ft_launcher "$@"; }
-    accelerate() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet accelerate "$@"; }
-    deepspeed() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet deepspeed "$@"; }
-    mpirun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet mpirun "$@"; }
-    uv() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet uv "$@"; }
-    sbatch() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet sbatch "$@"; }
+    srun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet srun "$@" || { return; } 2> /dev/null; }
+    torchrun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet torchrun "$@" || { return; } 2> /dev/null; }
+    ft_launcher() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet ft_launcher "$@" || { return; } 2> /dev/null; }
+    accelerate() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet accelerate "$@" || { return; } 2> /dev/null; }
+    deepspeed() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet deepspeed "$@" || { return; } 2> /dev/null; }
+    mpirun() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet mpirun "$@" || { return; } 2> /dev/null; }
+    uv() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet uv "$@" || { return; } 2> /dev/null; }
+    sbatch() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_meet sbatch "$@" || { return; } 2> /dev/null; }
     # of these only what launches, or is marked, is looked at: a script may call python a thousand times
-    python() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python "$@"; }
-    python3() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python3 "$@"; }
+    python() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python "$@" || { return; } 2> /dev/null; }
+    python3() { { slurmft_line=${BASH_LINENO:-0} slurmft_options=$-; set +x; } 2> /dev/null; slurmft_python python3 "$@" || { return; } 2> /dev/null; }
 fi
 
 slurmft_python() {
     case "${SLURMFT:-} $*" in
-        train\ * | *torch.distributed.run* | *torch.distributed.launch*) slurmft_meet "$@" ;;
+        train\ * | *torch.distributed.run* | *torch.distributed.launch* | *accelerate.commands.launch* | *deepspeed.launcher.*)
+            slurmft_meet "$@"
+            ;;
         *)
             if [ "$slurmft_line" -gt 1 ] && grep -qs '#SLURMFT' "$0"; then
                 slurmft_meet "$@"

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
-from slurmft.policy.interval import Advice, FailureHistory, Measured, Setting, advise, in_words
+from slurmft.policy.checkpoints import Advice, FailureHistory, Measured, Setting, advise, in_words
 from slurmft.policy.stop import Finding
 from slurmft.scheduler import slurm
 from slurmft.storage import history

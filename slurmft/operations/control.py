@@ -21,7 +21,7 @@ from slurmft.scheduler.parsing import JobRecord, SlurmJob, current_job
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, RunFolder, progress_of
-from slurmft.supervisor.owner import local_owner_lives, process_here, started_here
+from slurmft.supervisor.guardian import local_owner_lives, process_here, started_here
 from slurmft.system import processes
 from slurmft.system.files import UnsafeFile, open_folder, remove_tree
 

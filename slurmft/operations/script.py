@@ -52,6 +52,9 @@ from slurmft.system.files import (
 
 LAUNCHERS = Path(__file__).parent.parent / "launchers"
 MAX_SCRIPT_BYTES = 4 << 20
+AS_IT_IS = "surrogateescape"
+"""For a script's bytes: a comment may be of any encoding."""
+
 _MAX_LINE_BYTES = 1 << 16
 
 # --- submission ---
@@ -77,16 +80,19 @@ def submit_script(
     from_values(
         {"command": ["train"], "run_folder": "runs/job"}, overrides, source="sbatch", known_here=lambda names: names
     )
-    line = split_line(words, (policy.SBATCH_FLAGS | slurm.options_of_site().flags) - {"wrap"})  # which needs its value
+    line = split_line(words, policy.sbatch_flags(slurm.options_of_site().flags))
     if {"help", "usage", "version", "h", "V"} & {name for name, _ in line.options}:
         return slurm.sbatch_as_given(words, environment)
+    policy.refuse_several(line.command)
     text, name = _script_of(line)
     text = policy.without_guard(text)
     if (plain := policy.plain(text)) != text:
         tell(
             "the script was written on another system: it is submitted without its byte order mark and carriage returns"
         )
-    policy.refuse_several([*line.words, *line.command], text)
+    policy.refuse_several(line.command, text)
+    if late := policy.late_options(plain):
+        tell(f"#SBATCH behind the first command does not count, as for sbatch: line {', '.join(map(str, late))}")
     options = list(_without_wrap(line))
     given = [policy.head_of(plain), options]
     added = policy.added_options(given, environment)
@@ -94,7 +100,7 @@ def submit_script(
     guarded = policy.with_guard(text, _guard(sent, overrides, again=again))
     with tempfile.TemporaryDirectory(prefix="slurmft-sbatch-") as folder:
         path = Path(folder) / name  # its name is the job's where none is given
-        write_bytes(path, guarded.encode())
+        write_bytes(path, guarded.encode(errors=AS_IT_IS))
         return slurm.sbatch_as_given([*options, *added, str(path), *line.command[1:]], environment)
 
 
@@ -106,13 +112,11 @@ def _script_of(line: Line) -> tuple[str, str]:
                 raise UsageError("--wrap and a script were given", hint="give one of them")
             return f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n", "wrap"
         if not line.command:
-            return sys.stdin.buffer.read(MAX_SCRIPT_BYTES).decode("utf-8"), "sbatch"
+            return sys.stdin.buffer.read(MAX_SCRIPT_BYTES).decode(errors=AS_IT_IS), "sbatch"
         path = Path(line.command[0])
         if not path.exists() and "/" not in line.command[0] and (found := shutil.which(line.command[0])):
             path = Path(found)
-        return read_text(path, limit_bytes=MAX_SCRIPT_BYTES), path.name
-    except UnicodeDecodeError as error:
-        raise UsageError("the script is not UTF-8") from error
+        return read_text(path, limit_bytes=MAX_SCRIPT_BYTES, errors=AS_IT_IS), path.name
     except OSError as error:
         raise UsageError(
             f"cannot read {(line.command or ('standard input',))[0]}: {error.strerror or error}"
@@ -296,7 +300,7 @@ def launch(
     if name == policy.SUBMITS:
         return _submitted(name, words, script, tell)
     line = split_line(words, policy.SRUN_FLAGS) if name == "srun" else Line((), (), tuple(words))
-    rule = policy.judged(name, line.command, said=_said(environment))
+    rule = policy.judged(name, line.command, said=_said(environment), environment=script.own)
     if not rule.trains:
         with contextlib.suppress(OSError):
             script.note(why=rule.why)
@@ -374,10 +378,10 @@ def _said(environment: Mapping[str, str]) -> str:
         return said
     line = environment.get("SLURMFT_LINE", "")
     try:
-        lines = read_text(environment.get("SLURMFT_SOURCE", ""), limit_bytes=MAX_SCRIPT_BYTES).splitlines()
+        text = read_text(environment.get("SLURMFT_SOURCE", ""), limit_bytes=MAX_SCRIPT_BYTES, errors=AS_IT_IS)
     except (OSError, ValueError):
         return ""
-    return policy.said_in(lines, int(line)) if line.isdecimal() else ""
+    return policy.said_in(text.split("\n"), int(line)) if line.isdecimal() else ""
 
 
 def _become(name: str, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -424,21 +428,23 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
         return _Plan(places=places, settings={**settings, **found}, ranks_are_tasks=False, attached=True)
     if name == "deepspeed" and int(own.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return "deepspeed starts its ranks on other nodes by itself (ssh)"
-    starts_ranks = name != "srun" or policy.starts_ranks(command)
-    is_python = name in ("python", "python3") and not policy.starts_ranks(command)
+    attached = name in ("python", "python3", "srun") and not policy.starts_ranks(command, own)
     settings["command"] = _found(command, own)
-    return _Plan(places=places, settings=settings, ranks_are_tasks=True, attached=not starts_ranks or is_python)
+    return _Plan(places=places, settings=settings, ranks_are_tasks=True, attached=attached)
 
 
 def _ranks(command: Sequence[str], own: Mapping[str, str], places: Places, read: ReadRanks) -> dict[str, Any] | None:
     """The settings of a torchrun on these nodes, whose ranks agents can start themselves; None where they cannot."""
-    program = command[0].rpartition("/")[2]
-    if program in ("torchrun", "ft_launcher"):
-        interpreter, rest = _interpreter_of(shutil.which(command[0], path=own.get("PATH"))), list(command[1:])
-    elif program.startswith("python") and command[1] == "-m" and command[2].endswith("distributed.run"):
-        interpreter, rest = shutil.which(command[0], path=own.get("PATH")), list(command[3:])
-    else:
-        return None
+    program, found = command[0].rpartition("/")[2], shutil.which(command[0], path=own.get("PATH"))
+    match command[1:]:
+        case rest if program in ("torchrun", "ft_launcher"):
+            interpreter = _interpreter_of(found)
+        case ["-m", module, *rest] | ["-u", "-m", module, *rest] if program.startswith("python") and module.endswith(
+            "distributed.run"
+        ):
+            interpreter = found
+        case _:
+            return None
     try:
         ranks = read(rest)
     except SlurmftError:

@@ -21,7 +21,7 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobRecord, why_held, why_never
 from slurmft.storage.journal import TAIL_BYTES, Event, EventName
 from slurmft.storage.run_folder import Owner, RunFolder, progress_of
-from slurmft.supervisor.owner import process_here
+from slurmft.supervisor.guardian import process_here
 from slurmft.system import processes
 from slurmft.system.files import MOVE_AWAY, UnsafeFile, check_regular
 from slurmft.system.foreign_text import one_line

@@ -21,7 +21,7 @@ from slurmft.errors import UsageError
 from slurmft.operations.advise import counsel
 from slurmft.planning.simulation import DAY_S, Part, Projection, Scenario, as_one, shares, simulate
 from slurmft.policy import values as plain
-from slurmft.policy.interval import typical_cost_s
+from slurmft.policy.checkpoints import typical_cost_s
 from slurmft.policy.verdict import Cause, by_cause
 
 # --- The file of ``slurmft plan``: a cluster, its failures, and how long things take there ---

@@ -19,10 +19,9 @@ from typing import Any
 
 import simpy
 
-from slurmft.policy import interval, suspicion
-from slurmft.policy.decide import PastEnd, budget_for, decide
+from slurmft.policy import checkpoints, suspicion
+from slurmft.policy.decide import Agent, Members, Node, PastEnd, Size, Standing, budget_for, decide, next_members
 from slurmft.policy.judge import held_against
-from slurmft.policy.membership import Agent, Members, Node, Size, Standing, next_members
 from slurmft.policy.suspicion import Candidate, PartitionNodes, Rules, State, choose_exclusions
 from slurmft.policy.verdict import Action, Cause, Evidence, Kind, Suspect, Verdict
 
@@ -352,10 +351,10 @@ class _Run:
         if self._s.interval_s:
             return self._s.interval_s
         world = self._world
-        history = interval.FailureHistory(failures=sum(world.failures.values()), node_s=world.node_s)
-        mean_s = interval.mtbf_s(history, self._s.size.nodes)
+        history = checkpoints.FailureHistory(failures=sum(world.failures.values()), node_s=world.node_s)
+        mean_s = checkpoints.mtbf_s(history, self._s.size.nodes)
         durable_s = 0.0 if self._s.is_copied else self._s.durable_s
-        return interval.plan(
+        return checkpoints.plan(
             self._s.save_cost_s, mean_s, durable_s=durable_s, longest_s=self._s.longest_interval_s
         ).interval_s
 

@@ -434,11 +434,6 @@ def how(end: WorkerEnd) -> str:
     return f"was killed by {name}"
 
 
-def shell_code(code: int) -> int:
-    """An exit code as a shell shows it: 128 and the number of the signal."""
-    return 128 - code if code < 0 else code
-
-
 def _best(reports: Sequence[Report], code: int) -> Report | None:
     """The file that explains ``code`` best: one that knows a cause, a verdict before others, a log last.
 
@@ -464,7 +459,7 @@ def _finding(end: WorkerEnd, report: Report | None, heard: Testimony) -> Finding
         level=level,
         cause=cause,
         reason=f"{where(end)} {_told(end, report, cause)}{f': {message}' if message else ''}",
-        code=_CANONICAL.get(cause, shell_code(end.code)),
+        code=_CANONICAL.get(cause, 128 - end.code if end.code < 0 else end.code),
         rank=end.rank,
         node=end.node,
         suspects=_suspects(end.node, end.rank, report, cause),

@@ -118,16 +118,13 @@ def after_rerun(phase: Phase, seen: Sequence[Seen], *, rejected_others: bool) ->
     return RerunOutcome.AGAIN if rejected_others else RerunOutcome.PERSISTENT
 
 
-def same_hardware(here: Suspect, suspect: Suspect) -> bool:
-    """Whether ``here`` may be what is suspected: by the GPU's UUID where both are known, else by the node's name."""
-    if here.gpu and suspect.gpu:
-        return here.gpu == suspect.gpu
-    return here.node == suspect.node
-
-
 def on_suspects(here: Iterable[Suspect], suspects: Sequence[Suspect]) -> list[Suspect]:
-    """Those of ``here`` that are suspected themselves."""
-    return [one for one in here if any(same_hardware(one, suspect) for suspect in suspects)]
+    """Those of ``here`` that may be suspected themselves: by the GPU's UUID where both are known, else by the node."""
+    return [
+        one
+        for one in here
+        if any(one.gpu == each.gpu if one.gpu and each.gpu else one.node == each.node for each in suspects)
+    ]
 
 
 class LossWindow:

@@ -339,12 +339,18 @@ _VARIABLES = {"requeue": "SBATCH_REQUEUE", "no-requeue": "SBATCH_NO_REQUEUE", "o
               "signal": "SBATCH_SIGNAL"}  # fmt: skip
 SBATCH_FLAGS = frozenset(
     """
-    contiguous exclusive get-user-env help hold H ignore-pbs k kill-on-invalid-dep nice no-kill no-requeue O overcommit
-    oversubscribe s parsable propagate Q quiet reboot requeue spread-job stepmgr test-only usage use-min-nodes v verbose
-    V version W wait x11 consolidate-segments spread-segments
+    contiguous exclusive get-user-env help hold H ignore-pbs k nice no-kill no-requeue O oom-kill-step overcommit
+    oversubscribe s parsable propagate Q quiet reboot requeue resv-ports spread-job stepmgr test-only usage
+    use-min-nodes v verbose V version W wait x11 consolidate-segments spread-segments
     """.split()  # noqa: SIM905 - a hundred quoted words would be harder to read
 )
 """Options of sbatch that stand without a value, or whose value needs a ``=``."""
+
+
+def sbatch_flags(of_site: Collection[str]) -> frozenset[str]:
+    """Those of a site as well, by its ``sbatch --help``, which shows ``--export[=names]`` where a value is needed."""
+    return SBATCH_FLAGS | (frozenset(of_site) - SBATCH_OPTIONS - OWNED_OPTIONS.keys())
+
 
 _SHELLS_OF_SCRIPTS = frozenset({"sh", "bash", "dash"})
 _SIGNAL = re.compile(r"(?:SIG)?(TERM|INT|USR1|USR2|15|2|10|12)(?:@(\d+))?", re.IGNORECASE)
@@ -383,7 +389,7 @@ def split_line(words: Sequence[str], flags: Collection[str]) -> Line:
             takes_next = not equals and name not in flags
         else:
             name, value = word[1:2], word[2:]
-            while name in flags and value and name not in ("k", "K", "W"):  # several flags in one word
+            while name in flags and value and name not in ("k", "K", "W", "I"):  # several flags in one word
                 options.append((name, ""))
                 name, value = value[:1], value[1:]
             value = value.removeprefix("=")
@@ -395,11 +401,16 @@ def split_line(words: Sequence[str], flags: Collection[str]) -> Line:
     return Line(tuple(options), tuple(words[:at]), tuple(words[end:]))
 
 
+def _is_command(line: str) -> bool:
+    """Whether sbatch looks for options no further than to this line."""
+    return line.lstrip()[:1] not in ("", "#")
+
+
 def head_of(text: str) -> list[str]:
     """The words of the ``#SBATCH`` lines that sbatch reads: those before the first command."""
     words: list[str] = []
     for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
+        if _is_command(line):
             break
         if line.startswith("#SBATCH"):
             try:
@@ -407,6 +418,24 @@ def head_of(text: str) -> list[str]:
             except ValueError:
                 continue  # sbatch says what is wrong with it
     return words
+
+
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*[\"'\\]?(\w+)")
+
+
+def late_options(text: str) -> list[int]:
+    """The numbers of ``#SBATCH`` lines that sbatch does not read: those behind the first command, but for the scripts
+    that this one writes itself."""
+    found, is_head, until = [], True, ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        is_head = is_head and not _is_command(line)
+        if until:
+            until = "" if line.strip() == until else until
+        elif line.startswith("#SBATCH"):
+            found += [] if is_head else [number]
+        elif _is_command(line) and (match := _HERE_DOCUMENT.search(line)):
+            until = match[1]
+    return found
 
 
 def added_options(given: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[str]:
@@ -442,13 +471,17 @@ def signal_of(given: Sequence[Sequence[str]], environment: Mapping[str, str]) ->
     return f"SIG{_SIGNALS.get(name, name)}", max(1, int(match[2] or _LEAD_S))
 
 
-def refuse_several(words: Sequence[str], text: str) -> None:
+def refuse_several(command: Sequence[str], text: str = "") -> None:
     """Return for a job of one component.
+
+    Args:
+        command: what follows sbatch's options.
+        text: the script's, once it has been read.
 
     Raises:
         UsageError: it has several (a heterogeneous job).
     """
-    if ":" in words or re.search(r"^#SBATCH\s+(hetjob|packjob)\b", text, re.MULTILINE):
+    if command[:1] == (":",) or re.search(r"^#SBATCH[ \t]+(hetjob|packjob)\b", text, re.MULTILINE):
         raise UsageError("a job of several components (hetjob) is not one run, and is not supervised",
                          hint="submit it with sbatch, or each component as a job of its own")  # fmt: skip
 
@@ -476,7 +509,7 @@ def with_guard(text: str, guard: str) -> str:
         raise UsageError(f"the script is run by {program or 'nothing'}: what it launches cannot be met",
                          hint="slurmft sbatch takes scripts of sh, bash and dash; others: sbatch")  # fmt: skip
     for number, line in enumerate(lines):
-        if line.strip() and not line.startswith("#"):
+        if _is_command(line):
             lines[number] = guard + line
             return "\n".join(lines)
     return text.rstrip("\n") + "\n" + guard + "\n"
@@ -496,13 +529,14 @@ SUBMITS = "sbatch"
 LAUNCHERS = frozenset({"torchrun", "ft_launcher", "accelerate", "deepspeed"})
 _BEFORE = r"(?:^|[\s/;&|('\"])"
 _LAUNCHES = re.compile(
-    rf"{_BEFORE}(?:torchrun|ft_launcher|deepspeed|accelerate\s+launch)(?=\s)|torch\.distributed\.(?:run|launch)\b"
+    rf"{_BEFORE}(?:torchrun|ft_launcher|deepspeed|accelerate\s+launch)(?=\s+\S)|"
+    r"(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.\w+)\b"
 )
 _PYTHON = re.compile(
-    rf"{_BEFORE}python[\d.]*((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
-    r"(?:-m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s]\S*\.py\b|\$)"
+    rf"{_BEFORE}(?:[\w.-]{{0,40}}python[\w.-]{{0,40}}|uv\s+run)((?:\s+-[uBEIOPqsS]+|\s+-[WX]\s*\S+)*)\s+"
+    r"(?:-[uBEIOPqsS]*m\s*(?!(?:pip|venv|ensurepip|json|site|http|compileall|torch\.utils\.collect_env)\b)\w|[^-\s][^;&|\n]{0,400}?\.py\b|[\"']?\$)"
 )
-_PROGRAM = re.compile(r"\S+\.py(?:\s|$)")
+_PROGRAM = re.compile(r"(?:^|[;&|]\s*)[^\s;&|]+\.py(?:[\s;&|]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,7 +547,12 @@ class Rule:
     why: str
 
 
-def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
+def _text(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The words in one, with what a shell among them will find in its environment: ``bash -c '$LAUNCHER x.py'``."""
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda name: environment.get(name[1] or name[2], name[0]), " ".join(words))
+
+
+def judged(name: str, words: Sequence[str], *, said: str, environment: Mapping[str, str]) -> Rule:
     """Whether the launch ``name`` with these words, its own options left out, trains.
 
     The rule: launchers of training always do. srun does where its command runs a Python program, or one of them, also
@@ -521,26 +560,27 @@ def judged(name: str, words: Sequence[str], *, said: str) -> Rule:
 
     Args:
         said: ``train`` or ``off``, as the script says of this launch; else empty.
+        environment: the launch's.
     """
     if said:
         return Rule(said == "train", f"the script says {said} of it")
-    text = " ".join(words)
+    text = _text(words, environment)
     if name in ("accelerate", "python", "python3", "uv"):
-        if _LAUNCHES.search(f"{name} {text} "):
+        if _LAUNCHES.search(f"{name} {text}"):
             return Rule(True, "it starts ranks")
         return Rule(False, f"{name} without a launcher does not count as training")
     if name in LAUNCHERS:
         return Rule(True, "it starts ranks")
     if name == "mpirun":
         return Rule(False, "ranks of mpirun get their places from MPI, and not from Slurm's variables")
-    if _LAUNCHES.search(f"{text} ") or _PYTHON.search(text) or _PROGRAM.match(text):
+    if _LAUNCHES.search(text) or _PYTHON.search(text) or _PROGRAM.search(text):
         return Rule(True, "its command runs a Python program")
     return Rule(False, "no srun of it runs a Python program, and no launcher")
 
 
-def starts_ranks(command: Sequence[str]) -> bool:
+def starts_ranks(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether the command is a launcher of ranks, or a text for a shell with one in it."""
-    return _LAUNCHES.search(" ".join([*command, ""])) is not None
+    return _LAUNCHES.search(_text(command, environment)) is not None
 
 
 def said_in(lines: Sequence[str], line: int) -> str:
@@ -559,12 +599,16 @@ def said_in(lines: Sequence[str], line: int) -> str:
 
 SRUN_FLAGS = frozenset(
     """
-    contiguous disable-status E exact exclusive H help hold interactive k K kill-on-bad-exit l label multi-prog
-    no-allocate Z no-kill no-shell O overcommit overlap oversubscribe s preserve-env propagate pty Q quiet
-    quit-on-interrupt q reboot spread-job u unbuffered usage use-min-nodes v verbose V version X x11 whole
-    wait-for-children
+    bcast compress contiguous disable-status E exact exclusive H help hold I immediate interactive k K kill-on-bad-exit
+    l label multi-prog nice no-allocate Z no-kill no-shell O oom-kill-step overcommit overlap oversubscribe s
+    preserve-env propagate pty Q quiet quit-on-interrupt reboot resv-ports send-libs spread-job u unbuffered usage
+    use-min-nodes v verbose V version X x11 whole wait-for-children
+    container-mount-home container-writable container-readonly container-remap-root container-entrypoint
+    no-container-mount-home no-container-remap-root no-container-entrypoint
     """.split()  # noqa: SIM905 - as above
 )
+"""Those of srun, and of pyxis."""
+
 _OF_OUTPUT = frozenset({"output", "o", "error", "e", "label", "l", "unbuffered", "u", "quiet", "Q", "verbose", "v",
                         "kill-on-bad-exit", "K", "wait", "W", "job-name", "J"})  # fmt: skip
 """Options that say nothing of where and with what tasks run."""
@@ -572,8 +616,8 @@ _OF_OUTPUT = frozenset({"output", "o", "error", "e", "label", "l", "unbuffered",
 _OF_PLACE = frozenset(
     """
     N nodes n ntasks ntasks-per-node tasks-per-node c cpus-per-task w nodelist x exclude export D chdir m distribution
-    mem mem-per-cpu cpu-bind mem-bind t time jobid overlap threads-per-core hint r relative k no-kill C constraint
-    p partition A account gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind
+    mem mem-per-cpu cpu-bind cpu_bind mem-bind mem_bind t time jobid overlap threads-per-core hint r relative k no-kill
+    C constraint p partition A account q qos gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind
     """.split()  # noqa: SIM905 - as above
 )
 _FOR_AGENTS = frozenset({"gres", "gpus-per-node", "mem", "hint", "threads-per-core"})

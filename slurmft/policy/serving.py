@@ -72,7 +72,7 @@ def continued_forms(setting: str) -> frozenset[Form]:
     return frozenset(Form if setting == "always" else ())
 
 
-def form_of(path: str, body: Mapping[str, Any], *, least_tokens: int = LEAST_TOKENS) -> Form | None:
+def form_of(path: str, body: Mapping[str, Any]) -> Form | None:
     """The form of a request that may be continued; None for any other.
 
     A text must have a limit of tokens, since engines differ in what they do without one. A seed must not matter:
@@ -82,7 +82,7 @@ def form_of(path: str, body: Mapping[str, Any], *, least_tokens: int = LEAST_TOK
     if form is None or not all(_is_harmless(name, value) for name, value in body.items()):
         return None
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
-    if len(limits) > 1 or any(not is_count(each) or each < least_tokens for each in limits):
+    if len(limits) > 1 or any(not is_count(each) or each < LEAST_TOKENS for each in limits):
         return None
     if body.get("min_tokens") is not None and not is_count(body["min_tokens"]):
         return None
@@ -757,18 +757,17 @@ class SecondTry:
 
 
 def after_failure(
-    failure: Failure, *, failed: int, max_retries: int, sent: bool, left_s: float, budget: RetryBudget,
+    failure: Failure, *, failed: int, max_retries: int, left_s: float, budget: RetryBudget,
     base_delay_s: float, max_delay_s: float, others: bool, asked_s: float | None = None,
 ) -> SecondTry:  # fmt: skip
-    """What follows try number ``failed``.
+    """What follows try number ``failed``, of whose answer no byte has gone to the client.
 
     Args:
-        sent: a byte of an answer has gone to the client.
         left_s: seconds until the request's deadline.
         others: another replica can take it, so that it need not wait for this one to recover.
         asked_s: the pause that the replica itself asks for.
     """
-    if sent or failed > max_retries or left_s <= 0:
+    if failed > max_retries or left_s <= 0:
         return SecondTry(again=False)
     if failure is Failure.LOST:
         return SecondTry(again=True)

@@ -107,11 +107,6 @@ def cause_of_signal(times: JobTimes, *, now: float, lead_s: float) -> Cause:
     return Cause.SIGNALLED
 
 
-def is_limit_usable(times: JobTimes, *, lead_s: float) -> bool:
-    """Whether the time limit leaves a job some time before its notice, which comes up to SLURM_JITTER_S early."""
-    return times.limit_s is None or times.limit_s > lead_s + SLURM_JITTER_S
-
-
 def seconds_for_stop(times: JobTimes, *, cause: Cause, now: float, lead_s: float, timeout_s: float) -> float:
     """Seconds from the signal at ``now`` until the workers must be gone so that the requeue still fits; at least 1.
 
@@ -139,7 +134,8 @@ def _bounds_s(times: JobTimes, *, cause: Cause, lead_s: float, timeout_s: float)
         return times.grace_s - NOTICE_S, times.grace_s  # Slurm signals at the beginning of the grace
     if cause is Cause.TIME_LIMIT:
         # a limit shorter than that makes Slurm signal whenever it first looks
-        return lead_s if is_limit_usable(times, lead_s=lead_s) else 0.0, lead_s + SLURM_JITTER_S
+        high_s = lead_s + SLURM_JITTER_S
+        return lead_s if times.limit_s is None or times.limit_s > high_s else 0.0, high_s
     return min(lead_s, timeout_s), timeout_s
 
 

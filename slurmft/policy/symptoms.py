@@ -148,31 +148,42 @@ SIGNATURES: Sequence[Signature] = (
     # --- devices that have spoilt data, or do not work ---
     _row("uncorrectable memory or link error", _C.HARDWARE, _S.DEVICE, _R.ELSEWHERE, "CUDA, NVIDIA's driver",
          r"uncorrectable (?:ECC|NVLink) error(?!s)", r"[Ee][Cc][Cc] error encountered", r"cudaErrorECCUncorrectable",
-         r"CUDA_ERROR_(?:ECC|NVLINK)_UNCORRECTABLE", rf"NVRM: Xid \([\w:.]+\): (?:48|64|94|95|140)\b{_NOT_FATAL}"),
+         r"CUDA_ERROR_(?:ECC|NVLINK)_UNCORRECTABLE", rf"NVRM: Xid \([\w:. -]+\): (?:48|64|94|95|140)\b{_NOT_FATAL}"),
     _row("a program's fault on a GPU", _C.HARDWARE, _S.CODE, _R.AGAIN, "NVIDIA's driver",
-         r"NVRM: Xid \([\w:.]+\): (?:8|11|13|31|43|45|68|69)\b", cause=NONE),
+         r"NVRM: Xid \([\w:. -]+\): (?:8|11|13|31|43|45|68|69)\b", cause=NONE),
     _row("a GPU has failed", _C.HARDWARE, _S.DEVICE, _R.ELSEWHERE, "NVIDIA's driver, nvidia-smi",
-         r"NVRM: Xid \([\w:.]+\): \d", r"SXid \([\w:.]+\): \d", r"allen off the bus", r"RmInitAdapter failed",
+         r"NVRM: Xid \([\w:. -]+\): \d", r"SXid \([\w:.]+\): \d", r"allen off the bus", r"RmInitAdapter failed",
          r"rm_init_adapter failed", r"GPU is lost", r"Unable to determine the device handle for GPU",
-         r"nvidia-container-cli: initialization error", r"HSA_STATUS_ERROR_EXCEPTION",
-         r"NVRM: The NVIDIA probe routine failed", cause=NONE),
+         r"nvidia-container-cli: (?!requirement)\w+ error", r"HSA_STATUS_ERROR_EXCEPTION",
+         r"NVRM: The NVIDIA probe routine failed", r"amdgpu: (?:GPU reset begin|Uncorrectable hardware error)",
+         r"NVMLError_(?:Unknown|ResetRequired)", cause=NONE),
     _row("driver and library differ", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "NVML: the driver was updated under the node",
          r"Driver/library version mismatch", r"Failed to initialize NVML", r"NVML: Driver", cause=NONE),
     _row("GPUs cannot be used on this node", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "CUDA, cuBLAS, HIP",
          r"system not yet initialized", r"CUDA_ERROR_SYSTEM_NOT_READY", r"No CUDA GPUs are available",
+         r"No visible GPU devices", r"Unexpected error from cudaGetDeviceCount",
          r"Found no NVIDIA driver", r"CUDA unknown error", r"no CUDA-capable device",
          r"all CUDA-capable devices are busy", r"CUDA-capable device\(s\) is/are busy",
          r"CUBLAS_STATUS_NOT_INITIALIZED", r"unspecified launch failure", r"hipErrorLaunchFailure", r"hipErrorNoDevice",
          r"the launch timed out and was terminated", r"cudaErrorLaunchFailure", cause=NONE),
 
+    # --- a network card, before memory and storage: it fails with the system's words for those ---
+    _row("network card or fabric", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, UCX, libfabric, MPI",
+         r"NCCL WARN NET/", r"ibv_\w{1,40} failed with error", r"OFI poll failed",
+         r"Got completion (?:from peer|with error)", r"Got async event : port error", r"UCX +ERROR",
+         r"Transport retry count exceeded", r"libfabric:\d+:\S+<warn> ... (?:err: \d|Cannot allocate)", is_echo=True),
+
     # --- memory ---
     _row("memory of the device", _C.DEVICE_OUT_OF_MEMORY, _S.CODE, _R.LESS_MEMORY,
-         "PyTorch, CUDA, HIP, XLA, TensorFlow", r"(?:cuda|torch)\.OutOfMemoryError", r"^OutOfMemoryError",
+         "PyTorch, CUDA, HIP, XLA, TensorFlow, vLLM, SGLang, llama.cpp", r"(?:cuda|torch)\.OutOfMemoryError",
+         r"^OutOfMemoryError",
          r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory", r"(?:CUDA|HIP)(?: driver)? error: out of memory",
          r"CU(?:DA|BLAS|DNN|SPARSE|SOLVER|FFT)\w{0,40}_ALLOC_FAILED", r"CUDA_ERROR_OUT_OF_MEMORY",
          r"[Cc]uda failure (?:\d+ )?'out of memory'", r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)",
          r"hipErrorOutOfMemory", r"OOM when allocating tensor", r"cudaErrorMemoryAllocation",
-         r"triton ... OutOfResources", r"No available memory for the cache blocks"),
+         r"(?:cuda|hip)Malloc ... out of memory", r"HSA_STATUS_ERROR_OUT_OF_RESOURCES", r"triton ... OutOfResources",
+         r"No available memory for the cache blocks", r"Free memory on device ... less than desired GPU memory",
+         r"Not enough memory\. Please try to (?:in|de)crease --mem-fraction"),
     _row("memory shared between processes", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY,
          "PyTorch, NCCL: /dev/shm is full", r"out of shared memory", r"insufficient shared memory",
          r"killed by signal: Bus error", r"creating shared memory segment", r"posix_fallocate failed",
@@ -185,10 +196,10 @@ SIGNATURES: Sequence[Signature] = (
     _row("Ray killed for memory", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY, "Ray's memory monitor",
          r"ray\.exceptions\.OutOfMemoryError", r"node running low on memory", r"killed due to memory pressure"),
     _row("a child was killed", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY,
-         "PyTorch's loaders, spawn, torchrun; joblib, datasets: mostly for memory",
+         "PyTorch's loaders, spawn, torchrun, bash; joblib, datasets: mostly for memory",
          r"DataLoader worker \(pid\(?s?\)? ... killed by signal: Killed", r"terminated with signal SIGKILL",
          r"Signal 9 \(SIGKILL\) received by PID", r"failed \(exitcode: -9\)", r"return code = -9$", r"SIGKILL\(-9\)",
-         r"subprocesses has abruptly died"),
+         r"subprocesses has abruptly died", r"line \d+: +\d+ Killed\b"),
     _row("memory of the host", _C.HOST_OUT_OF_MEMORY, _S.NODE, _R.LESS_MEMORY, "Python, NumPy, PyTorch, Arrow, C++",
          _E + r"_?(?:Array|Arrow)?MemoryError\b", r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
          r"Unable to allocate ... for an array", r"std::bad_alloc", r"\[Errno 12\]", r"Cannot allocate memory"),
@@ -201,13 +212,14 @@ SIGNATURES: Sequence[Signature] = (
          r"timed-out and not checkpointable", r"this job is preempted", cause=NONE),
     _row("a node has failed", _C.HARDWARE, _S.NODE, _R.ELSEWHERE, "slurmstepd, srun", r"DUE TO NODE FAILURE",
          r"\[Hardware Error\]", r"node has (?:crashed|died)", r"srun: error: Node failure on",
-         r"Task launch for ... Communication connection failure", r"Task launch for ... Unable to contact slurmd",
-         cause=NONE),
-    _row("a signal from outside", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "torchrun, Lightning",
+         r"Task launch for ... failed on node \S+: (?!.{0,40}(?:credential|execve|[Jj]ob id))", cause=NONE),
+    _row("a signal from outside", _C.PREEMPTION, _S.SITE, _R.REQUEUE, "torchrun, Lightning, Megatron",
          r"SignalException: Process \d+ got signal: \d", r"^KeyboardInterrupt\b",
-         r"eceived SIG(?:TERM|USR1|USR2|HUP)\b", r"SIGTERMException", cause=NONE),
-    _row("no such program or image", _C.CODE, _S.CODE, _R.STOP, "slurmstepd, pyxis", r"error: execve\(\): ",
-         r"pyxis: failed to import"),
+         r"eceiv(?:ed|ing) SIG(?:TERM|USR1|USR2|HUP)\b", r"SIGTERMException", cause=NONE),
+    _row("no such program or image", _C.CODE, _S.CODE, _R.STOP, "slurmstepd, pyxis, Apptainer, shells, Python",
+         r"error: execve\(\): ", r"pyxis: failed to import", r"^could not open image /",
+         r"executable file not found in \$PATH", r": command not found$", r"^\S*sh: \d+: \S+: not found$",
+         r"^(?:\S*python[\d.]*: )?(?:No module named \S+$|can't open file ')"),
 
     # --- storage ---
     _row("no room", _C.STORAGE, _S.STORAGE, _R.WAIT, "Linux, PyTorch's writer, safetensors: a full disk, or a quota",
@@ -219,24 +231,26 @@ SIGNATURES: Sequence[Signature] = (
          r"\[Errno (?:5|30|107|108|116|121)\]", r"ransport endpoint (?:shutdown|is not connected)", r"\[Errno 12[67]\]",
          r"LustreError", r"nfs: server \S+ not responding", r"EXT4-fs error", r"XFS ... [Cc]orrupt", r"I/O error, dev ",
          r"Buffer I/O error", r"Input/output error", r"Failed to acquire lock on file", r"Read-only file system",
-         r"\[Errno 16\] Device or resource busy", r"This client was evicted"),
+         r"\[Errno 16\] Device or resource busy", r"This client was evicted",
+         r"unable to lock file"),
     _row("too many open files", _C.STORAGE, _S.CODE, _R.AGAIN,
          "Linux, PyTorch's loaders: ulimit -n, or file_system sharing", r"[Tt]oo many open files",
          r"received 0 items of ancdata", r"\[Errno 24\]"),
     _row("damaged file", _C.STORAGE, _S.DATA, _R.STOP, "PyTorch, safetensors, zip: cut off, or no such format",
          r"PytorchStreamReader failed", r"deserializing header", r"failed finding central directory",
-         _E + r"BadZipFile", r"invalid load key", r"pickle data was truncated", r"UnidentifiedImageError",
+         _E + r"Bad(?:Zip|Gzip)File", r"^zlib\.error", r"^tarfile\.ReadError", _E + r"DataLossError",
+         r"invalid load key", r"pickle data was truncated", r"UnidentifiedImageError",
          r"image file is truncated", r"Compressed file ended before", r"file signature not found",
          r"storage has wrong size", r"unexpected EOF", r"Ran out of input$", r"MetadataIncompleteBuffer",
-         r"HeaderTooLarge"),
+         r"HeaderTooLarge", r"mmap length is greater than file size", r"magic bytes not found in footer"),
     _row("file is missing, or may not be read", _C.STORAGE, _S.STORAGE, _R.AGAIN, "Python: a mount may be missing",
          _E + r"FileNotFoundError\b", _E + r"PermissionError\b", _E + r"(?:IsA|NotA)DirectoryError\b",
-         _E + r"FileExistsError\b"),
+         _E + r"FileExistsError\b", r"Parent directory \S+ does not exist"),
 
     # --- downloads: other machines, but not the other ranks ---
     _row("offline by settings", _C.CODE, _S.CODE, _R.STOP, "Hugging Face Hub", r"OfflineModeIsEnabled"),
     _row("a download failed", _C.COMMUNICATION, _S.SITE, _R.AGAIN, "requests, urllib3, Hugging Face Hub, S3, W&B",
-         r"HTTPS?ConnectionPool", r"^(?:urllib3|requests|httpx|httpcore|aiohttp|botocore)\.",
+         r"HTTPS?ConnectionPool", r"^(?:urllib3|requests|httpx|httpcore|aiohttp|botocore|google\.api_core)\.",
          r"LocalEntryNotFoundError", r"couldn't connect to 'https?:", r"URLError: <urlopen error",
          r"HTTP Error [45]\d\d", r"Too Many Requests for url", r"[45]\d\d (?:Client|Server) Error: ",
          r"name resolution", r"wandb\.errors\.", r"Could not connect to the endpoint URL", cause=NONE),
@@ -247,9 +261,11 @@ SIGNATURES: Sequence[Signature] = (
     _row("a kernel was used wrongly", _C.CODE, _S.CODE, _R.STOP, "CUDA, HIP",
          r"(?:CUDA|HIP) error: (?:device-side assert|invalid |no kernel image|misaligned address)",
          r"(?:CUDA|HIP) error: (?:too many resources|peer access is|operation not (?:permitted|supported))",
+         r"[Cc]uda failure (?:\d+ )?'operation not supported", r"hipErrorNoBinaryForGpu",
          r"Assertion `[^`]{0,200}` failed\.$"),
     _row("driver, library or extension of another version", _C.CODE, _S.SITE, _R.STOP, "CUDA, the loader of Linux",
-         r"driver version is insufficient", r"cudaErrorInsufficientDriver", r"NVIDIA driver on your system is too old",
+         r"driver version is insufficient", r"unsatisfied condition: cuda",
+         r"cudaErrorInsufficientDriver", r"NVIDIA driver on your system is too old",
          r"undefined symbol", r"with link time reference", r"version `\w+_[\d.]+' not found", r"mismatches the version",
          r"cannot open shared object file", r"compiled with different CUDA", r"Error building extension"),
     _row("checkpoint and model do not match", _C.CODE, _S.CODE, _R.STOP, "PyTorch, Megatron", r"in loading state_dict",
@@ -259,11 +275,13 @@ SIGNATURES: Sequence[Signature] = (
          r"error: (?:unrecognized arguments|argument |the following arguments)", r"MisconfigurationException",
          r"is not in struct$", r"batch related parameters", r"not divisible by|be divisible by",
          r"[Cc]ould not override", r"larger than the available KV cache memory", r"[Dd]efault process group",
-         r"number of tasks per node configured in SLURM"),
+         r"number of tasks per node configured in SLURM", r"not built with SLURM's PMI support",
+         r"Unable to create step for job \d+: (?:More processors|Memory required|Requested node config|Invalid )"),
     _row("model, tokenizer or data set is not there, or is none", _C.CODE, _S.DATA, _R.STOP, "transformers, datasets",
          r"Can't load (?:tokenizer|the configuration|the model|feature)", r"does not appear to have a file named",
          r"no file named \S+", r"not a valid model identifier", r"gated repo", r"GatedRepoError",
-         r"RepositoryNotFoundError", r"DatasetGenerationError", r"Arrow(?:Invalid|TypeError)\b", r"JSON parse error",
+         r"RepositoryNotFoundError", r"DatasetGenerationError", r"Data(?:set|Files)NotFoundError",
+         r"Arrow(?:Invalid|TypeError)\b", r"JSON parse error",
          r"JSONDecodeError", r"data did not match any variant", r"Couldn't reach server at"),
     _row("parameters without a gradient", _C.CODE, _S.CODE, _R.STOP, "DistributedDataParallel",
          r"Expected to have finished reduction"),
@@ -271,22 +289,22 @@ SIGNATURES: Sequence[Signature] = (
     # --- the other ranks ---
     _row("port is taken", _C.COMMUNICATION, _S.NODE, _R.AGAIN, "c10d, uvicorn: another job's, or an earlier attempt's",
          r"EADDRINUSE", r"[Aa]ddress already in use", r"\[Errno 98\]"),
-    _row("network card or fabric", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, UCX, libfabric", r"NCCL WARN NET/",
-         r"Got completion (?:from peer|with error)", r"Got async event : port error", r"UCX +ERROR",
-         r"Transport retry count exceeded", r"libfabric:\d+:\S+<warn> ... err: \d", is_echo=True),
     _row("collective, store or rendezvous", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "NCCL, RCCL, gloo, c10d, MPI, JAX",
-         r"Dist(?:Backend|Network|Store|Queue\w{0,10})Error", r"NCCL (?:error|communicator)", r"nccl\w{0,40}Error\b",
-         r"NCCL WARN", r"Watchdog caught collective operation timeout", r"ProcessGroup(?:NCCL|Gloo|MPI|UCC)\b",
+         r"Dist(?:Backend|Network|Store|Queue\w{0,10})Error", r"[HNR]CCL (?:error|communicator)",
+         r"nccl\w{0,40}Error\b", r"NCCL WARN", r"Watchdog caught collective operation timeout",
+         r"ProcessGroup(?:NCCL|Gloo|MPI|UCC)\b",
          r"gloo/transport/", r"gloo::", r"Gloo connect", r"Connection closed by (?:remote )?peer",
          r"[Tt]imed out waiting (?:for (?:send|recv|operation|buf)|\d+ ?ms)", r"client socket has timed out",
          r"(?:TCPStore|c10d|rendezvous|socket) ... (?:timed out|timeout)", r"connect\(\) timed out",
          r"Rendezvous(?:Connection|Timeout|Closed|Graceful)\w{0,10}", r"collective\w{0,20}  ... (?:timed out|timeout)",
          r"failed to recv, got 0 bytes", r"Socket Timeout$", r"store based barrier", r"monitoredBarrier", r"MPI_ERR_",
-         r"An error occurred in MPI_", r"HorovodInternalError", r"Barrier timed out", r"CoordinationService",
+         r"An error occurred in MPI_", r"Fatal error in P?MPI_", r"(?:ORTE|PRTE) has lost communication",
+         r"HorovodInternalError", r"NodeDiedError", r"Barrier timed out", r"CoordinationService",
          r"[Cc]oordination service", r"GetKeyValue\(\) timed out", is_echo=True),
     _row("connection to another process", _C.COMMUNICATION, _S.NETWORK, _R.AGAIN, "Python, Linux",
          _E + r"(?:ConnectionResetError|BrokenPipeError|ConnectionRefusedError|ConnectionAbortedError)\b",
-         r"Connection reset by peer", r"Broken pipe", r"No route to host", r"Network is unreachable", is_echo=True),
+         r"Connection reset by peer", r"Broken pipe", r"No route to host", r"Network is unreachable",
+         r"failed to connect to all addresses", r"ActorUnavailableError", is_echo=True),
 
     # --- numbers ---
     _row("numbers that are none", _C.NUMERICAL, _S.DATA, _R.AGAIN, "Megatron, DeepSpeed, fairseq, detectron2, PyTorch",
@@ -295,14 +313,18 @@ SIGNATURES: Sequence[Signature] = (
          r"returned nan values in", r"loss returned in `training_step` is", r"_LinAlgError ... failed to converge"),
 
     # --- ends that name no reason ---
+    _row("a watchdog of the program", _C.TIMEOUT, _S.NOBODY, _R.AGAIN, "SGLang, vLLM", r"^Watchdog timeout \(",
+         r"RPC call to \w+ timed out", cause=NONE, is_echo=True),
     _row("a child crashed", _C.UNKNOWN, _S.NOBODY, _R.AGAIN, "spawn, Ray, Dask",
          r"terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)", r"died unexpectedly", r"orker died or was killed",
-         r"crashed during start", r"KilledWorker", r"exited unexpectedly", r"failed \(exitcode: -(?:4|6|7|8|11)\)",
+         r"crashed during start", r"KilledWorker", r"exited unexpectedly", r"killed by signal: (?:Segm|Abort)",
+         r"failed \(exitcode: -(?:4|6|7|8|11)\)",
          r"\(core dumped\)", r"^Segmentation fault", r"return code = -(?:6|7|11)$",
          r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS)\) received", r"^Fatal Python error: ", cause=NONE, is_echo=True),
     _row("an illegal access, or another error of the device", _C.HARDWARE, _S.CODE, _R.AGAIN, "CUDA, HIP",
-         r"illegal memory access", r"cudaErrorIllegalAddress", r"Memory access fault by GPU", r"(?:CUDA|HIP) error\b",
-         r"cuDNN error", r"CUDNN_STATUS_", r"MIOpen Error", r"rocBLAS error", cause=NONE),
+         r"illegal memory access", r"cudaErrorIllegalAddress", r"Memory access fault by GPU",
+         r"HSA_STATUS_ERROR_(?:MEMORY|ILLEGAL)", r"(?:CUDA|HIP) error\b", r"cuDNN error", r"CUDNN_STATUS_",
+         r"MIOpen Error", r"rocBLAS error", cause=NONE),
 
     # --- people's words, for exceptions and single lines ---
     _row("a program's own error", _C.CODE, _S.CODE, _R.STOP, "Python",
@@ -423,6 +445,8 @@ class _Failure:
     who: str
     links: list[list[str]] = field(default_factory=lambda: [[]])
     is_exception: bool = True
+    indent: str = ""
+    """Of the traceback's head, and so of its exception's line: torchrun shows a child's inside of its own."""
 
 
 class _Reading:
@@ -448,10 +472,12 @@ class _Reading:
         who, words, is_remark = _stripped(line)
         if (quoted := _JSON.match(words)) is not None:
             words = quoted[1]
+        if (here := self._current.get(who)) is not None:
+            words = words.removeprefix(here.indent)
         is_source = who in self._quoting and words[:1].isspace()
         self._quoting.discard(who)
         if _HEAD.search(words):
-            self._begin(at, who)
+            self._begin(at, who, words[: len(words) - len(words.lstrip())])
         elif _CHAIN.match(words):
             self._chained.add(who)
         elif _FRAME.match(words):
@@ -459,11 +485,11 @@ class _Reading:
         elif words.strip() and not is_source:
             self._say(at, who, words, is_remark=is_remark)
 
-    def _begin(self, at: int, who: str) -> None:
+    def _begin(self, at: int, who: str, indent: str) -> None:
         if who in self._current and who in self._chained:
             self._current[who].links.insert(0, [])
         else:
-            self._current[who] = _Failure(at, who)
+            self._current[who] = _Failure(at, who, indent=indent)
             self._found.append(self._current[who])
         self._chained.discard(who)
 

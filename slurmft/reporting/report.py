@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from slurmft.config.base import parsed
 from slurmft.errors import SlurmftError, StorageError, UsageError
-from slurmft.policy.interval import FailureHistory, Mtbf, Plan, duration, mtbf_of, mtbf_s, plan
+from slurmft.policy.checkpoints import FailureHistory, Mtbf, Plan, duration, mtbf_of, mtbf_s, plan
 from slurmft.reporting.accounting import (
     ALIASES,
     FAILURES,

@@ -13,9 +13,17 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
-from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
+from slurmft.policy.checkpoints import (
+    COUNTING,
+    FailureHistory,
+    Hopeless,
+    NodeSuspected,
+    Poisoned,
+    Trial,
+    examine,
+    mtbf_s,
+)
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.interval import FailureHistory, mtbf_s
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
@@ -652,7 +660,8 @@ class AttemptEnd:
 
         A start that another one has replaced decides nothing for the run. Main thread only.
         """
-        if (owner := self._newer_owner()) is not None:
+        owner = in_folder(self.start, self.run.owner)
+        if isinstance(owner, Owner) and owner.generation > self.start.generation:
             return self._leave_to(owner)
         facts = {key: value for key, value in asdict(verdict).items() if value is not None}
         self.journal.append(EventName.VERDICT, **facts)
@@ -670,20 +679,12 @@ class AttemptEnd:
         decision = Remedies(self.config, self.start, self._sender, has_nodes=budget.has_nodes).applied(
             verdict, decision
         )
-        if decision.action is Action.RESTART and self.cluster.lost and self._is_requeued():
+        is_in_doubt = decision.action is Action.RESTART and self.cluster.lost
+        if is_in_doubt and (outside := self.cluster.why_ending()) and outside[0] is Cause.REQUEUED:
             decision = replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; Slurm has requeued the job")
         # the exclusion list influences where the run goes on
         self._sender.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)
-
-    def _is_requeued(self) -> bool:
-        """Whether Slurm has given up a node of this start and the job goes on in another one."""
-        outside = self.cluster.why_ending()
-        return outside is not None and outside[0] is Cause.REQUEUED
-
-    def _newer_owner(self) -> Owner | None:
-        owner = in_folder(self.start, self.run.owner)
-        return owner if isinstance(owner, Owner) and owner.generation > self.start.generation else None
 
     def _leave_to(self, owner: Owner) -> int:
         reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"

@@ -19,25 +19,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmft.config.run import RunConfig
+from slurmft.config.run import RunConfig, roles_of
 from slurmft.errors import StorageError
-from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive
-from slurmft.ipc.messages import (
-    Answer,
-    Call,
-    Connected,
-    Disconnected,
-    Hello,
-    Kill,
-    Lasting,
-    Ping,
-    ProgressReport,
-    Reply,
-    Report,
-    Shutdown,
-    parse_hello,
-    parse_report,
-)
+from slurmft.ipc import messages
+from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive, listening_socket
 from slurmft.policy.judge import WorkerEnd
 from slurmft.policy.symptoms import cause_of_text
 from slurmft.policy.values import Strangers
@@ -45,10 +30,9 @@ from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED,
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.guardian import end_left_behind, guardians
 from slurmft.system.files import read_bytes, read_json
 from slurmft.system.processes import birth_of, children_of, lives, words_of
-
-# --- The supervisor's side of the control channel: connected agents, calls to them, and their reports ---
 
 CALL_TIMEOUT_S = 10.0
 TELL_TIMEOUT_S = 2.0
@@ -76,22 +60,10 @@ class CallFailed(AgentLost):
     """The agent is there, but could not do what it was asked for; its own words."""
 
 
-def open_port(host: str | None, port: int = 0) -> socket.socket:
-    """A socket that listens, on every interface where there is no host, and on a free port where none is given.
-
-    Raises:
-        OSError: another process has the port.
-    """
-    # one socket: given no host, start_server opens one per address family, each with a port of its own
-    if host is None and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server((host or "", port))
-
-
 class AgentLink:
     """One node's agent as the supervisor sees it. Survives a reconnection of the same agent."""
 
-    def __init__(self, channel: Channel | None, hello: Hello) -> None:
+    def __init__(self, channel: Channel | None, hello: messages.Hello) -> None:
         self.node, self.host, self.pid = hello.node, hello.host, hello.pid
         self.birth = hello.birth or ""
         """Distinguishes it from others with its process id, of which each container may have its own."""
@@ -115,15 +87,15 @@ class AgentLink:
         """Whether both are connections of one agent."""
         return (self.pid, self.birth) == (other.pid, other.birth)
 
-    def has_told(self, report: Report) -> bool:
+    def has_told(self, report: messages.Report) -> bool:
         """Whether this report has come by an earlier connection of the agent; remembers it."""
-        if not isinstance(report, Lasting):
+        if not isinstance(report, messages.Lasting):
             return False
         words, before = repr(report), len(self.told)  # not its value: one with a NaN equals no other
         self.told.add(words)
         return len(self.told) == before
 
-    async def call(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> Answer:
+    async def call(self, call: messages.Call[messages.Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> messages.Answer:
         """Ask the agent for something and wait for its reply.
 
         Raises:
@@ -138,7 +110,7 @@ class AgentLink:
         finally:
             self.forget(number)
 
-    def ask(self, call: Call[Answer]) -> tuple[int, asyncio.Future[Answer]]:
+    def ask(self, call: messages.Call[messages.Answer]) -> tuple[int, asyncio.Future[messages.Answer]]:
         """Send a call; ``forget`` its number when the reply has come, or is not waited for any more.
 
         Raises:
@@ -146,11 +118,11 @@ class AgentLink:
         """
         return self._ask(call, call.reply_of)
 
-    def ask_unread(self, call: Call[Any]) -> tuple[int, asyncio.Future[bytes]]:
+    def ask_unread(self, call: messages.Call[Any]) -> tuple[int, asyncio.Future[bytes]]:
         """The same; its reply is not looked at yet (``Call.reply_of``)."""
         return self._ask(call, bytes)
 
-    def _ask(self, call: Call[Any], read: Callable[[bytes], Any]) -> tuple[int, asyncio.Future[Any]]:
+    def _ask(self, call: messages.Call[Any], read: Callable[[bytes], Any]) -> tuple[int, asyncio.Future[Any]]:
         if self.channel is None:
             raise AgentLost(f"the agent on {self.host} is not connected")
         number = self._next_id = self._next_id + 1
@@ -163,11 +135,11 @@ class AgentLink:
         """Nothing waits for this call's reply any more."""
         self._waiting.pop(number, None)
 
-    def unanswered(self, call: Call[Any], timeout_s: float) -> AgentLost:
+    def unanswered(self, call: messages.Call[Any], timeout_s: float) -> AgentLost:
         """The error of a call whose time is up."""
         return AgentLost(f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s")
 
-    def answered(self, head: Reply, line: bytes) -> None:
+    def answered(self, head: messages.Reply, line: bytes) -> None:
         """Hand a reply to the call that waits for it.
 
         Raises:
@@ -195,13 +167,17 @@ class AgentLink:
         self._waiting.clear()
 
 
-async def ask_each(links: Sequence[AgentLink], call: Call[Answer], *, timeout_s: float) -> list[Answer | AgentLost]:
+async def ask_each(
+    links: Sequence[AgentLink], call: messages.Call[messages.Answer], *, timeout_s: float
+) -> list[messages.Answer | AgentLost]:
     """Each agent's reply, in order, or why there is none. With thousands of them, no task waits for each."""
     asks = [functools.partial(link.ask, call) for link in links]
     return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
 
 
-async def call_each(links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float) -> list[Answer]:
+async def call_each(
+    links: Sequence[AgentLink], calls: Sequence[messages.Call[messages.Answer]], *, timeout_s: float
+) -> list[messages.Answer]:
     """The same, of a call of its own to each; every reply is needed.
 
     Raises:
@@ -215,14 +191,16 @@ async def call_each(links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *
     return found
 
 
-async def ask_unread(links: Sequence[AgentLink], call: Call[Any], *, timeout_s: float) -> list[bytes | AgentLost]:
+async def ask_unread(
+    links: Sequence[AgentLink], call: messages.Call[Any], *, timeout_s: float
+) -> list[bytes | AgentLost]:
     """As ``ask_each``, but the replies are not looked at, which would take most of the time: ``Call.reply_of``."""
     asks = [functools.partial(link.ask_unread, call) for link in links]
     return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
 
 
 async def _replies(
-    links: Sequence[AgentLink], calls: Sequence[Call[Any]], asks: Sequence[Callable[[], Asked]],
+    links: Sequence[AgentLink], calls: Sequence[messages.Call[Any]], asks: Sequence[Callable[[], Asked]],
     *, timeout_s: float, is_needed: bool = False,
 ) -> list[Any]:  # fmt: skip
     found: list[Any] = [None] * len(links)
@@ -267,12 +245,12 @@ class AgentPool:
         self.generation: int | None = None
         """Of the attempt that they work for; None between two, where what they report of workers is nobody's."""
 
-        self.events: asyncio.Queue[tuple[AgentLink, Report]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[AgentLink, messages.Report]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
     async def listen(self, host: str | None, listener: socket.socket | None = None) -> int:
-        """Take agents in, by a socket that is open already (``open_port``) or by a new one. Returns the port."""
-        listener = listener or open_port(host)
+        """Take agents in, by a socket that is open already (``listening_socket``) or by a new one. Returns the port."""
+        listener = listener or listening_socket(host)
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_LINE_BYTES)
         return int(listener.getsockname()[1])
 
@@ -287,7 +265,7 @@ class AgentPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def call_all(self, call: Call[Answer]) -> list[Answer]:
+    async def call_all(self, call: messages.Call[messages.Answer]) -> list[messages.Answer]:
         """Ask every member, in the order of the ranks; before there are any, all agents, in the order of the nodes.
 
         Raises:
@@ -297,8 +275,13 @@ class AgentPool:
         return await self.call_each(links, [call] * len(links), timeout_s=CALL_TIMEOUT_S)
 
     async def call_each(
-        self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, tries: int = TRIES
-    ) -> list[Answer]:
+        self,
+        links: Sequence[AgentLink],
+        calls: Sequence[messages.Call[messages.Answer]],
+        *,
+        timeout_s: float,
+        tries: int = TRIES,
+    ) -> list[messages.Answer]:
         """The same, of a call of its own to each; where a connection broke and came back, to all of them again.
 
         Raises:
@@ -324,15 +307,15 @@ class AgentPool:
             await asyncio.sleep(LOOK_S)
         return True
 
-    def ping(self, ping: Ping) -> None:
+    def ping(self, ping: messages.Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
         for link in self.links.values():
             if link.channel is not None:
                 link.channel.send(ping.as_call(UNANSWERED))
 
     async def ask(
-        self, links: Sequence[AgentLink], call: Call[Answer], *, timeout_s: float
-    ) -> list[Answer | AgentLost]:
+        self, links: Sequence[AgentLink], call: messages.Call[messages.Answer], *, timeout_s: float
+    ) -> list[messages.Answer | AgentLost]:
         """Each one's reply, or why there is none; asked again where its connection broke and came back."""
         asked = [self._newest(link) for link in links]
         found = await ask_each(asked, call, timeout_s=timeout_s)
@@ -351,7 +334,7 @@ class AgentPool:
                 asked[place], found[place] = self._newest(asked[place]), reply
         return found
 
-    async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
+    async def tell_all(self, call: messages.Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
         """Ask every agent that can be reached, member or not."""
         await self.ask(list(self.links.values()), call, timeout_s=timeout_s)
 
@@ -401,7 +384,7 @@ class AgentPool:
             channel, hello = await accept(reader, writer, self._secret)
             self._strangers.forget(writer)
             keep_alive(writer, self._patience_s)
-            link = AgentLink(channel, parse_hello(hello))
+            link = AgentLink(channel, messages.parse_hello(hello))
             if link.lender:  # nodes of another job come behind our own
                 link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))
             elif link.node >= self._expected:
@@ -417,7 +400,7 @@ class AgentPool:
         if old is not None and not old.dropped and old.channel is not None and not old.is_same(link):
             # a lost agent that was replaced: the two would take the connection from each other for ever
             self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
-            channel.send(Shutdown().as_call(UNANSWERED))
+            channel.send(messages.Shutdown().as_call(UNANSWERED))
             return None
         if old is not None:
             if old.channel is not None:
@@ -426,16 +409,16 @@ class AgentPool:
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
         if link.lender or (old is not None and old.dropped):
-            self.events.put_nowait((link, Connected()))
+            self.events.put_nowait((link, messages.Connected()))
         self.links[link.node] = link
         if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
         return link
 
-    def _take(self, link: AgentLink, report: Report) -> None:
+    def _take(self, link: AgentLink, report: messages.Report) -> None:
         """Hand a report on, unless it was on its way when its attempt ended, or another connection has told more."""
-        link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
-        is_old = isinstance(report, ProgressReport) and self.links.get(link.node) is not link
+        link.ready = link.ready or (isinstance(report, messages.ProgressReport) and report.ready)
+        is_old = isinstance(report, messages.ProgressReport) and self.links.get(link.node) is not link
         if report.generation in (None, self.generation) and not is_old and not link.has_told(report):
             self.events.put_nowait((link, report))
 
@@ -448,8 +431,8 @@ class AgentPool:
         try:
             while (line := await channel.receive_line()) is not None:
                 link.last_heard = time.monotonic()
-                report = parse_report(line)
-                if isinstance(report, Reply):
+                report = messages.parse_report(line)
+                if isinstance(report, messages.Reply):
                     link.answered(report, line)
                 else:
                     self._take(link, report)
@@ -458,14 +441,14 @@ class AgentPool:
         finally:
             link.disconnected()
             if self.links.get(link.node) is link:
-                self.events.put_nowait((link, Disconnected()))
+                self.events.put_nowait((link, messages.Disconnected()))
 
 
 # --- Agents that outlive their supervisor within a job: found by the one that follows, and taken over or ended ---
 # Replicas of an inference run live and die alone, and their engines take minutes to load. So where a signal has ended
 # the supervisor, the guardian spares the processes that started the agents; the next supervisor listens at the same
 # port, with the same secret, and gives every agent new leases of a generation of its own. Ranks of a trainer need a
-# restart anyway: their agents are ended.
+# restart anyway: their agents are ended. Roles of a job have supervisors of their own, which go on as well.
 
 OUTLIVING_LOOK_S = 0.05
 END_S = 5.0
@@ -475,10 +458,11 @@ EXIT_UNKNOWN = 255
 
 
 def outlives_its_supervisor(config: RunConfig, pid: int) -> bool:
-    """Whether the process starts agents, or is one, of an inference run; blocking."""
-    words = words_of(pid)
-    place = str(RunFolder(config.run_folder).config)
-    return config.inference is not None and ("agent", place) in itertools.pairwise(words)
+    """Whether the process starts agents, or is one, of an inference run, or supervises a role; blocking."""
+    lives_on = {("run", str(RunFolder(role.config.run_folder).config)) for role in roles_of(config)}
+    if config.inference is not None:
+        lives_on.add(("agent", str(RunFolder(config.run_folder).config)))
+    return not lives_on.isdisjoint(itertools.pairwise(words_of(pid)))
 
 
 class Orphan:
@@ -514,34 +498,33 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class Outlived:
-    """The agents of a lost supervisor, as the next one finds them."""
+    """The agents of a lost supervisor, or its roles, as the next one finds them."""
 
     attempt: Attempt
     """In its folder they find their supervisor."""
 
-    secret: bytes = field(repr=False)
-    listener: socket.socket
-    """At the port where they look for it; they are heard from now on."""
-
     processes: tuple[Orphan, ...]
+    secret: bytes = field(default=b"", repr=False)
+    listener: socket.socket | None = None
+    """At the port where agents look for it; they are heard from now on."""
 
     def end(self) -> None:
         """End them, where nothing follows that needs them; blocking."""
-        self.listener.close()
+        if self.listener is not None:
+            self.listener.close()
         end_orphans(self.processes)
 
 
 def end_orphans(orphans: Sequence[Orphan]) -> None:
-    """End these processes and the agents that they started; blocking."""
+    """End these processes, children of our guardian, and what they started; blocking."""
     deadline = time.monotonic() + END_S
     for orphan in orphans:
         orphan.terminate()
-    while any(orphan.returncode is None for orphan in orphans):
-        if time.monotonic() > deadline:
-            for orphan in orphans:
-                orphan.kill()
-            return
+    while any(orphan.returncode is None for orphan in orphans) and time.monotonic() < deadline:
         time.sleep(OUTLIVING_LOOK_S)
+    for orphan in orphans:
+        orphan.kill()
+    end_left_behind(lambda pid: pid == os.getpid(), parents=guardians(), gentle_s=0.0)
 
 
 def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outlived | None:
@@ -555,13 +538,15 @@ def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outliv
     )
     if not orphans:
         return None
+    if config.roles:
+        return Outlived(attempt=cluster.attempt, processes=orphans)
     try:
         if (attempt := crew_of(run)) is None:
             raise OSError("nothing says where they look for their supervisor")
         folder = run.attempts / str(attempt)
         where = read_json(folder / "control.json") or {}
         secret = read_bytes(folder / "secret", owners={os.geteuid()})
-        listener = open_port(cluster.listen_host, int(where["port"]))
+        listener = listening_socket(cluster.listen_host, int(where["port"]))
     except (OSError, StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
         log.warning("the agents cannot be taken over, and are ended: %s", error)
         end_orphans(orphans)
@@ -612,7 +597,7 @@ def grace_of_peers(end: WorkerEnd) -> float:
 async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
     """Kill every worker whose agent can be reached."""
     journal.append(EventName.KILLING_WORKERS, reason=reason)
-    await pool.tell_all(Kill())
+    await pool.tell_all(messages.Kill())
 
 
 async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: int) -> None:
@@ -636,7 +621,7 @@ async def end_agents(
     A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` it is not waited for.
     """
     patience_s = LOST_S if node_lost else WIND_DOWN_S
-    await pool.tell_all(Shutdown())
+    await pool.tell_all(messages.Shutdown())
     if not pool.complete.is_set():
         for process in processes:  # agents that are still starting cannot get the message
             with contextlib.suppress(ProcessLookupError):

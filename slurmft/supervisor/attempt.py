@@ -5,48 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, StorageError
+from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
-from slurmft.ipc.messages import (
-    Connected,
-    DigestsReport,
-    Disconnected,
-    DurationsReport,
-    HangReport,
-    Inject,
-    Kill,
-    LimitReport,
-    NoticeReport,
-    PassOnTerm,
-    Ping,
-    Port,
-    ProgressReport,
-    RehearsalReport,
-    Rescued,
-    RescueState,
-    Shutdown,
-    SignalReport,
-    StartWorkers,
-    SyncReport,
-    TimingsReport,
-    WorkerExited,
-)
 from slurmft.ipc.pages import RESCUE_S
+from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
+from slurmft.policy.verdict import BUDGETED, Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
 from slurmft.scheduler.nodes import expand, in_order
+from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
-from slurmft.storage.run_folder import take_order
+from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.act import facts_for_workers
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
@@ -61,8 +41,7 @@ from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
-from slurmft.supervisor.live import Live
-from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, testimony_of
+from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, budget_of, testimony_of
 from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
 from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmNotices, Stops
 from slurmft.system.background import Background
@@ -152,7 +131,7 @@ class Injections:
         self, links: Sequence[AgentLink], order: Order, ranks: Sequence[int] | None
     ) -> tuple[list[int], list[str]]:
         """Which ranks were hit, and why others were not. Each agent knows which are its own."""
-        call = Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
+        call = messages.Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
         replies = await asyncio.gather(*(link.call(call) for link in links), return_exceptions=True)
         hit: list[int] = []
         refused: list[str] = []
@@ -229,7 +208,7 @@ class Reclaimed:
         hosts = [link.host for link in self._crew.pool.members] if self._stops.began else []
         return {host: self._faults[host] for host in hosts if host in self._faults}
 
-    def note(self, link: AgentLink, report: NoticeReport) -> None:
+    def note(self, link: AgentLink, report: messages.NoticeReport) -> None:
         """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
         self._sender.note(link.host, report)
         if not report.ends:
@@ -258,11 +237,117 @@ ROUND_TRIP_S = 2.0
 
 async def rescue(pool: AgentPool, links: Sequence[AgentLink], journal: Journal) -> None:
     """Have every node keep what it has; the journal says of which step. Never raises."""
-    replies = await pool.ask(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
-    kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
+    replies = await pool.ask(links, messages.RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
+    kept = {
+        link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, messages.Rescued)
+    }
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
         journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)
+
+
+# --- live ---
+# What each rank does now, for people and monitoring: asked of the agents every few seconds, written to live.json.
+
+PAUSE_S = 2.0
+AGENTS_PER_S = 100
+"""So many agents are asked in a second: with 2,000 of them a look comes every 20 s."""
+
+
+class Live:
+    """One attempt's looks. A look never waits for the run folder."""
+
+    def __init__(self, config: RunConfig, start: Start, seen: Observations, hangs: Hangs, slow: SlowNodes) -> None:
+        self._config, self._start, self._seen = config, start, seen
+        self._hangs, self._slow = hangs, slow
+        self._before: dict[int, tuple[int, float]] = {}
+        self._step_s: dict[int, float] = {}
+        self._left: dict[bool, int] = {}
+        self._writing: asyncio.Future[None] | None = None
+
+    async def watch(self) -> None:
+        """Look, until cancelled."""
+        while True:
+            await asyncio.sleep(max(PAUSE_S, self._config.nodes / AGENTS_PER_S))
+            if self._writing is not None and not self._writing.done():
+                continue  # the run folder is silent: its thread has other work to do first
+            view = self._view(await self._hangs.looks())
+            self._writing = asyncio.wrap_future(
+                self._start.thread.submit(lambda view=view: self._write(view))  # type: ignore[misc]
+            )
+
+    def _write(self, view: LiveView) -> None:
+        with contextlib.suppress(OSError):
+            run_folder.write(self._start.run.path, view)
+
+    def _view(self, looks: Sequence[WorkerLook]) -> LiveView:
+        facts, at = self._seen.ranks(), {look.rank: look for look in looks}
+        world = range(self._seen.world_size)
+        self._note_steps(facts)
+        own = self._slow.work_s()
+        newest = [_newest(at.get(rank)) for rank in world]
+        limits = self._hangs.limits_now()
+        signs = [look.quiet_s if look.heartbeat_s is None else look.heartbeat_s for look in looks]
+        return LiveView(
+            at=time.time(),
+            attempt=str(self._start.cluster.attempt),
+            steps=[facts[rank].step if rank in facts else None for rank in world],
+            step_s=[_rounded(own.get(rank, self._step_s.get(rank))) for rank in world],
+            nodes=[at[rank].node if rank in at else "" for rank in world],
+            sections=[name for name, _ in newest],
+            section_s=[_rounded(held_s) for _, held_s in newest],
+            heartbeat_s=_rounded(max(signs, default=None)),
+            hang_used=_rounded(max((used(look, limits) for look in looks), default=None)),
+            restarts_left=self._restarts_left(),
+            save_interval_steps=(self._config.checkpoint.interval == "steps" and self._config.checkpoint.interval_steps)
+            or None,
+            tiers=_tiers(facts.values()),
+        )
+
+    def _note_steps(self, facts: Mapping[int, messages.WorkerFacts]) -> None:
+        now_s = time.monotonic()
+        for rank, each in facts.items():
+            step, at_s = self._before.get(rank, (each.step, now_s))
+            if each.step > step:
+                self._step_s[rank] = (now_s - at_s) / (each.step - step)
+            if each.step != step or rank not in self._before:
+                self._before[rank] = each.step, now_s
+
+    def _restarts_left(self) -> int:
+        first, saved = self._seen.reached()[0], self._seen.saved()
+        progressed = saved is not None and saved > first
+        if progressed not in self._left:
+            self._left[progressed] = least_left(self._config, self._start, first, saved)
+        return self._left[progressed]
+
+
+def least_left(config: RunConfig, start: Start, first: int, saved: int | None) -> int:
+    """Failures of one kind that the run survives yet without further progress: the least of all kinds."""
+    left = []
+    for cause in BUDGETED:
+        verdict = Verdict(cause=cause, reason="", first_step=first, saved_step=saved)
+        budget = budget_of(start.history, verdict, config, str(start.cluster.attempt))
+        retries = max(0, budget.max_failures - budget.failures_so_far)
+        restarts = max(0, budget.max_restarts - budget.restarts_so_far)
+        left.append(retries + restarts)
+    return min(left)
+
+
+def _newest(look: WorkerLook | None) -> tuple[str, float | None]:
+    if look is None:
+        return "", None
+    return look.sections[-1] if look.sections else ("", look.quiet_s)
+
+
+def _tiers(facts: Iterable[messages.WorkerFacts]) -> dict[str, str]:
+    ranks = list(facts)
+    saved, durable = min((each.saved for each in ranks), default=-1), max((each.durable for each in ranks), default=-1)
+    found = {"memory": saved, "checkpoint directory": durable}
+    return {name: f"step {step}" for name, step in found.items() if step >= 0}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 3)
 
 
 # --- attempt ---
@@ -315,7 +400,7 @@ class AttemptRunner:
         self._keeping: asyncio.Future[None] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
-        self._order: StartWorkers | None = None
+        self._order: messages.StartWorkers | None = None
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -400,7 +485,7 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
-        [reserved] = await self._pool.call_each(members[:1], [Port()], timeout_s=CALL_TIMEOUT_S)
+        [reserved] = await self._pool.call_each(members[:1], [messages.Port()], timeout_s=CALL_TIMEOUT_S)
         hosts = [link.host for link in members]
         self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
@@ -408,7 +493,7 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self.stops.began = True
-        self._order = StartWorkers(
+        self._order = messages.StartWorkers(
             suspect_gpus=tuple(sorted(suspects)),
             **facts_for_workers(self._start.history, self._config, nodes=len(members)),
             attempt=str(self._cluster.attempt),
@@ -444,31 +529,31 @@ class AttemptRunner:
         while True:
             link, report = await self._pool.events.get()
             match report:
-                case WorkerExited():
+                case messages.WorkerExited():
                     self._on_exit(link, report)
-                case ProgressReport():
+                case messages.ProgressReport():
                     self._seen.note_progress(report.ranks)
-                case TimingsReport():
+                case messages.TimingsReport():
                     self._slow.note(link.host, report)
-                case DigestsReport():
+                case messages.DigestsReport():
                     self._digests.note(link.host, report)
-                case HangReport():
+                case messages.HangReport():
                     self._background.start(self._on_hang(link, report))
-                case DurationsReport():
+                case messages.DurationsReport():
                     self._hangs.note(report)
-                case LimitReport() | SyncReport() | RehearsalReport():
+                case messages.LimitReport() | messages.SyncReport() | messages.RehearsalReport():
                     self._crew.note(link, report)
-                case NoticeReport():
+                case messages.NoticeReport():
                     self._reclaimed.note(link, report)
                     self._background.start(self._leave_broken_nodes())
-                case SignalReport(name=name):
+                case messages.SignalReport(name=name):
                     self._resizing.leave(link) if link.lender else self.stops.on_signal(name, link.host)
-                case Connected():
+                case messages.Connected():
                     self._background.start(self._on_connect(link))
-                case Disconnected():
+                case messages.Disconnected():
                     self._background.start(self._on_disconnect(link))
 
-    def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+    def _on_exit(self, link: AgentLink, report: messages.WorkerExited) -> None:
         if report.rank in self._seen.ends:
             return
         end = self._seen.note_exit(link.host, report)
@@ -481,7 +566,7 @@ class AttemptRunner:
         if self._seen.all_ended:
             self._over.set()
 
-    async def _on_hang(self, link: AgentLink, report: HangReport) -> None:
+    async def _on_hang(self, link: AgentLink, report: messages.HangReport) -> None:
         if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, report)) is None:
             return
         if not self._failed and not self._over.is_set():
@@ -511,7 +596,7 @@ class AttemptRunner:
             await rescue(self._pool, [link], self._journal)
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
-                await link.call(Kill())
+                await link.call(messages.Kill())
         if link.host in self._cluster.lost:
             self._cluster.lost.discard(link.host)
             self._journal.append(EventName.AGENT_BACK, node=link.host)
@@ -540,16 +625,7 @@ class AttemptRunner:
         if link.dropped:
             return
         is_member = link in self._pool.members and self.stops.began
-        self._pool.drop(link)
-        self._crew.reviver.lost(link, hung_up=hung_up)
-        if not link.lender:
-            self._cluster.lost.add(link.host)
-        self._journal.append(
-            EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST,
-            node=link.host,
-            spare=not is_member,
-            reason=reason,
-        )
+        self._drop(link, reason, hung_up=hung_up, spare=not is_member)
         if is_member:
             self.lost.append(link.host)
             if not self._over.is_set():
@@ -557,6 +633,14 @@ class AttemptRunner:
                 self._background.start(self._kill_victims(reason))
         elif not self.stops.began:
             self._lost_early.append(link.host)
+
+    def _drop(self, link: AgentLink, reason: str, *, hung_up: bool, spare: bool) -> None:
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
+        self._journal.append(name, node=link.host, spare=spare, reason=reason)
 
     async def _kill_victims(self, reason: str) -> None:
         await self._rescue()
@@ -585,9 +669,9 @@ class AttemptRunner:
                 self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
             self._over.set()
 
-    def ping(self) -> Ping:
+    def ping(self) -> messages.Ping:
         """What agents are told regularly."""
-        return Ping(limits=self._hangs.limits())
+        return messages.Ping(limits=self._hangs.limits())
 
     def on_silence(self, link: AgentLink, silent_s: float, timeout_s: float) -> None:
         """Lose an agent that is silent for longer than it may be."""
@@ -636,7 +720,7 @@ class AttemptRunner:
         if self.stops.began and not self._seen.all_ended:
             if self.lost:
                 await self._rescue()
-            await self._pool.tell_all(Kill())
+            await self._pool.tell_all(messages.Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
@@ -713,7 +797,7 @@ class RayAttempt(AttemptRunner):
         """With how many nodes it began."""
         return 0 if self._order is None else self._order.nodes
 
-    def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+    def _on_exit(self, link: AgentLink, report: messages.WorkerExited) -> None:
         if report.rank == 0:
             super()._on_exit(link, report)
             self._over.set()  # the others serve it, and are ended now
@@ -731,19 +815,14 @@ class RayAttempt(AttemptRunner):
             super()._lose(link, reason, hung_up=hung_up)
             return
         self._pool.members = left
-        self._pool.drop(link)
-        self._crew.reviver.lost(link, hung_up=hung_up)
-        if not link.lender:
-            self._cluster.lost.add(link.host)
-        name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
-        self._journal.append(name, node=link.host, spare=False, reason=reason)
+        self._drop(link, reason, hung_up=hung_up, spare=False)
         if not link.leaving:
             self._sender.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
                                         at=time.time())])  # fmt: skip
 
     async def add(self, link: AgentLink, rank: int) -> None:
         """Make a node part of the cluster that runs."""
-        if not isinstance(self._order, StartWorkers):
+        if not isinstance(self._order, messages.StartWorkers):
             return
         self._pool.members = [*self._pool.members, link]
         try:
@@ -783,13 +862,13 @@ class Growing(Resizing):
             return
         link.leaving = True
         self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
-        link.channel.send(PassOnTerm().as_call(UNANSWERED))
+        link.channel.send(messages.PassOnTerm().as_call(UNANSWERED))
         self._stops.background.start(self._part_with(link))
 
     async def _part_with(self, link: AgentLink) -> None:
         await asyncio.sleep(LENT_S)
         if link.channel is not None:
-            link.channel.send(Shutdown().as_call(UNANSWERED))
+            link.channel.send(messages.Shutdown().as_call(UNANSWERED))
 
     def _may_be_added(self, link: AgentLink) -> bool:
         allowed = self._cluster.nodes

@@ -12,10 +12,10 @@ import re
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -32,8 +32,9 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobEnding, SlurmJob, component_suffix, current_job
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, writing
-from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, RunFolder
+from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt, Owner, RunFolder
 from slurmft.supervisor.guardian import keep_across_exec
+from slurmft.system import processes
 from slurmft.system.files import appending, read_bytes, replace_atomically, replace_link
 
 # --- launch ---
@@ -147,80 +148,92 @@ TRES_OF_A_TASK = frozenset({"SLURM_TRES_PER_TASK", "SLURM_TRES_BIND"})
 """These may also list processors."""
 
 
-class Cluster(Protocol):
-    """A supervisor's interface to the place it runs in."""
+class Cluster(ABC):
+    """A supervisor's interface to the place it runs in; what is not said here is unknown without a scheduler."""
 
-    attempt: Attempt
-    nodes: tuple[str, ...]
-    """Nodes to run the next attempt on; empty for the first ones of the allocation, as many as are needed."""
+    name = ""
+    """``slurm`` or ``local``."""
 
-    @property
-    def name(self) -> str:
-        """``slurm`` or ``local``."""
+    listen_host: str | None = None
+    """Interface of the control channel; None for all."""
 
-    @property
-    def listen_host(self) -> str | None:
-        """Interface of the control channel; None for all."""
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.nodes: tuple[str, ...] = ()
+        """Nodes to run the next attempt on; empty for the first ones of the allocation, as many as are needed."""
 
-    lost: set[str]
-    """Nodes whose agents are gone, over all attempts."""
+        self.lost: set[str] = set()
+        """Nodes whose agents are gone, over all attempts."""
 
+    @abstractmethod
     def size(self, config: RunConfig) -> int:
         """Nodes that agents run on, spares included."""
 
+    @abstractmethod
     def agent_hosts(self, config: RunConfig) -> list[str]:
         """The host of each agent, in the order of their numbers."""
 
+    @abstractmethod
     def control_hosts(self) -> list[str]:
         """Names and addresses at which agents find the supervisor, best first."""
 
+    @abstractmethod
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
-        """Start one agent per node; the processes end when the agents have."""
+        """Start one agent per node; the processes end when the agents have.
 
+        Raises:
+            UsageError: only srun could start the run's container, and there is no Slurm.
+            SlurmUnavailable: there is no srun.
+            LaunchError: the container's bundle cannot be used.
+        """
+
+    @abstractmethod
     async def start_agent(
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
     ) -> asyncio.subprocess.Process:
-        """Start the agent of one node alone; it finds the supervisor by the folder of ``attempt``."""
+        """Start the agent of one node alone; it finds the supervisor by the folder of ``attempt``. Raises as above."""
 
     def give_back(self, host: str) -> str:
         """Take a lost node out of the allocation; why that was not possible, else empty; blocking."""
+        return f"{host} is this machine"
 
     def times(self) -> JobTimes:
         """When the job started and will end; blocking."""
+        return JobTimes(start=None, end=None, limit_s=None)
 
     def terms(self) -> Terms:
         """The clock of those times, and how long a job has that is being ended; blocking."""
+        return Terms(SlurmClock(time.time(), time.monotonic()))
 
     def why_ending(self) -> tuple[Cause, str] | None:
         """Why the job is being ended from outside; None when it is not, or that is unknown; blocking."""
+        return None
 
     def is_newest_start(self) -> bool | None:
         """Whether this is the newest start of the job; None when it is unknown; blocking."""
+        return None
 
     def node_states(self) -> Mapping[str, str]:
         """Slurm's states of the allocation's nodes, as far as it reports them; blocking."""
+        return {}
 
 
-class SlurmCluster:
+class SlurmCluster(Cluster):
     """Inside a Slurm job's batch step."""
 
     name = "slurm"
-    listen_host = None
 
     def __init__(self, job: SlurmJob) -> None:
+        super().__init__(Attempt(job=job.job_id, restart=job.restart))
         self.job = job
         self.own = OwnJob(job.job_id, job.identity)
         """The same job, with its recorded identity."""
 
-        self.nodes: tuple[str, ...] = ()
-        self.lost: set[str] = set()
         self.given_back: set[str] = set()
-        """Those of them that are not in the allocation any more: a requeue must ask for their number again."""
+        """Lost nodes that are not in the allocation any more: a requeue must ask for their number again."""
 
         self.has_epilog = True
         """Whether the site runs a script after each job; True as well while Slurm has not said so."""
-
-        self.attempt = Attempt(job=job.job_id, restart=job.restart)
 
     def present(self) -> list[str]:
         """The run's nodes of the allocation, in its order, without those that are lost.
@@ -256,23 +269,13 @@ class SlurmCluster:
         return list(dict.fromkeys([os.environ.get("SLURMD_NODENAME") or socket.gethostname(), *addresses]))
 
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
-        """One srun with one agent per node.
-
-        Raises:
-            SlurmUnavailable: there is no srun.
-            LaunchError: the container's bundle cannot be used.
-        """
+        """One srun with one agent per node."""
         return [await self._agents(config, log_folder, self.size(config), self.attempt, host=self.job.part)]
 
     async def start_agent(
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
     ) -> asyncio.subprocess.Process:
-        """A step of one node.
-
-        Raises:
-            SlurmUnavailable: there is no srun.
-            LaunchError: the container's bundle cannot be used.
-        """
+        """A step of one node."""
         return await self._agents(config, log_folder, 1, attempt, host=host, SLURMFT_NODE_INDEX=str(index))
 
     async def _agents(
@@ -299,12 +302,13 @@ class SlurmCluster:
     async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         with writing(folder / "srun.err"), appending(folder / "srun.err") as errors:
             try:
-                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
+                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step; with
+                # the cluster that a submission was sent to, it would ask the accounting where it is
                 return await asyncio.create_subprocess_exec(
                     *argv,
                     stdin=asyncio.subprocess.DEVNULL,
                     stderr=errors,
-                    env=for_srun(environment),
+                    env={name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"},
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
@@ -315,14 +319,14 @@ class SlurmCluster:
         try:
             return own_jobs.job_times(self.own)
         except SlurmError:
-            return JobTimes(start=None, end=None, limit_s=None)
+            return super().times()
 
     def terms(self) -> Terms:
         """From scontrol; this machine's clock and Slurm's defaults when Slurm does not answer."""
         try:
             terms = slurm.terms()
         except SlurmError:
-            return Terms(SlurmClock(time.time(), time.monotonic()))
+            return super().terms()
         self.has_epilog = terms.has_epilog
         return terms
 
@@ -375,11 +379,6 @@ class SlurmCluster:
             return _OUTSIDE.get(own_jobs.ending(self.own, self.job.restart))
         except SlurmError:
             return None
-
-
-def for_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the cluster that a submission was sent to: srun would ask the accounting where it is."""
-    return {name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"}
 
 
 def agents_argv(
@@ -436,17 +435,18 @@ def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }  # fmt: skip
 
 
-class LocalCluster:
-    """This machine alone: agents are plain processes, and a requeue is the supervisor starting itself anew."""
+class LocalCluster(Cluster):
+    """This machine alone: agents are plain processes, and a requeue is the supervisor starting itself anew.
+
+    Nothing limits or ends it from outside but signals, which ask for a stop.
+    """
 
     name = "local"
     listen_host = "127.0.0.1"
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         job = environment.get(LOCAL_JOB_VARIABLE) or f"{LOCAL_PREFIX}{os.getpid()}"
-        self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
-        self.nodes: tuple[str, ...] = ()
-        self.lost: set[str] = set()
+        super().__init__(Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0"))))
 
     def size(self, config: RunConfig) -> int:
         """As many as the configuration asks for, all on this machine."""
@@ -470,11 +470,7 @@ class LocalCluster:
     async def start_agent(
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
     ) -> asyncio.subprocess.Process:
-        """A process.
-
-        Raises:
-            UsageError: only srun could start the run's container.
-        """
+        """A process."""
         launch = launch_of(config, attempt, with_srun=False)
         with writing(log_folder / "agents.log"), appending(log_folder / "agents.log") as log:
             return await asyncio.create_subprocess_exec(
@@ -485,30 +481,6 @@ class LocalCluster:
                 env={**environment_for(config, os.environ), "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
                 start_new_session=True,
             )
-
-    def give_back(self, host: str) -> str:
-        """Nothing to do: there is no allocation."""
-        return f"{host} is this machine"
-
-    def times(self) -> JobTimes:
-        """Unknown: a single machine has no limits."""
-        return JobTimes(start=None, end=None, limit_s=None)
-
-    def terms(self) -> Terms:
-        """This machine's clock; no kill follows a signal."""
-        return Terms(SlurmClock(time.time(), time.monotonic()))
-
-    def node_states(self) -> Mapping[str, str]:
-        """There is one node, and it is up."""
-        return {}
-
-    def is_newest_start(self) -> bool | None:
-        """Unknown: no scheduler counts the starts."""
-        return None
-
-    def why_ending(self) -> tuple[Cause, str] | None:
-        """Always None: a local process is ended from outside by signals only, which ask for a stop."""
-        return None
 
     def start_anew(self, argv: Sequence[str]) -> None:
         """Replace this process by the next start of the run; returns only by raising OSError."""
@@ -526,6 +498,23 @@ def detect(config: RunConfig, environment: Mapping[str, str]) -> Cluster:
     if job is not None and job.components and len(components_of(config)) > 1:
         job = replace(job, part=",".join(job.components))
     return LocalCluster(environment) if job is None else SlurmCluster(job)
+
+
+def this_process(run: RunFolder, cluster: Cluster, generation: int) -> Owner:
+    """The record of this process as the run's owner."""
+    me = processes.me()
+    return Owner(
+        job=cluster.attempt.job,
+        restart=cluster.attempt.restart,
+        cycle=cluster.attempt.cycle,
+        generation=generation,
+        cluster=cluster.name,
+        host=me.host,
+        pid=me.pid,
+        birth=me.birth,
+        folder=str(run.path),
+        inode=run.path.stat().st_ino,
+    )
 
 
 # --- One attempt that may begin: the run is ours ---

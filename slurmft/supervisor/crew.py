@@ -16,18 +16,7 @@ from typing import Any, Protocol, TypeVar
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmError, SlurmftError, StorageError, StorageUnavailable
 from slurmft.ipc.messages import Hello, LimitReport, Ping, RehearsalReport, Rehearse, Shutdown, SyncFolders, SyncReport
-from slurmft.policy.membership import (
-    Agent,
-    Members,
-    Node,
-    Size,
-    Standing,
-    TooFew,
-    Wait,
-    growth,
-    lost_after_s,
-    next_members,
-)
+from slurmft.policy import decide
 from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
 from slurmft.storage.journal import EventName
@@ -302,7 +291,7 @@ class KeptFolders:
         return self._start.thread.call(work, timeout_s=IDENTITY_S)
 
 
-# --- Which of a job's nodes are usable, over all attempts of its start; decided by ``policy.membership`` ---
+# --- Which of a job's nodes are usable, over all attempts of its start; decided by ``policy.decide`` ---
 
 REVIVAL_S = 20.0
 """How long the next attempt waits for an agent that is being started again, where it would be smaller without it."""
@@ -311,7 +300,7 @@ REVIVAL_S = 20.0
 class Roster:
     """Reads the pool; holds no connection of its own."""
 
-    def __init__(self, pool: AgentPool, size: Size) -> None:
+    def __init__(self, pool: AgentPool, size: decide.Size) -> None:
         self._pool, self.size = pool, size
         self.returning: set[int] = set()
         """Nodes whose agent is being started again."""
@@ -319,13 +308,13 @@ class Roster:
         self._names: dict[int, str] = {}
         self._last: tuple[str, ...] = ()
 
-    def next(self, allowed: Collection[str], *, waited_s: float) -> Members | Wait | TooFew:
+    def next(self, allowed: Collection[str], *, waited_s: float) -> decide.Members | decide.Wait | decide.TooFew:
         """The members of the next attempt; ``allowed`` are the hosts of the job that may take part, empty for all."""
-        return next_members(
+        return decide.next_members(
             self._nodes(allowed), self._last, self.size, waited_s=waited_s, patience_s=REVIVAL_S
         )  # fmt: skip
 
-    def take(self, members: Members) -> list[AgentLink]:
+    def take(self, members: decide.Members) -> list[AgentLink]:
         """Remember that they take part; returns their agents in the order of their ranks."""
         by_name = {self._name(link): link for link in self._pool.links.values()}
         self._last = members.nodes
@@ -334,32 +323,32 @@ class Roster:
     def can_go_on(self, without: Collection[str] = ()) -> bool:
         """Whether another attempt is possible with the nodes that are left, ``without`` these hosts."""
         allowed = {link.host for link in self._pool.links.values()}.difference(without)
-        return bool(allowed) and not isinstance(self.next(allowed, waited_s=0.0), TooFew)
+        return bool(allowed) and not isinstance(self.next(allowed, waited_s=0.0), decide.TooFew)
 
     def patience_s(self, link: AgentLink, timeout_s: float) -> float:
         """Seconds that this agent may be silent."""
         is_needed = link in self._pool.members and not self.can_go_on({link.host})
-        return lost_after_s(timeout_s, replaceable=not is_needed)
+        return decide.lost_after_s(timeout_s, replaceable=not is_needed)
 
     def newcomers(self, allowed: Collection[str]) -> tuple[str, ...]:
         """Nodes that the next attempt would take in; empty when the run is as large as it should be."""
         ready = {self._name(link) for link in self._pool.links.values() if link.ready or link in self._pool.members}
-        return growth([node for node in self._nodes(allowed) if node.name in ready], self._last, self.size)
+        return decide.growth([node for node in self._nodes(allowed) if node.name in ready], self._last, self.size)
 
-    def _nodes(self, allowed: Collection[str]) -> list[Node]:
+    def _nodes(self, allowed: Collection[str]) -> list[decide.Node]:
         return [self._node(link, allowed) for _, link in sorted(self._pool.links.items())]
 
-    def _node(self, link: AgentLink, allowed: Collection[str]) -> Node:
-        agent = Agent.LOST
+    def _node(self, link: AgentLink, allowed: Collection[str]) -> decide.Node:
+        agent = decide.Agent.LOST
         if link.channel is not None:
-            agent = Agent.LIVING
+            agent = decide.Agent.LIVING
         elif link.node in self.returning or not link.dropped:  # it has disconnected, and may be back at once
-            agent = Agent.RETURNING
+            agent = decide.Agent.RETURNING
         is_barred = bool(allowed) and link.host not in allowed and not link.lender
-        return Node(
+        return decide.Node(
             name=self._name(link),
             agent=agent,
-            standing=Standing.BARRED if is_barred else Standing.CLEAN,
+            standing=decide.Standing.BARRED if is_barred else decide.Standing.CLEAN,
             warm=link.ready or not self._last,  # at first all are cold, and the allocation's order counts
             joined=bool(link.lender),
             leaving=link.leaving,
@@ -524,7 +513,7 @@ class Crew:
         self.secret = start.secret
         size = start.cluster.size(config)
         silence_s = max(config.fault_tolerance.agent_timeout_s, longest_silence_s(size))
-        self.pool = AgentPool(start.secret, size, patience_s=2 * lost_after_s(silence_s, replaceable=False))
+        self.pool = AgentPool(start.secret, size, patience_s=2 * decide.lost_after_s(silence_s, replaceable=False))
         self.roster = Roster(self.pool, config.size)
         self.folder = AttemptFolder(start, of=outlived.attempt if outlived else None)
         self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)
@@ -593,7 +582,7 @@ class Crew:
         self._mustered = True
         self._background.start(self._watch())
         allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
-        if self._outlived is not None:
+        if self._outlived is not None and self._outlived.listener is not None:
             await self.pool.listen(None, self._outlived.listener)
             self.processes = [*self._outlived.processes]
             lease_s = self._config.fault_tolerance.supervisor_lease_s
@@ -603,6 +592,11 @@ class Crew:
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = [*await cluster.start_agents(self._config, self.folder.path)]
+
+    @property
+    def outlived_roles(self) -> tuple[Orphan, ...]:
+        """Supervisors of roles that go on without the job's, which has ended before this one."""
+        return () if self._outlived is None else self._outlived.processes
 
     @property
     def has_outlived(self) -> bool:
@@ -642,11 +636,11 @@ class Crew:
         since_s = time.monotonic()
         # agents that died together with the one that ended the last attempt are detected before they are counted on
         await self.pool.tell_all(Ping(), timeout_s=self._config.fault_tolerance.agent_timeout_s)
-        while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
+        while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), decide.Wait):
             if over.is_set():
                 return self.pool.members
             await asyncio.sleep(CREW_LOOK_S)
-        if isinstance(found, TooFew):
+        if isinstance(found, decide.TooFew):
             raise LaunchError(found.reason)
         self.pool.members = self.roster.take(found)
         for link in self.pool.links.values():

@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmft.config.run import RunConfig, partitions_of
 from slurmft.errors import SlurmError, UsageError
-from slurmft.policy import interval, stop
+from slurmft.policy import checkpoints, stop
 from slurmft.policy.stop import Finding, GraceNeed, GraceOffer, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.parsing import asked_for
@@ -78,7 +78,7 @@ def _interval_of(config: RunConfig) -> dict[str, Any]:
     section = config.checkpoint
     if section.interval == "steps":
         return {"interval_steps": section.interval_steps}
-    return {"interval_s": section.interval_seconds or interval.LONGEST_S}
+    return {"interval_s": section.interval_seconds or checkpoints.LONGEST_S}
 
 
 def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[GraceOffer]:

@@ -3,7 +3,8 @@
 Slurm ends a job when its batch step's process ends, and requeues nothing by itself then. The guardian is that process.
 It does nothing but wait: when a signal has ended the supervisor (an out-of-memory kill, ``kill -9``, a crash of the
 interpreter) it ends the supervisor's left-over processes and becomes a new supervisor that decides what follows. What
-it is told to spare lives on, for that new supervisor to take over.
+it is told to spare lives on, for that new supervisor to take over. Whether one on another node lives is asked of Slurm,
+and of what it writes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from slurmft.errors import SlurmError
+from slurmft.policy.job_identity import OwnJob
+from slurmft.scheduler import own_jobs
+from slurmft.storage import run_folder
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.system import processes
 from slurmft.system.processes import children_of
 
 # --- Signals to the supervisor itself: handled while it listens, kept pending otherwise; none ends the process ---
@@ -182,24 +190,126 @@ def _recover(after_loss: Sequence[str], spares: Callable[[int], bool], lost: int
     sys.stderr.write(f"slurmft: {name} has ended the supervisor; acting in its place\n")
     sys.stderr.flush()
     # after the last loss that is put up with, only a start of its own has losses of its own
-    _end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False)
+    end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False, parents=(os.getpid(),))
     all_lost = f"{os.environ.get(_LOST_VARIABLE, '')} {lost}"
     os.environ |= {_LOSSES_VARIABLE: str(losses), _LOST_VARIABLE: all_lost}
     os.environ.pop(_GUARD_VARIABLE, None)
     os.execv(after_loss[0], [*after_loss, str(number)])  # noqa: S606 - an argument list, no shell
 
 
-def _end_left_behind(spares: Callable[[int], bool]) -> None:
-    """End what the supervisor had started. Orphans become ours (subreaper), so that none escapes."""
-    deadline = time.monotonic() + CLEAN_UP_S
-    while time.monotonic() < deadline + CLEAN_UP_S:
-        children = [(pid, name) for pid, name in children_of(os.getpid()) if not spares(pid)]
-        if not children:
-            return
+def guardians() -> tuple[int, ...]:
+    """The process id of this process's guardian, which adopts orphans as well; empty where it has none."""
+    return (os.getppid(),) if os.environ.get(_GUARD_VARIABLE) == str(os.getppid()) else ()
+
+
+def end_left_behind(spares: Callable[[int], bool], *, parents: Sequence[int], gentle_s: float = CLEAN_UP_S) -> int:
+    """End what an ended process had started. Orphans become ours (subreaper), so that none escapes. Blocking.
+
+    Args:
+        spares: by its process id, whether a child is left alone.
+        parents: process ids of those whose children are ended.
+        gentle_s: a srun has so long to end its step, then it is killed.
+
+    Returns:
+        How many srun have ended by themselves, and their steps with them; 0 where one was killed.
+    """
+    deadline = time.monotonic() + gentle_s
+    ended: set[int] = set()
+    gently: dict[int, bool] = {}
+    while children := [(pid, name) for parent in parents for pid, name in children_of(parent) if not spares(pid)]:
+        if time.monotonic() > deadline + CLEAN_UP_S:
+            return 0
         for pid, name in children:
             # srun ends its step at once when it gets TERM; killed, it would leave the step to find out by itself
             gentle = name == "srun" and time.monotonic() < deadline
+            if name == "srun":
+                gently[pid] = gentle
+            ended.add(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM if gentle else signal.SIGKILL)
         time.sleep(0.02)
-        _reap()
+    for pid in ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return len(gently) if all(gently.values()) else 0
+
+
+# --- Whether a run's owner is still there ---
+
+BEATS_S = 10.0
+"""How long a process that takes a run over watches for a sign of its owner's life, where Slurm does not answer."""
+
+LOOK_S = 0.5
+
+
+def owner_lives(run: RunFolder, owner: Owner) -> bool:
+    """Whether the owner's job has nodes, or its local process runs.
+
+    Where Slurm does not answer, or does not know the job, the owner lives as long as it writes: Slurm may have lost its
+    state. May take ``BEATS_S`` seconds.
+
+    Raises:
+        StorageError: the run folder cannot be read or written.
+    """
+    if owner.cluster == "local":
+        return local_owner_lives(owner)
+    try:
+        record = own_jobs.find_one(job_of(run, owner), patience_s=30.0)
+    except SlurmError as error:
+        log.warning("cannot tell whether job %s still runs: %s", owner.job, error.what)
+        record = None
+    if record is not None:
+        return record.alive and record.state != "COMPLETING"
+    return owner_writes(run, owner)
+
+
+def local_owner_lives(owner: Owner) -> bool:
+    """Whether the owner is a process of this machine that runs."""
+    return owner.cluster == "local" and owner.host == processes.me().host and processes.lives(owner.pid, owner.birth)
+
+
+def started_here(run: RunFolder) -> int | None:
+    """The process that was started for the run on this machine, while it lives; None where there is none.
+
+    It owns the run only a moment later, and again a moment after its supervisor was killed: its guardian goes on.
+
+    Raises:
+        StorageError: the journal cannot be read.
+    """
+    started = run.journal().newest(EventName.STARTED_HERE)
+    if started is None or started.details.get("host") != processes.me().host:
+        return None
+    pid, birth = started.details.get("process"), started.details.get("birth")
+    return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
+
+
+def process_here(run: RunFolder, owner: Owner | None) -> int | None:
+    """The process of this machine that runs it, or is about to; None for a run of Slurm's, and where there is none.
+
+    Raises:
+        StorageError: as ``started_here``.
+    """
+    if owner is not None and owner.cluster != "local":
+        return None
+    return owner.pid if owner is not None and local_owner_lives(owner) else started_here(run)
+
+
+def job_of(run: RunFolder, owner: Owner | Attempt) -> OwnJob:
+    """The owner's job, with what the run knows of it."""
+    return next((job for job in run.own_jobs() if job.job_id == owner.job), OwnJob(owner.job))
+
+
+def owner_writes(run: RunFolder, owner: Owner) -> bool:
+    """Whether the owner gives signs of life; may take ``BEATS_S`` seconds.
+
+    Raises:
+        StorageError: the run folder cannot be read or written.
+    """
+    if not run_folder.is_fresh(run, owner):
+        return False
+    before, until = run_folder.newest(run, owner), time.monotonic() + BEATS_S
+    while time.monotonic() < until:
+        if run_folder.newest(run, owner) != before:
+            return True
+        time.sleep(LOOK_S)
+    return False

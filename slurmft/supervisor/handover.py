@@ -1,13 +1,16 @@
-"""The owner's side of a handover: submits a successor in time, watches it, and calls it off when the run stops."""
+"""Jobs beside the run's own: the successor that an endpoint is handed over to, both sides of it, and jobs that lend
+nodes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,31 @@ from slurmft.inference.endpoint import Handover, call_off, folder_of, read_hando
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import ReplicaPlace
 from slurmft.policy.job_identity import JobIdentity, OwnJob
-from slurmft.policy.serving import PAUSE_S, Situation, Step, Successor, due_s, lead_s, next_step
+from slurmft.policy.serving import (
+    LOAN_PAUSE_S,
+    PAUSE_S,
+    Loan,
+    Situation,
+    Step,
+    Successor,
+    due_s,
+    lead_s,
+    lending,
+    next_step,
+)
 from slurmft.policy.verdict import End
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import compress, expand
+from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.storage.patience import write_state
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.act import Superfluous, restart_of, successor_options
-from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
-from slurmft.supervisor.owner import job_of, owner_lives, this_process
+from slurmft.supervisor.agents import AgentLink
+from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start, this_process
+from slurmft.supervisor.guardian import job_of, owner_lives
 from slurmft.supervisor.placement import next_placement
 from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.files import read_json
@@ -508,3 +525,161 @@ def cancel(run: RunFolder, job_id: str) -> None:
     job = next((each for each in run.own_jobs() if each.job_id == job_id), None)
     if job is not None:
         own_jobs.cancel(job)
+
+
+# --- Jobs that lend nodes, for those that are lost and for those that the load needs ---
+
+BORROW_S, LEAST_LOAN_S, LEAST_PATIENT_LOAN_S = 10.0, 300.0, 60.0
+"""How often it is looked after loans, and of the job's time what makes one worth it."""
+
+REFUSED_S = 60.0
+"""After a job that Slurm has refused, none is submitted."""
+
+FLUSH_S = 10.0
+BEGIN_S = 5.0
+
+
+class Lenders:
+    """Jobs that lend a node each to this endpoint, or the nodes of a trial to a sweep. They are found by their name, so
+    that none is ever forgotten: not those of a supervisor before this one, of the job before, or whose submission got
+    no answer.
+
+    Args:
+        is_patient: a job may wait for its node as long as it has to.
+        spread: no two on one node.
+        nodes: of each job.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, slurm: SlurmNotices, *, is_patient: bool = False, spread: bool = True,
+        nodes: int = 1,
+    ) -> None:  # fmt: skip
+        self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
+        self._is_patient, self._spread, self._nodes = is_patient, spread, nodes
+        self.jobs: dict[str, JobRecord | None] = {}
+        """Those that wait, or have a node; None for one that was submitted just now."""
+
+        self._since_s: dict[str, float] = {}
+        self._look_s, self._again_s, self._problem = 0.0, 0.0, ""
+        self._is_known = False
+        """Slurm has said once which there are."""
+
+    @property
+    def state(self) -> str:
+        """What is waited for, in words behind others; empty for nothing."""
+        waits = [(job, each.reason) for job, each in self.jobs.items() if each is not None and each.waiting]
+        told = [f"job {job}, which will lend a node, waits: {reason}" for job, reason in waits[:2]]
+        told += [f"{len(waits) - 2} more wait"] * (len(waits) > 2) + [self._problem] * bool(self._problem)
+        return "".join(f"; {each}" for each in told)
+
+    def own(self, links: Iterable[AgentLink]) -> int:
+        """How many of the agents that take part are on nodes of the run's own job."""
+        return sum(link.lender not in self.jobs and not link.leaving for link in links)
+
+    async def balance_agents(
+        self, links: Collection[AgentLink], nodes: Collection[str], is_used: Callable[[int], bool], *, needed: int,
+        wanted: int, own: int, hoped: int,
+    ) -> list[AgentLink]:  # fmt: skip
+        """As ``balance``, for the agents that take part; returns those that are to be let go.
+
+        Args:
+            nodes: of the run's own job, and those that are lost.
+            is_used: whether anything is, or ends, on the node of this number.
+        """
+        found: dict[str, list[AgentLink]] = {}
+        for link in links:
+            if link.lender in self.jobs and not link.leaving:
+                found.setdefault(link.lender, []).append(link)
+        lent = {job: mine for job, mine in found.items() if len(mine) >= self._nodes}
+        given_back = await self.balance(
+            {job: any(is_used(link.node) for link in mine) for job, mine in lent.items()},
+            {*nodes, *(link.host for link in links if self._spread)},
+            needed=needed, wanted=wanted, own=own, hoped=hoped,
+        )  # fmt: skip
+        return [link for job in given_back for link in lent.get(job, ())]
+
+    async def balance(
+        self, serving: Mapping[str, bool], beside: Collection[str], *, needed: int, wanted: int, own: int, hoped: int
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Submit and cancel jobs; returns those that give their nodes back.
+
+        Args:
+            serving: jobs whose agents are there, and whether anything is, or ends, on their nodes.
+            beside: nodes that are no use.
+            needed, wanted, own, hoped: as for ``lending``.
+        """
+        now_s = time.monotonic()
+        try:
+            if now_s >= self._look_s and (self.jobs or needed > hoped or not self._is_known):
+                self._look_s, was_known = now_s + BORROW_S, self._is_known
+                self.jobs = {each.job_id: each for each in await asyncio.to_thread(own_jobs.lenders, self._run)}
+                self._is_known = True
+                await self._begin_requeued()
+                if self.jobs and not was_known:  # left by another supervisor: their nodes were taken for our own
+                    return ()
+            fresh = {*serving} | {job for job, each in self.jobs.items() if self._is_patient and each and each.waiting}
+            self._since_s = {job: now_s if job in fresh else self._since_s.get(job, now_s) for job in self.jobs}
+            loans = [Loan(job=job, since_s=since_s, has_node=job in serving, serves=serving.get(job, False))
+                     for job, since_s in self._since_s.items()]  # fmt: skip
+            then = lending(loans, needed=needed, wanted=wanted, own=own, hoped=hoped, now_s=now_s,
+                           again_s=self._again_s)  # fmt: skip
+            if now_s >= self._again_s:
+                self._problem = ""
+            for job in then.give_back:
+                await self._cancel(job, "no more nodes are needed")
+            for job in then.give_up:
+                self._problem, self._again_s = f"job {job} has lent no node for too long", now_s + LOAN_PAUSE_S
+                await self._cancel(job, self._problem)
+            if then.borrow and self._is_known and self._config.preemption.continue_by not in ("nothing", "job"):
+                await self._borrow(then.borrow, beside)
+        except SlurmError as error:  # what was submitted without an answer is found before the next one
+            self._problem = f"no other node: {error.what}"
+            self._look_s = now_s + BORROW_S
+            # such as a limit on jobs, which is not to be tried all the time
+            self._again_s = now_s + (BORROW_S if isinstance(error, SlurmUnavailable) else REFUSED_S)
+            return ()
+        return then.give_back
+
+    async def _begin_requeued(self) -> None:
+        """Slurm lets a job that was preempted, or has lost its node, wait for two minutes; one of these need not."""
+        for job, record in self.jobs.items():
+            if record is not None and record.waiting and record.reason == "BeginTime":
+                with contextlib.suppress(SlurmError):  # it begins later then
+                    await asyncio.to_thread(own_jobs.begin_in, OwnJob(job, record.identity), 0, patience_s=BEGIN_S)
+
+    async def _borrow(self, count: int, beside: Collection[str]) -> None:
+        end = (await self._slurm.times()).end
+        left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
+        if left_s < (LEAST_PATIENT_LOAN_S if self._is_patient else LEAST_LOAN_S):
+            return
+        name, options = own_jobs.lenders_name(self._run), {} if end is None else {"time": int(left_s / 60)}
+        avoid = await asyncio.to_thread(avoided_nodes.for_submission, self._config, options, os.environ)
+        argv = own_jobs.lending_command(
+            self._config, self._run, nodes=self._nodes, options={**options, "job-name": name},
+            avoid=frozenset({*beside, *avoid.nodes}),
+        )  # fmt: skip
+        self._journal.append(EventName.BORROWING, nodes=count * self._nodes, name=name)
+        if not await asyncio.to_thread(self._journal.flush, FLUSH_S):
+            return  # what is not noted is not submitted
+        for _ in range(count):
+            job = await asyncio.to_thread(own_jobs.submit_lender, argv)
+            self.jobs[job], self._since_s[job], self._problem = None, time.monotonic(), ""
+            self._journal.append(EventName.JOINING, job=job, nodes=self._nodes, who="the supervisor")
+
+    async def _cancel(self, job: str, reason: str) -> None:
+        record = self.jobs[job]
+        await asyncio.to_thread(own_jobs.cancel, OwnJob(job) if record is None else OwnJob(job, record.identity))
+        del self.jobs[job]
+        self._since_s.pop(job, None)
+        self._journal.append(EventName.LENDER_CANCELLED, job=job, reason=reason)
+
+
+def end_lenders(start: Start) -> None:
+    """Cancel the jobs that lend nodes to this run, at its end in this job, unless another job owns it; blocking."""
+    try:
+        owner = start.run.owner()
+        if not start.candidate and (owner is None or owner.generation == start.generation):
+            for job in own_jobs.end_lenders(start.run):
+                start.journal.append(EventName.LENDER_CANCELLED, job=job, reason="the endpoint ends here")
+    except (SlurmError, StorageError, OSError) as error:
+        log.warning("jobs that lend nodes to this run may be left: %s", error)

@@ -16,29 +16,10 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmftError
 from slurmft.ipc.channel import BadMessage
-from slurmft.ipc.messages import (
-    AskSections,
-    DurationsReport,
-    EvidenceReply,
-    HangReport,
-    RankEvidence,
-    TakeEvidence,
-)
+from slurmft.ipc.messages import AskSections, DurationsReport, EvidenceReply, HangReport, RankEvidence, TakeEvidence
 from slurmft.ipc.ras_report import Outlier
-from slurmft.policy import hangs
+from slurmft.policy import hangs, judge
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
-from slurmft.policy.judge import (
-    Blame,
-    Progress,
-    Summary,
-    Where,
-    WorkerEnd,
-    absent_ranks,
-    blame,
-    ranks_told,
-    stuck_collectives,
-    stuck_told,
-)
 from slurmft.storage import history as storage_history
 from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import Event, EventName, Journal
@@ -71,15 +52,9 @@ log = logging.getLogger(__name__)
 
 
 async def look_at_all(
-    pool: AgentPool,
-    attempt_folder: Path,
-    *,
-    per_node: int = 0,
-    ends: Sequence[WorkerEnd] = (),
-    overdue: Mapping[int, str] | None = None,
-    within_s: float = EVIDENCE_S,
-    dumps_within_s: float = 0.0,
-) -> LastLook:
+    pool: AgentPool, attempt_folder: Path, *, per_node: int = 0, ends: Sequence[judge.WorkerEnd] = (),
+    overdue: Mapping[int, str] | None = None, dumps_within_s: float = 0.0,
+) -> LastLook:  # fmt: skip
     """Have every agent that can be reached look at its workers. They may be killed then; ``conclude`` names culprits.
 
     Args:
@@ -90,8 +65,8 @@ async def look_at_all(
     """
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
-    call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
-    longest_s = within_s + dumps_within_s + round_trip_s(len(links))
+    call = TakeEvidence(within_s=EVIDENCE_S, dumps_within_s=dumps_within_s)
+    longest_s = EVIDENCE_S + dumps_within_s + ROUND_TRIP_S + len(links) * REPLY_S
     replies = await ask_unread(links, call, timeout_s=longest_s)
     return LastLook(call=call, links=links, replies=replies, per_node=per_node, ends=ends, overdue=overdue,
                     folder=attempt_folder, seconds=time.monotonic() - began)  # fmt: skip
@@ -106,18 +81,18 @@ class LastLook:
     links: Sequence[AgentLink]
     replies: Sequence[bytes | AgentLost]
     per_node: int
-    ends: Sequence[WorkerEnd]
+    ends: Sequence[judge.WorkerEnd]
     overdue: Mapping[int, str] | None
     folder: Path
     seconds: float
-    found: Blame | None = None
+    found: judge.Blame | None = None
     """Once it has been concluded."""
 
-    def conclude(self, journal: Journal) -> Blame:
+    def conclude(self, journal: Journal) -> judge.Blame:
         """Read the replies and journal the culprits, once."""
         if self.found is not None:
             return self.found
-        found: dict[int, tuple[Summary, RankEvidence]] = {}
+        found: dict[int, tuple[judge.Summary, RankEvidence]] = {}
         lost: dict[int, str] = {}
         outliers: Sequence[Outlier] = ()
         pids: dict[int, tuple[int, str, str]] = {}
@@ -131,12 +106,12 @@ class LastLook:
         summaries = with_ends([summary for summary, _ in found.values()], self.ends)
         # a rank that has ended by itself is described by its end, even if its node is gone now
         lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in self.ends}}
-        stuck = stuck_collectives(_records(found))
-        absent = absent_ranks(stuck) or late_ranks(outliers, pids)
-        self.found = blame(summaries, lost=lost, overdue=self.overdue, absent=absent)
+        stuck = judge.stuck_collectives(_records(found))
+        absent = judge.absent_ranks(stuck) or late_ranks(outliers, pids)
+        self.found = judge.blame(summaries, lost=lost, overdue=self.overdue, absent=absent)
         facts = {rank: raw for rank, (_, raw) in found.items()}
         journal.append(EventName.LAST_LOOK, seconds=round(self.seconds, 3), folder=str(self.folder),
-                       **as_event(self.found, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
+                       **as_event(self.found, summaries, facts), collectives=judge.stuck_told(stuck))  # fmt: skip
         return self.found
 
     def _read(self, link: AgentLink, reply: bytes | AgentLost) -> EvidenceReply | None:
@@ -172,19 +147,14 @@ def late_ranks(outliers: Sequence[Outlier], pids: Mapping[int, tuple[int, str, s
     return found if 2 * len(found) < len(pids) else {}
 
 
-def round_trip_s(agents: int) -> float:
-    """How long the replies may take beyond the look: those of thousands of agents come one after the other."""
-    return ROUND_TRIP_S + agents * REPLY_S
-
-
-def _records(found: Mapping[int, tuple[Summary, RankEvidence]]) -> dict[int, list[Progress]]:
+def _records(found: Mapping[int, tuple[judge.Summary, RankEvidence]]) -> dict[int, list[judge.Progress]]:
     """The flight recorders' records of these ranks; without those that have none, or that we killed."""
     told = {rank: facts.collectives for rank, (summary, facts) in found.items() if not summary.killed}
     return {rank: list(groups) for rank, groups in told.items() if groups}
 
 
-def _summary(facts: RankEvidence, node: str) -> Summary:
-    return Summary(
+def _summary(facts: RankEvidence, node: str) -> judge.Summary:
+    return judge.Summary(
         rank=facts.rank,
         node=node,
         where=facts.kind,
@@ -200,25 +170,27 @@ def _summary(facts: RankEvidence, node: str) -> Summary:
     )
 
 
-def ended_by_watchdog(ends: Iterable[WorkerEnd]) -> bool:
+def ended_by_watchdog(ends: Iterable[judge.WorkerEnd]) -> bool:
     """Whether torch's watchdog may have ended one of them: the others are about to write their records."""
     return any(end.code == -signal.SIGABRT and not end.killed for end in ends)
 
 
-def with_ends(summaries: Sequence[Summary], ends: Sequence[WorkerEnd]) -> list[Summary]:
+def with_ends(summaries: Sequence[judge.Summary], ends: Sequence[judge.WorkerEnd]) -> list[judge.Summary]:
     """The summaries, dead ranks first and in the order in which they ended, with their last words."""
     by_rank = {summary.rank: summary for summary in summaries}
     dead = [
         replace(
-            by_rank.pop(end.rank, Summary(rank=end.rank, node=end.node, where=Where.DEAD, step=end.step)),
-            where=Where.DEAD, exit_code=end.code, killed=end.killed, error=end.error,
+            by_rank.pop(end.rank, judge.Summary(rank=end.rank, node=end.node, where=judge.Where.DEAD, step=end.step)),
+            where=judge.Where.DEAD, exit_code=end.code, killed=end.killed, error=end.error,
         )
         for end in ends
     ]  # fmt: skip
     return [*dead, *by_rank.values()]
 
 
-def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, RankEvidence]) -> dict[str, Any]:
+def as_event(
+    found: judge.Blame, summaries: Sequence[judge.Summary], facts: Mapping[int, RankEvidence]
+) -> dict[str, Any]:
     """The journal's entry: culprits with their stacks, victims by what they do, and a line for each rank.
 
     Bounded, however many ranks there are: of those that are alike in what they do, some are named.
@@ -244,24 +216,24 @@ def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, Ran
     }
 
 
-def _victims(ranks: Sequence[Summary]) -> list[str]:
+def _victims(ranks: Sequence[judge.Summary]) -> list[str]:
     """One line for all that do the same."""
-    doing: dict[str, list[Summary]] = {}
+    doing: dict[str, list[judge.Summary]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         step = f" at step {rank.step}" if rank.attached else ""
-        what = rank.doing if rank.where is not Where.DEAD else _end_of(rank)
+        what = rank.doing if rank.where is not judge.Where.DEAD else _end_of(rank)
         doing.setdefault(f"{what}{step}", []).append(rank)
-    lines = [f"{ranks_told([rank.rank for rank in group], MAX_LINES)}: {what}" for what, group in doing.items()]
+    lines = [f"{judge.ranks_told([rank.rank for rank in group], MAX_LINES)}: {what}" for what, group in doing.items()]
     return lines[:MAX_LINES]
 
 
-def _end_of(rank: Summary) -> str:
+def _end_of(rank: judge.Summary) -> str:
     return "has just ended" if rank.exit_code is None else f"ended with code {rank.exit_code}"
 
 
-def _line(rank: Summary, facts: RankEvidence | None) -> str:
+def _line(rank: judge.Summary, facts: RankEvidence | None) -> str:
     parts = [f"rank {rank.rank} on {rank.node}: {rank.where.value}"]
-    if rank.where is Where.DEAD:
+    if rank.where is judge.Where.DEAD:
         parts.append(_end_of(rank))
     elif rank.doing != rank.where.value:
         parts.append(rank.doing)
@@ -272,6 +244,49 @@ def _line(rank: Summary, facts: RankEvidence | None) -> str:
     if facts is not None and facts.wchan:
         parts.append(f"kernel: {facts.wchan}")
     return ", ".join(parts)
+
+
+# --- The journal's newest look at the ranks, for people: culprits, victims, and where the files lie ---
+
+MAX_SHOWN = 8
+"""Culprits that are shown in full."""
+
+
+def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """Names and texts, the attempt first; empty where there was no look at the ranks.
+
+    The journal may be damaged or of a newer slurmft: what does not fit is left out.
+    """
+    newest = next((event for event in reversed(events) if event.event == EventName.LAST_LOOK), None)
+    if newest is None:
+        return []
+    facts = newest.details
+    culprits = [each for each in _listed(facts.get("culprits")) if isinstance(each, Mapping)]
+    rows = [row for each in culprits[:MAX_SHOWN] for row in _culprit(each)]
+    if len(culprits) > MAX_SHOWN:
+        rows.append(("culprit", f"and {len(culprits) - MAX_SHOWN} more"))
+    if not culprits:
+        rows.append(("culprit", f"not found: {facts.get('undecided') or 'no reason given'}"))
+    rows += [("victims", str(each)) for each in _listed(facts.get("victims"))]
+    rows += [("collective", str(each)) for each in _listed(facts.get("collectives"))]
+    rows.append(("files", str(facts.get("folder") or "")))
+    return [("attempt", newest.attempt), *((name, text) for name, text in rows if text.strip())]
+
+
+def _culprit(each: Mapping[str, Any]) -> list[tuple[str, str]]:
+    reason = str(each.get("reason", ""))
+    where = f"rank {each.get('rank', '?')} on {each.get('node') or '?'}"
+    step = f" (step {each['step']})" if type(each.get("step")) is int and " at step " not in reason else ""
+    sections = " > ".join(map(str, _listed(each.get("sections"))))
+    return [
+        ("culprit", f"{where}{step}: {reason}"),
+        ("section", sections),
+        *(("stack", str(call)) for call in _listed(each.get("stack"))),
+    ]
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 # --- hangs ---
@@ -384,7 +399,7 @@ class Hangs:
         """In words, each limit that was exceeded, by rank; empty as long as no rank hangs."""
         return self.found.overdue if self.found is not None else {}
 
-    def narrow(self, blame: Blame) -> None:
+    def narrow(self, blame: judge.Blame) -> None:
         """Where the pages did not show the culprit, the stacks may."""
         if self.found is not None and len(blame.culprits) == 1:
             one = blame.culprits[0]

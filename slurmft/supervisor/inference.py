@@ -1,19 +1,28 @@
-"""One attempt of an inference run, and its stops."""
+"""One attempt of an inference run, and its stops: of a batch, and of a sweep."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace as with_values
+
 from slurmft.config.run import RunConfig
-from slurmft.errors import LaunchError, SlurmftError, StorageError, StorageUnavailable
+from slurmft.errors import LaunchError, RunBusy, SlurmftError, StorageError, StorageUnavailable
 from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator, Roster
 from slurmft.inference.endpoint import prepare_key
 from slurmft.inference.ledger import (
+    AnswersSoFar,
     Ledger,
     Output,
     OutputParts,
@@ -24,38 +33,25 @@ from slurmft.inference.ledger import (
     write_output,
 )
 from slurmft.inference.requests import Batch, folder_of, load, prepare
+from slurmft.inference.trials import Added, Known, add, add_values, rows
+from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
-from slurmft.ipc.messages import (
-    BeginReplicas,
-    Call,
-    Disconnected,
-    Drain,
-    Drained,
-    InferenceReport,
-    JoinGang,
-    Kill,
-    NoticeReport,
-    Ping,
-    ReplicaDied,
-    ReplicaPhase,
-    ReplicaPlace,
-    ReplicaSmaller,
-    Shutdown,
-    SignalReport,
-)
 from slurmft.policy.decide import BegunAgain
-from slurmft.policy.inference import DEATHS, WINDOW_S, NodeDeaths, gangs_of
+from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, NodeDeaths, gangs_of
 from slurmft.policy.stop import REQUEUE_COST_S
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
+from slurmft.scheduler.nodes import expand
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed
-from slurmft.supervisor.cluster import Cluster, Start
+from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import log_signal
+from slurmft.supervisor.handover import Lenders, end_lenders
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.stops import SlurmNotices
-from slurmft.system.background import Background
+from slurmft.system.background import Background, end_child
+from slurmft.system.processes import die_with_parent
 
 # --- Stops of an inference attempt: nothing new is leased, what is in flight is finished in time or given back ---
 
@@ -156,11 +152,11 @@ class InferenceStops:
         """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
         if self._drain_until_s is not None and link.channel is not None:
             within_s = max(0.5, self._drain_until_s - time.monotonic())
-            link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+            link.channel.send(messages.Drain(within_s=within_s).as_call(UNANSWERED))
 
     def _tell_to_drain(self, within_s: float) -> None:
         self._drain_until_s = time.monotonic() + within_s
-        drain = Drain(within_s=within_s).as_call(UNANSWERED)
+        drain = messages.Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
             if link is not None and link.channel is not None:
                 link.channel.send(drain)
@@ -189,7 +185,7 @@ class Gangs:
         """Nodes of them whose agents have not reported yet."""
 
         self._epochs: dict[int, int] = {}
-        self._places: dict[int, ReplicaPlace] = {}
+        self._places: dict[int, messages.ReplicaPlace] = {}
         """Where heads wait for members, or have."""
 
         self.heads: dict[int, AgentLink] = {}
@@ -208,11 +204,11 @@ class Gangs:
         self._epochs.pop(link.node, None)
         self._settle(lost=link.host)
 
-    def gathers(self, link: AgentLink, report: ReplicaPhase) -> None:
+    def gathers(self, link: AgentLink, report: messages.ReplicaPhase) -> None:
         """A head waits for its members."""
         if report.port is not None and report.hosts is not None:
             name = f"{link.host}#{report.life}.{report.port}"
-            self._places[link.node] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
+            self._places[link.node] = messages.ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
             for node in next((gang[1:] for gang in self._gangs if gang[0] == link.node), ()):
                 self._tell(node)
 
@@ -266,9 +262,9 @@ class Gangs:
         elif (place := self._places.get(gang[0])) is not None:  # else the head is still to say where
             self._send(node, gang.index(node), place)
 
-    def _send(self, node: int, rank: int | None, head: ReplicaPlace | None = None) -> None:
+    def _send(self, node: int, rank: int | None, head: messages.ReplicaPlace | None = None) -> None:
         if (link := self._joined.get(node)) is not None and link.channel is not None and node in self._epochs:
-            link.channel.send(JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
+            link.channel.send(messages.JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
 
 
 def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]]:
@@ -478,9 +474,9 @@ class InferenceAttempt:
                 self._problem, self._is_short = why, True
                 self._over.set()
 
-    def ping(self) -> Ping:
+    def ping(self) -> messages.Ping:
         """What agents are told regularly."""
-        return Ping()
+        return messages.Ping()
 
     def on_silence(self, link: AgentLink, silent_s: float, _timeout_s: float) -> None:
         """Lose an agent that is silent for longer than it may be."""
@@ -490,7 +486,7 @@ class InferenceAttempt:
     async def _take_in(self, link: AgentLink) -> None:
         assert self._coordinator is not None
 
-        def send(call: Call[Any]) -> None:
+        def send(call: messages.Call[Any]) -> None:
             current = self._pool.links.get(link.node)
             if current is not None and current.channel is not None:
                 current.channel.send(call.as_call(UNANSWERED))
@@ -498,8 +494,10 @@ class InferenceAttempt:
         self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
-            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation,
-                                  node=link.node, router_port=self._router_port(link))  # fmt: skip
+            begin = messages.BeginReplicas(
+                attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation, node=link.node,
+                router_port=self._router_port(link),
+            )  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
         except CallFailed as error:  # this node takes no part
             self._problem = str(error)
@@ -548,11 +546,11 @@ class InferenceAttempt:
         if self._coordinator is not None:
             self._coordinator.let_go(link.node)
         if link.channel is not None:
-            link.channel.send(Drain(within_s=LENT_S).as_call(UNANSWERED))
+            link.channel.send(messages.Drain(within_s=LENT_S).as_call(UNANSWERED))
 
     async def _part_with(self, link: AgentLink) -> None:
         with contextlib.suppress(AgentLost):
-            await link.call(Shutdown())
+            await link.call(messages.Shutdown())
         if self._coordinator is not None:  # what it has reported is not to be asked again
             await self._coordinator.commit_now(LENT_S)
         self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
@@ -601,19 +599,19 @@ class InferenceAttempt:
         while True:
             link, report = await self._pool.events.get()
             match report:
-                case SignalReport() if link.lender:
+                case messages.SignalReport() if link.lender:
                     self._let_go(link)
-                case SignalReport():
+                case messages.SignalReport():
                     self.stops.on_signal(report.name, link.host)
-                case NoticeReport(fault=True):  # a device that has failed is left by the replica on it
+                case messages.NoticeReport(fault=True):  # a device that has failed is left by the replica on it
                     self._sender.note(link.host, report)
-                case Disconnected():
+                case messages.Disconnected():
                     self._background.start(self._on_disconnect(link))
-                case Drained() if link.leaving:
+                case messages.Drained() if link.leaving:
                     self._background.start(self._part_with(link))
-                case Drained():
+                case messages.Drained():
                     self.stops.drained.add(link.node)
-                case InferenceReport():
+                case messages.InferenceReport():
                     # once all is answered, engines end because we end them
                     if self._coordinator.on_report(link.node, report) and not self._coordinator.requests.finished:
                         self._tell(link, report)
@@ -621,32 +619,32 @@ class InferenceAttempt:
                 self._problem = f"no replica is left: {self._last_death}"
                 self._over.set()
 
-    def _tell(self, link: AgentLink, report: InferenceReport) -> None:
+    def _tell(self, link: AgentLink, report: messages.InferenceReport) -> None:
         match report:
-            case ReplicaPhase(phase="ready") if report.why:
+            case messages.ReplicaPhase(phase="ready") if report.why:
                 self._journal.append(EventName.ANSWERS_HELD_UP, node=link.host, replica=report.replica,
                                      reason=report.why)  # fmt: skip
-            case ReplicaPhase(phase="ready"):
+            case messages.ReplicaPhase(phase="ready"):
                 self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
-            case ReplicaPhase(phase="starting") if self._gangs is not None:
+            case messages.ReplicaPhase(phase="starting") if self._gangs is not None:
                 self._gangs.gathers(link, report)
-            case ReplicaPhase(phase="down"):
+            case messages.ReplicaPhase(phase="down"):
                 if report.why:
                     self._last_death = f"{link.host}, replica {report.replica}: {report.why}"
                 self._journal.append(EventName.REPLICA_DOWN, node=link.host, replica=report.replica,
                                      start=report.life, reason=report.why)  # fmt: skip
-            case ReplicaDied():
+            case messages.ReplicaDied():
                 self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
                 self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
                 self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
                                      in_flight=report.had, answered=report.answered,
                                      failures=report.failures)  # fmt: skip
                 self._suspect(link, report)
-            case ReplicaSmaller():
+            case messages.ReplicaSmaller():
                 self._journal.append(EventName.REPLICA_SMALLER, node=link.host, replica=report.replica,
                                      concurrency=report.slots, reason=report.why)  # fmt: skip
 
-    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
+    def _suspect(self, link: AgentLink, report: messages.ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
         now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
         host = link.host if self._gangs is None else self._gangs.host_of(link, report.member)
@@ -709,7 +707,7 @@ class InferenceAttempt:
     async def _wind_down(self) -> None:
         self._over.set()
         if self._coordinator is not None:
-            await self._pool.tell_all(Kill())
+            await self._pool.tell_all(messages.Kill())
             await self._coordinator.commit_now(COMMIT_MARGIN_S)
             self._start.thread.submit(self._last_words)
         await self._background.cancel_all()
@@ -747,3 +745,234 @@ class InferenceAttempt:
         self._problem = self._problem or f"internal error: {error!r}"
         log.error("internal error", exc_info=error)
         self._over.set()
+
+
+# --- One attempt of a sweep: a batch that may grow while it is worked on, on the nodes of as many jobs as it needs ---
+
+GROWN_S = 1.0
+"""How often it is looked for trials that were added, and how many nodes they need."""
+
+COUNT_S = 5.0
+ASK_S = 0.25
+MAX_VAIN = 1000
+"""Answers of ``trials.next`` in a row that name trials, and none that is new."""
+
+KEEP_S = 30.0
+"""So long nodes are kept that have no trial while ``trials.next`` may name more: a search goes from batch to batch."""
+
+MAX_LINE_BYTES = 64 << 20
+END_S = 5.0
+
+
+class SweepAttempt(InferenceAttempt):
+    """Runs trials in this job, and in others while there are enough of them."""
+
+    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
+        super().__init__(config, start, sender, crew)
+        self._pilots: Lenders | None = None
+        if isinstance(self._cluster, SlurmCluster) and config.size.maximum > config.nodes:
+            # of trials that have a job each, two jobs may share a node
+            self._shares = self._section.replicas_per_node == 1
+            self._pilots = Lenders(config, start, self._slurm, is_patient=True, spread=not self._shares,
+                                   nodes=self._section.engine.nodes)  # fmt: skip
+        self._asking: asyncio.subprocess.Process | None = None
+        self._is_complete = config.trials is None or config.trials.next is None
+        self._failed = set[str]()
+        self._told = self._asking_failed = ""
+
+    def _read_batch(self) -> Batch:
+        folder = folder_of(self._run.path)
+        if (batch := load(folder)) is not None:
+            return batch
+        assert self._config.trials is not None  # a batch script written by hand: nothing has been added yet
+        add(self._run.path, self._config.trials)
+        batch = load(folder)
+        assert batch is not None
+        return batch
+
+    async def _open(self) -> None:
+        await super()._open()
+        self._background.start(self._look_for_more())
+        self._background.start(self._count_failed())
+        if self._config.trials is not None and self._config.trials.next is not None:
+            self._background.start(self._ask(self._config.trials.next))
+        if self._pilots is not None:
+            self._background.start(self._keep_pilots(self._pilots))
+
+    async def _look_for_more(self) -> None:
+        while True:
+            await asyncio.sleep(GROWN_S)
+            await self._grow()
+
+    async def _grow(self) -> bool:
+        """Take in what was added meanwhile; whether there was anything."""
+        coordinator = self._coordinator
+        assert isinstance(coordinator, Coordinator)
+        try:
+            batch = await self._in_folder(lambda: load(folder_of(self._run.path)))
+        except StorageError as error:
+            log.warning("trials that were added cannot be read, trying again: %s", error)
+            return False
+        if batch is None or batch.total <= coordinator.batch.total:
+            return False
+        # in the thread of the ledger's commits, none of which may see half of it
+        await self._in_folder(lambda: coordinator.ledger.grow(batch))
+        coordinator.grow(batch)
+        self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=coordinator.requests.done)
+        return True
+
+    async def _count_failed(self) -> None:
+        """For status."""
+        coordinator, told, pause_s = self._coordinator, None, COUNT_S
+        rows_of = _RowsOf(self._run.path)
+        assert isinstance(coordinator, Coordinator)
+        while True:
+            await asyncio.sleep(pause_s)
+            began_s, (ended, now) = time.monotonic(), coordinator.ledger.done_since(told)
+            try:
+                found = await asyncio.to_thread(rows_of, ended) if ended else []
+            except SlurmftError as error:
+                log.warning("failed trials cannot be counted, trying again: %s", error)
+                continue
+            told, pause_s = now, max(COUNT_S, 20 * (time.monotonic() - began_s))
+            for row in found:
+                (self._failed.add if row["state"] == "failed" else self._failed.discard)(row["trial"])
+
+    def _progress(self, done: int) -> dict[str, Any]:
+        failed = {"replicas": f"{len(self._failed)} trials failed"} if self._failed else {}
+        return super()._progress(done) | failed
+
+    async def _finish(self) -> None:
+        if await self._grow():
+            return
+        if self._is_complete:
+            await super()._finish()
+            states = await asyncio.to_thread(lambda: Counter(row["state"] for row in rows(self._run.path)))
+            self._told = f"{states['done']} trials have a result, {states['failed']} failed"
+        else:
+            await asyncio.sleep(ASK_S)
+
+    async def _ask(self, function: str) -> None:
+        try:
+            await self._ask_for_trials(function)
+        except (SlurmftError, ValueError, OSError) as error:
+            self._asking_failed = f"trials.next: {function}: {error}"
+            self._over.set()
+
+    async def _ask_for_trials(self, function: str) -> None:
+        """Ask the user's function for trials, as long as there is room for them, until it has no more."""
+        coordinator, told, known, rows_of = self._coordinator, None, Known(self._run.path), _RowsOf(self._run.path)
+        assert isinstance(coordinator, Coordinator)
+        asking = self._asking = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "slurmft.inference.trial_call", "--next", function, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, cwd=self._config.trainer_directory, limit=MAX_LINE_BYTES,
+            env={**os.environ, **self._config.environment}, preexec_fn=die_with_parent,
+        )  # fmt: skip
+        assert asking.stdin is not None and asking.stdout is not None
+        room, vain = self._section.replicas_on(self._config.size.maximum), 0
+        while vain < MAX_VAIN:
+            while coordinator.requests.total - coordinator.requests.done >= room:
+                await asyncio.sleep(ASK_S)
+            ended, told = coordinator.ledger.done_since(told)
+            found = await asyncio.to_thread(rows_of, ended) if ended else []
+            asking.stdin.write(json.dumps(found).encode() + b"\n")
+            if not (line := await asking.stdout.readline()):
+                raise LaunchError(f"its process ended with {await asking.wait()}; see the log of this job")
+            answer = json.loads(line)
+            if "error" in answer:
+                raise LaunchError(answer["error"])
+            if answer["trials"] is None:
+                self._is_complete = True
+                return
+            if answer["trials"] == []:
+                await asyncio.sleep(ASK_S)
+                continue
+            added = await self._put(answer["trials"], known)
+            await self._grow()
+            vain = 0 if added.new else vain + 1
+            await asyncio.sleep(0 if added.new else ASK_S)
+        raise LaunchError("it names only trials that it has named before")
+
+    async def _put(self, given: Any, known: Known) -> Added:
+        values = [(json.dumps(one).encode(), "next") for one in (given if isinstance(given, list) else [given])]
+
+        def put() -> Added:
+            with self._run.lock():
+                return add_values(self._run.path, values, known)
+
+        while True:
+            try:
+                added: Added = await self._in_folder(put)
+                return added
+            except (StorageUnavailable, RunBusy) as error:  # the function has named them, and would not do so again
+                log.warning("trials cannot be added, trying again: %s", error)
+                await asyncio.sleep(COUNT_S)
+
+    async def _keep_pilots(self, pilots: Lenders) -> None:
+        """Have other jobs lend nodes, as many as there are trials for, and end those that have none."""
+        assert isinstance(self._cluster, SlurmCluster) and isinstance(self._coordinator, Coordinator)
+        size = self._section.engine.nodes  # nodes that are counted below are as many together
+        requests, mine, most = self._coordinator.requests, self._config.nodes // size, self._config.size.maximum // size
+        kept = mine, 0.0
+        while True:
+            await asyncio.sleep(GROWN_S)
+            if self.stops.planned is not None or self._over.is_set():
+                return
+            links = list(self._joined.values())
+            own = pilots.own(links) // size
+            nodes = -(-(requests.total - requests.done) // self._section.replicas_per_node)
+            needed = max(mine, min(most, nodes))
+            now_s = time.monotonic()
+            if needed >= kept[0] or now_s - kept[1] > KEEP_S or self._is_complete:
+                kept = needed, now_s
+            taken = () if self._shares else expand(self._cluster.job.nodes)
+            for link in await pilots.balance_agents(
+                links, {*taken, *self._cluster.lost}, self._held,
+                needed=needed, wanted=kept[0], own=own, hoped=max(own, mine),
+            ):  # fmt: skip
+                self._let_go(link)
+
+    async def _part_with(self, link: AgentLink) -> None:
+        """Of a job that lends several nodes, each stays until their trial has ended, as long as there is time."""
+        until_s = time.monotonic() + LENT_S
+        while self._head_of(link.node) != link.node and self._held(link.node) and time.monotonic() < until_s:
+            await asyncio.sleep(ASK_S)
+        await super()._part_with(link)
+
+    def _held(self, node: int) -> bool:
+        assert isinstance(self._coordinator, Coordinator)
+        return bool(self._coordinator.requests.held(self._head_of(node)))
+
+    def _head_of(self, node: int) -> int:
+        return node if self._gangs is None else self._gangs.head_of(node)
+
+    def _suspect(self, link: AgentLink, report: messages.ReplicaDied) -> None:
+        if report.code == EXIT_NODE:  # not the trial's fault, alone as it was
+            report = with_values(report, in_flight=(), load=None)
+        super()._suspect(link, report)
+
+    async def _wind_down(self) -> None:
+        await super()._wind_down()
+        is_over = self._output is not None or self.stops.planned is Cause.STOPPED_BY_USER
+        if self._pilots is not None and is_over:  # else they wait for the run's next job
+            await asyncio.to_thread(end_lenders, self._start)
+        if self._asking is not None:
+            await end_child(self._asking, END_S)
+
+    def _verdict(self) -> Verdict:
+        verdict = super()._verdict()
+        if verdict.cause is Cause.FINISHED:
+            return replace(verdict, reason=self._told or verdict.reason)
+        if self._asking_failed and self.stops.planned is None:  # as it would on any node
+            return replace(verdict, cause=Cause.WORKER_ERROR, reason=self._asking_failed, exit_code=EXIT_USAGE)
+        return verdict
+
+
+class _RowsOf:
+    """What has come of some trials, and then of others; used by one task."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder, self._so_far = run_folder, AnswersSoFar(folder_of(run_folder))
+
+    def __call__(self, numbers: Collection[int]) -> list[dict[str, Any]]:
+        return list(rows(self._run_folder, numbers, self._so_far))

@@ -25,18 +25,10 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import WorkerExited, WorkerFacts
 from slurmft.ipc.pages import State
+from slurmft.policy import symptoms
 from slurmft.policy.checkpoints import FailingSaves, News
 from slurmft.policy.decide import Budget, PastEnd, budget_for
 from slurmft.policy.judge import Report, StepWords, Testimony, WorkerEnd, claimed
-from slurmft.policy.symptoms import (
-    TRACEBACK,
-    bug_of,
-    codes_of_children,
-    last_words,
-    signature_of,
-    verdict_cause,
-    without_own_lines,
-)
 from slurmft.policy.verdict import (
     EXIT_RERUN_ELSEWHERE,
     EXIT_VALIDATION_FAILED,
@@ -108,7 +100,7 @@ def _job_start(attempt: str) -> str:
 def _bug(facts: Mapping[str, object]) -> str:
     first, last = facts.get("first_step", 0), facts.get("last_step", 0)
     has_worked = type(first) is not int or type(last) is not int or last > first
-    return "" if has_worked else bug_of(str(facts.get("traceback") or ""))
+    return "" if has_worked else symptoms.bug_of(str(facts.get("traceback") or ""))
 
 
 def _first_step(facts: Mapping[str, object]) -> int | None:
@@ -175,10 +167,7 @@ def collect(
     reading = _Reading(time.monotonic() + within_s)
     folder = run.attempts / str(attempt)
     nodes = {**(places or {}), **{end.rank: end.node for end in ends}}
-    reports = [
-        *_verdicts(run.verdicts, str(attempt), ends, nodes, reading),
-        *_error_files(folder, nodes, reading),
-    ]
+    reports = [*_verdicts(run.verdicts, str(attempt), ends, nodes, reading), *_error_files(folder, nodes, reading)]
     told = {report.rank for report in reports}
     silent = [end for end in ends if end.code != 0 and not (end.killed or end.stopped or end.rank in told)]
     for end in silent[:MAX_LOGS]:
@@ -234,27 +223,27 @@ def report_of(verdict: WorkerVerdict, *, source: str, rank: int | None, node: st
     cause, text = claimed(verdict.cause), verdict.traceback
     row = None
     if cause in (Cause.UNKNOWN, Cause.WORKER_ERROR):
-        row = signature_of(text, loosely=True)
-        cause = verdict_cause(row) or (Cause.WORKER_ERROR if text or cause is Cause.WORKER_ERROR else cause)
+        row = symptoms.signature_of(text, loosely=True)
+        cause = symptoms.verdict_cause(row) or (Cause.WORKER_ERROR if text or cause is Cause.WORKER_ERROR else cause)
     return Report(
-        source=source, rank=rank, node=node, cause=cause, message=verdict.message or last_words(text), traceback=text,
-        suspects=verdict.suspects, rerun=verdict.rerun, binding=True, signature=row,
+        source=source, rank=rank, node=node, cause=cause, message=verdict.message or symptoms.last_words(text),
+        traceback=text, suspects=verdict.suspects, rerun=verdict.rerun, binding=True, signature=row,
     )  # fmt: skip
 
 
 def report_of_text(text: str, *, source: str, rank: int, node: str, log: bool = False) -> Report:
     """An error file, or the end of a log, as the judge takes it."""
-    text = without_own_lines(text) if log else text
-    begin = text.rfind(TRACEBACK)
-    codes, row = codes_of_children(text), signature_of(text, loosely=True)
+    text = symptoms.without_own_lines(text) if log else text
+    begin = text.rfind(symptoms.TRACEBACK)
+    codes, row = symptoms.codes_of_children(text), symptoms.signature_of(text, loosely=True)
     if EXIT_VALIDATION_FAILED in codes:
         cause = Cause.VALIDATION_FAILED
     elif EXIT_RERUN_ELSEWHERE in codes:
         cause = Cause.RERUN_ELSEWHERE
     else:
-        cause = verdict_cause(row) or Cause.WORKER_ERROR
+        cause = symptoms.verdict_cause(row) or Cause.WORKER_ERROR
     trace = text[begin:] if begin >= 0 else ("" if log else text)
-    message = last_words(trace) if trace else last_words(text)[:300]
+    message = symptoms.last_words(trace) if trace else symptoms.last_words(text)[:300]
     return Report(source=source, rank=rank, node=node, cause=cause, message=message, traceback=trace,
                   binding=bool(codes), guessed=log, signature=row)  # fmt: skip
 
@@ -641,7 +630,7 @@ class Observations:
     def _error_of(self, rank: int) -> str:
         with contextlib.suppress(StorageError, OSError):
             if (verdict := read_verdict(self._run.verdicts / f"{self._attempt}.rank-{rank}.json")) is not None:
-                return (verdict.message or last_words(verdict.traceback))[:500]
+                return (verdict.message or symptoms.last_words(verdict.traceback))[:500]
         return ""
 
     def save_of_stop(self, *, since_s: float, left_s: float) -> dict[str, Any] | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,14 +30,15 @@ from slurmft.storage.patience import writing
 from slurmft.storage.queue import QUEUES_VARIABLE, stop_taking
 from slurmft.storage.run_folder import RunFolder, progress_of
 from slurmft.supervisor.act import retry_delay_s
+from slurmft.supervisor.agents import Orphan
 from slurmft.supervisor.cluster import LocalCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
-from slurmft.supervisor.guardian import CLEAN_UP_S
+from slurmft.supervisor.guardian import CLEAN_UP_S, end_left_behind, guardians
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.background import Background
 from slurmft.system.files import appending, replace_atomically
-from slurmft.system.processes import adopt_orphans, children_of, was_given
+from slurmft.system.processes import adopt_orphans, was_given, words_of
 
 LOOK_S = 0.25
 GRACE_S = 10.0
@@ -59,10 +60,13 @@ class _Live:
     role: Role
     run: RunFolder
     hosts: tuple[str, ...]
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | Orphan | None = None
     began: datetime | None = None
     code: int | None = None
     """Of its supervisor, once that has ended."""
+
+    has_left: bool = False
+    """Whether agents elsewhere may have outlived it."""
 
     told: set[str] = field(default_factory=set)
     begun_again: BegunAgain = field(default_factory=BegunAgain)
@@ -78,11 +82,6 @@ class _Live:
         return self.process is not None and not self.is_over
 
     @property
-    def has_steps(self) -> bool:
-        """Whether it is a trainer, as far as it has shown."""
-        return bool((self.run.progress() or {}).get("step"))
-
-    @property
     def is_ready(self) -> bool:
         """Whether those that need it may begin: an endpoint has routers, where requests wait for a replica."""
         if self.process is None:
@@ -95,6 +94,7 @@ class RolesAttempt:
 
     def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         self._config, self._start, self._run, self._journal = config, start, start.run, start.journal
+        self._outlived = crew.outlived_roles
         self._slurm = SlurmNotices(start.cluster, start.journal)
         self._over = asyncio.Event()
         self._folder = AttemptFolder(start, on_superseded=self._over.set)
@@ -122,6 +122,7 @@ class RolesAttempt:
         adopt_orphans()  # the supervisor of a role whose guardian is killed
         try:
             self._roles = {each.role.name: each for each in self._placed()}
+            self._take_over()
             self._background.start(self._slurm.read_terms())
             await self._watch()
         except (SlurmftError, OSError) as error:
@@ -142,6 +143,17 @@ class RolesAttempt:
             at += role.nodes
             yield _Live(role, RunFolder(role.config.run_folder), mine)
 
+    def _take_over(self) -> None:
+        """Roles that go on without the supervisor before this one go on with this one."""
+        began = {event.details.get("role"): event.at for event in self._start.history
+                 if event.event == EventName.ROLE_STARTED}  # fmt: skip
+        for name, live in self._roles.items():
+            words = ("run", str(live.run.config))
+            live.process = next((one for one in self._outlived if words in itertools.pairwise(words_of(one.pid))), None)
+            if live.process is not None:
+                live.began = began.get(name)
+                log.info("role %s goes on", name)
+
     # --- the loop ---
 
     async def _watch(self) -> None:
@@ -150,7 +162,7 @@ class RolesAttempt:
             await asyncio.to_thread(self._tell_progress)
             for each in self._roles.values():
                 if each.process is not None and each.code is None and each.process.returncode is not None:
-                    await asyncio.to_thread(_end_left_behind, each.role.name)
+                    each.has_left = not await asyncio.to_thread(_end_left_behind, each.role.name, CLEAN_UP_S)
                     self._ended(each, each.process.returncode)
             if self.planned is None:
                 await self._begin_those_that_may()
@@ -215,8 +227,11 @@ class RolesAttempt:
         return found
 
     def _ended(self, live: _Live, code: int) -> None:
-        live.code = code if code >= 0 else 128 - code
         is_done = live.run.done() is not None
+        if isinstance(live.process, Orphan):  # another one's child: its decision says how it has ended
+            code = next((int(each.details.get("exit_code", code)) for each in reversed(_events(live))
+                         if each.event == EventName.DECISION), code)  # fmt: skip
+        live.code = 0 if is_done else code if code >= 0 else 128 - code
         begins_again = self.planned is None and not is_done and self._may_begin_again(live)
         again = {"begins_again": f"{live.begun_again.times} of {MAX_BEGUN_AGAIN}"} if begins_again else {}
         self._journal.append(EventName.ROLE_ENDED, role=live.role.name, code=live.code, done=is_done, **again)
@@ -240,7 +255,7 @@ class RolesAttempt:
         if not role_begins_again(end, live.begun_again):
             return False
         wait_s = retry_delay_s(live.role.config, live.begun_again.times)
-        if not end.action and not self._is_here(live):
+        if live.has_left and not end.action and not self._is_here(live):
             # its agents elsewhere end when they have not heard it for so long
             wait_s = max(wait_s, live.role.config.fault_tolerance.supervisor_lease_s)
         live.begun_again, live.not_before_s = live.begun_again.once_more(), time.monotonic() + wait_s
@@ -290,7 +305,7 @@ class RolesAttempt:
         ask. All at once when time is short."""
         stages: tuple[list[_Live], list[_Live], list[_Live]] = ([], [], [])
         for each in self._roles.values():
-            stages[2 if each.role.is_endpoint else 1 - each.has_steps].append(each)
+            stages[2 if each.role.is_endpoint else 1 - bool((each.run.progress() or {}).get("step"))].append(each)
         is_late = time.monotonic() > self._until_s - GRACE_S
         # none that trains, or none that could feed it: what waits for items, also before its first step, may end
         if is_late or not all(any(each.is_alive for each in stage) for stage in stages[:2]):
@@ -307,7 +322,7 @@ class RolesAttempt:
             return
         live.told.add("end")
         with contextlib.suppress(ProcessLookupError):
-            live.process.send_signal(signal.SIGTERM)
+            live.process.terminate()
 
     async def _end_all(self) -> None:
         """Kill what has not ended, with all that it has started."""
@@ -317,7 +332,7 @@ class RolesAttempt:
                 with contextlib.suppress(ProcessLookupError):
                     each.process.kill()
                 await each.process.wait()
-                await asyncio.to_thread(_end_left_behind, each.role.name)
+                await asyncio.to_thread(_end_left_behind, each.role.name, 0.0)
 
     # --- what is known of it from outside, and in the end ---
 
@@ -357,19 +372,14 @@ class RolesAttempt:
         return {name: found[0][name] for name in names if found and found[0].get(name) is not None}
 
 
-def _end_left_behind(role: str) -> None:
-    """Kill what a role whose guardian has ended has left on this host, so that its next start is alone. Blocking."""
-    deadline = time.monotonic() + CLEAN_UP_S
-    while time.monotonic() < deadline:
-        left = [pid for pid, _ in children_of(os.getpid()) if was_given(pid, _ROLE_VARIABLE, role)]
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in left:  # its own children become ours then
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+def _end_left_behind(role: str, gentle_s: float) -> bool:
+    """End what a role whose guardian has ended has left on this host, so that its next start is alone. Blocking.
+
+    Returns:
+        Whether its agents elsewhere have ended as well, as far as Slurm knows.
+    """
+    parents = (os.getpid(), *guardians())
+    return end_left_behind(lambda pid: not was_given(pid, _ROLE_VARIABLE, role), parents=parents, gentle_s=gentle_s) > 0
 
 
 def _last_verdict(live: _Live) -> Mapping[str, Any]:

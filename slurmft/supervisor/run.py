@@ -8,10 +8,11 @@ import functools
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from slurmft.config.run import RunConfig
@@ -35,13 +36,12 @@ from slurmft.supervisor.cluster import (
     SlurmCluster,
     Start,
     detect,
+    this_process,
 )
 from slurmft.supervisor.crew import Crew, Roster
-from slurmft.supervisor.guardian import hearing, keep, log_signal, lost_pids
-from slurmft.supervisor.handover import call_off_for_good, candidate_of, handed_over
-from slurmft.supervisor.live import Companion
+from slurmft.supervisor.guardian import hearing, job_of, keep, log_signal, lost_pids, owner_lives, owner_writes
+from slurmft.supervisor.handover import call_off_for_good, candidate_of, end_lenders, handed_over
 from slurmft.supervisor.observations import collect
-from slurmft.supervisor.owner import job_of, owner_lives, owner_writes, this_process
 from slurmft.supervisor.placement import EvidenceSender, next_cycle, settle
 from slurmft.system import processes
 from slurmft.system.background import Background, BackgroundLog, LoopThread
@@ -71,9 +71,8 @@ def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt | Rol
         return RolesAttempt
     if config.inference is None:
         return AttemptRunner
-    from slurmft.supervisor.inference import InferenceAttempt
+    from slurmft.supervisor.inference import InferenceAttempt, SweepAttempt
     from slurmft.supervisor.serving import ServingAttempt
-    from slurmft.supervisor.trials import SweepAttempt
 
     if config.trials is not None:
         return SweepAttempt
@@ -105,7 +104,7 @@ class Attempts:
     def secret(self) -> bytes | None:
         """The control channel's secret, where agents exist already."""
         if self._crew is None:
-            return None if self._outlived is None else self._outlived.secret
+            return None if self._outlived is None else self._outlived.secret or None
         return self._crew.secret
 
     def run(self, start: Start) -> int | None:
@@ -185,9 +184,7 @@ class Attempts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.dismiss()
         self._loop.close()
 
@@ -203,6 +200,48 @@ async def _tell_folder(present: Callable[[], tuple[Start, Attempt] | None]) -> N
         with contextlib.suppress(OSError, StorageError):
             work = functools.partial(run_folder.touch, start.run, attempt)
             await asyncio.wrap_future(start.thread.submit(work))
+
+
+# --- The supervisor's side of the process that publishes metrics and tells events (``reporting.metrics``) ---
+
+END_S = 1.0
+
+
+class Companion:
+    """A context manager: at its end the companion is given ``notify.last_s`` seconds for its last messages."""
+
+    def __init__(self, config: RunConfig, run: RunFolder) -> None:
+        self._config, self._run = config, run
+        self._is_wanted = config.metrics.is_on or config.notify.is_on
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def see_to_it(self) -> None:
+        """Start it, where something is to be published or told and it does not live; a failure is only logged."""
+        if not self._is_wanted or (self._process is not None and self._process.poll() is None):
+            return
+        # the stored configuration, which the first attempt has written: the one given may be replaced meanwhile
+        words = [sys.executable, "-P", "-m", "slurmft", "companion", str(self._run.config)]
+        try:
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        except OSError as error:
+            log.warning("neither metrics nor messages: %s cannot be started: %s", words[0], error.strerror)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S + (self._config.notify.last_s if self._config.notify.is_on else 0.0))
+        except subprocess.TimeoutExpired:
+            log.warning("the last messages about the run may not have been taken")
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a silent filesystem may hold it
+                self._process.wait(END_S)
 
 
 # --- ``slurmft run``: take the run over, run one attempt, act on its verdict ---
@@ -251,7 +290,7 @@ def _train(
         try:
             start = patiently(
                 lambda claim=claim: thread.call(  # type: ignore[misc]
-                    lambda: _begin_named(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
+                    lambda: writing(run.path)(_begin)(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
                 ),
                 patience_s=STORAGE_PATIENCE_S,
             )
@@ -350,7 +389,6 @@ def _end_endpoint(config: RunConfig, start: Start) -> None:
     if config.serving is None:
         return
     from slurmft.inference.endpoint import HighAvailabilityCluster  # an endpoint's alone
-    from slurmft.supervisor.serving import end_lenders
 
     if isinstance(start.cluster, SlurmCluster):
         end_lenders(start)
@@ -402,14 +440,6 @@ def _verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world
     )
     told = judge((), world_size=world_size, seen=seen)
     return told if told.cause in DECIDING else replace(lost, **facts)
-
-
-def _begin_named(
-    config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, claim: _Claim
-) -> Start | Superfluous | None:
-    """As ``_begin``; a disk that fills up between two of its files is waited for like any other."""
-    with writing(run.path):
-        return _begin(config, cluster, run, thread, claim)
 
 
 def _begin(

@@ -11,43 +11,37 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import RunConfig
-from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
+from slurmft.errors import SlurmError, StorageError
+from slurmft.inference import endpoint
 from slurmft.inference.coordinator import Roster
-from slurmft.inference.endpoint import (
-    OWN_CONFIG,
-    HighAvailabilityCluster,
-    State,
-    Update,
-    config_name,
-    prepare,
-    prepare_authority,
-    read_update,
-    write_update,
-)
 from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
-from slurmft.policy.job_identity import OwnJob
-from slurmft.policy.serving import LEAST_DRAIN_S, LOAN_PAUSE_S, Bounds, Loan, Scale, lending, waits_for
+from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import own_jobs
 from slurmft.scheduler.nodes import expand
-from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
-from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.agents import AgentLink, AgentLost
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew
-from slurmft.supervisor.handover import Candidacy, Giver, is_heir, places_of_owner, see_off, taken_from
+from slurmft.supervisor.handover import (
+    Candidacy,
+    Giver,
+    Lenders,
+    end_lenders,
+    is_heir,
+    places_of_owner,
+    see_off,
+    taken_from,
+)
 from slurmft.supervisor.inference import LOOK_S, PROGRESS_S, InferenceAttempt, InferenceStops
 from slurmft.supervisor.placement import EvidenceSender
-from slurmft.supervisor.stops import SlurmNotices
 from slurmft.system.files import read_text, replace_atomically
 
 # --- A rolling update of an endpoint: its replicas get the new engine one by one, or all go back to the old one ---
@@ -119,11 +113,11 @@ class RollingUpdate:
         while True:
             await asyncio.sleep(UPDATE_LOOK_S)
             try:
-                update = await self._in_folder(lambda: read_update(self._run))
+                update = await self._in_folder(lambda: endpoint.read_update(self._run))
                 if update is None or not update.is_open or not self._agents or not self._may_begin():
                     continue
                 self.is_rolling = True
-                if update.state is State.ASKED:
+                if update.state is endpoint.State.ASKED:
                     await self._roll(update)
                 else:  # a supervisor before this one has begun, and was lost
                     await self._go_back(update, "the supervisor was lost in the middle")
@@ -132,15 +126,15 @@ class RollingUpdate:
             finally:
                 self.is_rolling = False
 
-    async def _roll(self, update: Update) -> None:
+    async def _roll(self, update: endpoint.Update) -> None:
         places = self._places()
-        update = replace(update, state=State.ROLLING, total=len(places))
+        update = replace(update, state=endpoint.State.ROLLING, total=len(places))
         await self._note(update)
         self._journal.append(EventName.UPDATE_BEGUN, number=update.number, replicas=len(places))
         self._renewed, self._problem = set(), ""
         try:
             while left := [place for place in self._places() if place not in self._renewed]:  # also on a new node
-                await self._renew(left[0], config_name(update.number))
+                await self._renew(left[0], endpoint.config_name(update.number))
                 self._renewed.add(left[0])
                 update = replace(update, renewed=len(self._renewed), total=len(self._places()))
                 await self._note(update)
@@ -149,22 +143,22 @@ class RollingUpdate:
         except _Failed as error:
             await self._go_back(update, str(error))
             return
-        update = replace(update, state=State.DONE)
+        update = replace(update, state=endpoint.State.DONE)
         await self._in_folder(lambda: self._commit(update))
         self._renewed = set()
         self._journal.append(EventName.UPDATE_DONE, number=update.number)
 
-    async def _go_back(self, update: Update, reason: str) -> None:
+    async def _go_back(self, update: endpoint.Update, reason: str) -> None:
         """Give every replica the engine of the run's configuration again, the one that failed first."""
         log.error("update %d goes back: %s", update.number, reason)
         last, self._renewed = self._awaited, set()
         places = sorted(self._places(), key=lambda place: last is None or place != last.place)
         for place in places:
             try:
-                await self._renew(place, OWN_CONFIG)
+                await self._renew(place, endpoint.OWN_CONFIG)
             except _Failed as error:  # its agent starts it again, as ever
                 log.warning("%s", error)
-        await self._note(replace(update, state=State.BACK, reason=reason[:1000], renewed=0))
+        await self._note(replace(update, state=endpoint.State.BACK, reason=reason[:1000], renewed=0))
         self._journal.append(EventName.UPDATE_WENT_BACK, number=update.number, reason=reason)
 
     async def _renew(self, place: Place, config: str) -> None:
@@ -177,7 +171,7 @@ class RollingUpdate:
         if (link := self._agents.get(node)) is None:
             raise _Failed(f"node {node}: its agent is gone")
         # what has this configuration already answers at once, with the life that it has
-        before = self._lives.get(place, 0) if config != OWN_CONFIG else -1
+        before = self._lives.get(place, 0) if config != endpoint.OWN_CONFIG else -1
         drain_s = min(self._config.request_timeout_s, MAX_DRAIN_S)
         self._awaited = _Awaited(place, before, asyncio.get_running_loop().create_future())
         try:
@@ -209,19 +203,19 @@ class RollingUpdate:
     def _places(self) -> list[Place]:
         return [(node, number) for node in sorted(self._agents) for number in range(self._config.replicas_per_node)]
 
-    def _commit(self, update: Update) -> None:
+    def _commit(self, update: endpoint.Update) -> None:
         """From now on every start uses the new engine."""
         with self._run.lock():
             self._refuse_superseded()
-            text = read_text(self._run.path / config_name(update.number))
+            text = read_text(self._run.path / endpoint.config_name(update.number))
             replace_atomically(self._run.config, text)
-            write_update(self._run, update)
+            endpoint.write_update(self._run, update)
 
-    async def _note(self, update: Update) -> None:
+    async def _note(self, update: endpoint.Update) -> None:
         def work() -> None:
             with self._run.lock():
                 self._refuse_superseded()
-                write_update(self._run, update)
+                endpoint.write_update(self._run, update)
 
         await self._in_folder(work)
 
@@ -301,164 +295,6 @@ class ServingStops(InferenceStops):
         return time.monotonic() > min(deadline_s, self._slurm.kill_at_s)
 
 
-# --- Jobs that lend nodes, for those that are lost and for those that the load needs ---
-
-BORROW_S, LEAST_LOAN_S, LEAST_PATIENT_LOAN_S = 10.0, 300.0, 60.0
-"""How often it is looked after loans, and of the job's time what makes one worth it."""
-
-REFUSED_S = 60.0
-"""After a job that Slurm has refused, none is submitted."""
-
-FLUSH_S = 10.0
-BEGIN_S = 5.0
-
-
-class Lenders:
-    """Jobs that lend a node each to this endpoint, or the nodes of a trial to a sweep. They are found by their name, so
-    that none is ever forgotten: not those of a supervisor before this one, of the job before, or whose submission got
-    no answer.
-
-    Args:
-        is_patient: a job may wait for its node as long as it has to.
-        spread: no two on one node.
-        nodes: of each job.
-    """
-
-    def __init__(
-        self, config: RunConfig, start: Start, slurm: SlurmNotices, *, is_patient: bool = False, spread: bool = True,
-        nodes: int = 1,
-    ) -> None:  # fmt: skip
-        self._config, self._run, self._journal, self._slurm = config, start.run, start.journal, slurm
-        self._is_patient, self._spread, self._nodes = is_patient, spread, nodes
-        self.jobs: dict[str, JobRecord | None] = {}
-        """Those that wait, or have a node; None for one that was submitted just now."""
-
-        self._since_s: dict[str, float] = {}
-        self._look_s, self._again_s, self._problem = 0.0, 0.0, ""
-        self._is_known = False
-        """Slurm has said once which there are."""
-
-    @property
-    def state(self) -> str:
-        """What is waited for, in words behind others; empty for nothing."""
-        waits = [(job, each.reason) for job, each in self.jobs.items() if each is not None and each.waiting]
-        told = [f"job {job}, which will lend a node, waits: {reason}" for job, reason in waits[:2]]
-        told += [f"{len(waits) - 2} more wait"] * (len(waits) > 2) + [self._problem] * bool(self._problem)
-        return "".join(f"; {each}" for each in told)
-
-    def own(self, links: Iterable[AgentLink]) -> int:
-        """How many of the agents that take part are on nodes of the run's own job."""
-        return sum(link.lender not in self.jobs and not link.leaving for link in links)
-
-    async def balance_agents(
-        self, links: Collection[AgentLink], nodes: Collection[str], is_used: Callable[[int], bool], *, needed: int,
-        wanted: int, own: int, hoped: int,
-    ) -> list[AgentLink]:  # fmt: skip
-        """As ``balance``, for the agents that take part; returns those that are to be let go.
-
-        Args:
-            nodes: of the run's own job, and those that are lost.
-            is_used: whether anything is, or ends, on the node of this number.
-        """
-        found: dict[str, list[AgentLink]] = {}
-        for link in links:
-            if link.lender in self.jobs and not link.leaving:
-                found.setdefault(link.lender, []).append(link)
-        lent = {job: mine for job, mine in found.items() if len(mine) >= self._nodes}
-        given_back = await self.balance(
-            {job: any(is_used(link.node) for link in mine) for job, mine in lent.items()},
-            {*nodes, *(link.host for link in links if self._spread)},
-            needed=needed, wanted=wanted, own=own, hoped=hoped,
-        )  # fmt: skip
-        return [link for job in given_back for link in lent.get(job, ())]
-
-    async def balance(
-        self, serving: Mapping[str, bool], beside: Collection[str], *, needed: int, wanted: int, own: int, hoped: int
-    ) -> tuple[str, ...]:  # fmt: skip
-        """Submit and cancel jobs; returns those that give their nodes back.
-
-        Args:
-            serving: jobs whose agents are there, and whether anything is, or ends, on their nodes.
-            beside: nodes that are no use.
-            needed, wanted, own, hoped: as for ``lending``.
-        """
-        now_s = time.monotonic()
-        try:
-            if now_s >= self._look_s and (self.jobs or needed > hoped or not self._is_known):
-                self._look_s, was_known = now_s + BORROW_S, self._is_known
-                self.jobs = {each.job_id: each for each in await asyncio.to_thread(own_jobs.lenders, self._run)}
-                self._is_known = True
-                await self._begin_requeued()
-                if self.jobs and not was_known:  # left by another supervisor: their nodes were taken for our own
-                    return ()
-            fresh = {*serving} | {job for job, each in self.jobs.items() if self._is_patient and each and each.waiting}
-            self._since_s = {job: now_s if job in fresh else self._since_s.get(job, now_s) for job in self.jobs}
-            loans = [Loan(job=job, since_s=since_s, has_node=job in serving, serves=serving.get(job, False))
-                     for job, since_s in self._since_s.items()]  # fmt: skip
-            then = lending(loans, needed=needed, wanted=wanted, own=own, hoped=hoped, now_s=now_s,
-                           again_s=self._again_s)  # fmt: skip
-            if now_s >= self._again_s:
-                self._problem = ""
-            for job in then.give_back:
-                await self._cancel(job, "no more nodes are needed")
-            for job in then.give_up:
-                self._problem, self._again_s = f"job {job} has lent no node for too long", now_s + LOAN_PAUSE_S
-                await self._cancel(job, self._problem)
-            if then.borrow and self._is_known and self._config.preemption.continue_by not in ("nothing", "job"):
-                await self._borrow(then.borrow, beside)
-        except SlurmError as error:  # what was submitted without an answer is found before the next one
-            self._problem = f"no other node: {error.what}"
-            self._look_s = now_s + BORROW_S
-            # such as a limit on jobs, which is not to be tried all the time
-            self._again_s = now_s + (BORROW_S if isinstance(error, SlurmUnavailable) else REFUSED_S)
-            return ()
-        return then.give_back
-
-    async def _begin_requeued(self) -> None:
-        """Slurm lets a job that was preempted, or has lost its node, wait for two minutes; one of these need not."""
-        for job, record in self.jobs.items():
-            if record is not None and record.waiting and record.reason == "BeginTime":
-                with contextlib.suppress(SlurmError):  # it begins later then
-                    await asyncio.to_thread(own_jobs.begin_in, OwnJob(job, record.identity), 0, patience_s=BEGIN_S)
-
-    async def _borrow(self, count: int, beside: Collection[str]) -> None:
-        end = (await self._slurm.times()).end
-        left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
-        if left_s < (LEAST_PATIENT_LOAN_S if self._is_patient else LEAST_LOAN_S):
-            return
-        name, options = own_jobs.lenders_name(self._run), {} if end is None else {"time": int(left_s / 60)}
-        avoid = await asyncio.to_thread(avoided_nodes.for_submission, self._config, options, os.environ)
-        argv = own_jobs.lending_command(
-            self._config, self._run, nodes=self._nodes, options={**options, "job-name": name},
-            avoid=frozenset({*beside, *avoid.nodes}),
-        )  # fmt: skip
-        self._journal.append(EventName.BORROWING, nodes=count * self._nodes, name=name)
-        if not await asyncio.to_thread(self._journal.flush, FLUSH_S):
-            return  # what is not noted is not submitted
-        for _ in range(count):
-            job = await asyncio.to_thread(own_jobs.submit_lender, argv)
-            self.jobs[job], self._since_s[job], self._problem = None, time.monotonic(), ""
-            self._journal.append(EventName.JOINING, job=job, nodes=self._nodes, who="the supervisor")
-
-    async def _cancel(self, job: str, reason: str) -> None:
-        record = self.jobs[job]
-        await asyncio.to_thread(own_jobs.cancel, OwnJob(job) if record is None else OwnJob(job, record.identity))
-        del self.jobs[job]
-        self._since_s.pop(job, None)
-        self._journal.append(EventName.LENDER_CANCELLED, job=job, reason=reason)
-
-
-def end_lenders(start: Start) -> None:
-    """Cancel the jobs that lend nodes to this run, at its end in this job, unless another job owns it; blocking."""
-    try:
-        owner = start.run.owner()
-        if not start.candidate and (owner is None or owner.generation == start.generation):
-            for job in own_jobs.end_lenders(start.run):
-                start.journal.append(EventName.LENDER_CANCELLED, job=job, reason="the endpoint ends here")
-    except (SlurmError, StorageError, OSError) as error:
-        log.warning("jobs that lend nodes to this run may be left: %s", error)
-
-
 # --- One attempt of an endpoint: as of a batch, but it ends only when it is ended, and what it counts is served ---
 
 HOLD_S = 5.0
@@ -531,9 +367,9 @@ class ServingAttempt(InferenceAttempt):
         token_file = section.serving.token_file
         job = f"{self._cluster.attempt.job}.{self._cluster.attempt.restart}"
         goes_on = self._crew.has_outlived or self._start.candidate
-        await self._in_folder(lambda: prepare(self._run.path, token_file, job=job, goes_on=goes_on))
+        await self._in_folder(lambda: endpoint.prepare(self._run.path, token_file, job=job, goes_on=goes_on))
         if section.serving.tls_own:
-            await self._in_folder(lambda: prepare_authority(self._run.path))
+            await self._in_folder(lambda: endpoint.prepare_authority(self._run.path))
         before = await self._in_folder(lambda: progress_of(self._run))
         self._first = before.step or 0
         self._roster = Roster(
@@ -699,7 +535,7 @@ class ServingAttempt(InferenceAttempt):
         if state:
             self._journal.append(EventName.PREDECESSOR_CANCELLED, job=before.job, state=state)
 
-    def _publish(self, cluster: HighAvailabilityCluster) -> None:
+    def _publish(self, cluster: endpoint.HighAvailabilityCluster) -> None:
         """Only the owner names its routers to clients; in the thread of the run folder."""
         if self._start.candidate:
             return

@@ -17,28 +17,9 @@ from slurmft.config.sections import PreemptionConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import Commit, DigestsReport, LookNow, Looks, PassOnTerm, Propose, TimingsReport, Withdraw
 from slurmft.ipc.pages import StopAction
+from slurmft.policy import stop
 from slurmft.policy.judge import Corruption
 from slurmft.policy.reruns import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.stop import (
-    REQUEUE_COST_S,
-    ByThemselves,
-    Finishing,
-    JobTimes,
-    Look,
-    NothingToSave,
-    Plan,
-    SlurmClock,
-    StopAt,
-    Terms,
-    all_hold,
-    cause_of_signal,
-    inside_an_evaluation,
-    passed,
-    plan_stop,
-    seconds_for_stop,
-    seconds_in_kill_wait,
-    step_of,
-)
 from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect
 from slurmft.storage.checkpoint_names import Doubt, note_doubt, note_verified
 from slurmft.storage.journal import Event, EventName, Journal
@@ -65,7 +46,7 @@ class SlurmNotices:
 
     def __init__(self, cluster: Cluster, journal: Journal) -> None:
         self._cluster, self._journal = cluster, journal
-        self.terms = Terms(SlurmClock(time.time(), time.monotonic()))
+        self.terms = stop.Terms(stop.SlurmClock(time.time(), time.monotonic()))
         self.outside: tuple[Cause, str] | None = None
         """Why Slurm ends the job; None while it does not, or that is unknown."""
 
@@ -79,7 +60,7 @@ class SlurmNotices:
         """Learn Slurm's clock and how long it lets a job live that it ends."""
         self.terms = await asyncio.to_thread(self._cluster.terms)
 
-    async def times(self) -> JobTimes:
+    async def times(self) -> stop.JobTimes:
         """When the job began and will end; unknown when Slurm does not answer."""
         return await asyncio.to_thread(self._cluster.times)
 
@@ -90,7 +71,7 @@ class SlurmNotices:
             if why is not None and self.outside is None:  # two may have asked
                 self.outside = why
                 self._journal.append(EventName.ENDED_FROM_OUTSIDE, reason=why[1])
-                self.kill_at_s = time.monotonic() + seconds_in_kill_wait(self.terms.kill_wait_s)
+                self.kill_at_s = time.monotonic() + stop.seconds_in_kill_wait(self.terms.kill_wait_s)
                 self.on_ending()
         return self.outside is not None
 
@@ -103,8 +84,8 @@ class SlurmNotices:
         if ending and self.outside is not None:
             return self.outside[0], max(1.0, self.kill_at_s - at_s)
         now = self.terms.clock.at(at_s)
-        cause = cause_of_signal(times, now=now, lead_s=lead_s)
-        left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+        cause = stop.cause_of_signal(times, now=now, lead_s=lead_s)
+        left_s = stop.seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
         return cause, left_s
 
     async def look_again(self) -> None:
@@ -122,7 +103,7 @@ HOLD_POLL_S = 0.01
 log = logging.getLogger(__name__)
 
 
-async def agree(pool: AgentPool, action: StopAction) -> Plan:
+async def agree(pool: AgentPool, action: StopAction) -> stop.Plan:
     """Make all ranks act at one tick that none of them has passed.
 
     Returns the committed ``StopAt``, or why there is none. The workers keep training until the commit, but for those
@@ -131,38 +112,38 @@ async def agree(pool: AgentPool, action: StopAction) -> Plan:
     Raises:
         AgentLost: an agent does not answer; workers may be waiting at the proposal, and only their end frees them.
     """
-    plan = plan_stop(_looks(await pool.call_all(LookNow())))
+    plan = stop.plan_stop(_looks(await pool.call_all(LookNow())))
     for tries in range(1, MAX_TRIES):
-        if not isinstance(plan, StopAt):
+        if not isinstance(plan, stop.StopAt):
             await pool.call_all(Withdraw())
             return plan
         looks = _looks(await pool.call_all(Propose(tick=plan.tick, action=int(action))))
-        while inside_an_evaluation(plan.tick) and _undecided(looks, plan.tick):
+        while stop.inside_an_evaluation(plan.tick) and _undecided(looks, plan.tick):
             # a rank may leave its evaluation without ever coming to this tick: no rank acts before all are there
             await asyncio.sleep(HOLD_POLL_S)
             looks = _looks(await pool.call_all(LookNow()))
-        if not passed(looks, plan.tick):
+        if not stop.passed(looks, plan.tick):
             await pool.call_all(Commit(tick=plan.tick))
             return plan
         log.info("step boundaries come faster than the agreement; trying further ahead (try %d)", tries)
-        plan = plan_stop(looks, tries)
+        plan = stop.plan_stop(looks, tries)
     raise RuntimeError(f"no agreement after {MAX_TRIES} tries although the distance doubled each time")
 
 
-def _undecided(looks: Sequence[Look], tick: int) -> bool:
-    return not passed(looks, tick) and not all_hold(looks, tick) and all(look.alive for look in looks)
+def _undecided(looks: Sequence[stop.Look], tick: int) -> bool:
+    return not stop.passed(looks, tick) and not stop.all_hold(looks, tick) and all(look.alive for look in looks)
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: stop.Plan) -> dict[str, Any]:
     """A plan as the journal records it."""
-    if isinstance(plan, StopAt):
-        return {"plan": "save at step", "step": step_of(plan.tick)}
-    return {"plan": {NothingToSave: "nothing to save", Finishing: "the workers are finishing"}.get(
+    if isinstance(plan, stop.StopAt):
+        return {"plan": "save at step", "step": stop.step_of(plan.tick)}
+    return {"plan": {stop.NothingToSave: "nothing to save", stop.Finishing: "the workers are finishing"}.get(
         type(plan), "the workers stop by themselves")}  # fmt: skip
 
 
-def _looks(replies: Sequence[Looks]) -> list[Look]:
-    return [Look(*look) for reply in replies for look in reply.looks]
+def _looks(replies: Sequence[Looks]) -> list[stop.Look]:
+    return [stop.Look(*look) for reply in replies for look in reply.looks]
 
 
 # --- Stops of an attempt: requests for one, its deadline, and the save at an agreed step before it ---
@@ -212,7 +193,7 @@ class Stops:
 
         self._share = SHARE_OF_WORKERS if config.sync else 1.0
         self._up_at_s = math.inf
-        slurm.on_ending = self._hurry
+        slurm.on_ending = lambda: self._end_by(slurm.kill_at_s)
 
     def time_is_up_s(self) -> float:
         """Monotonic time at which everything of this stop must be done; infinite while there is none."""
@@ -275,7 +256,7 @@ class Stops:
 
     def on_notice(self, cause: Cause, reason: str, *, left_s: float) -> None:
         """A node will be gone in ``left_s`` seconds: stop before that, even if a stop is under way."""
-        stop_s = max(1.0, left_s - REQUEUE_COST_S)
+        stop_s = max(1.0, left_s - stop.REQUEUE_COST_S)
         if self.planned is None:
             self.stop_for(cause, reason, within_s=stop_s)
             return
@@ -291,9 +272,6 @@ class Stops:
         stopping = asyncio.create_task(self._agreed_stop())
         left_s = min(within_s, self._section.stop_timeout_s)
         self.background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
-
-    def _hurry(self) -> None:
-        self._end_by(self._slurm.kill_at_s)
 
     def _end_by(self, at_s: float) -> None:
         self._up_at_s = min(self._up_at_s, at_s)
@@ -311,7 +289,7 @@ class Stops:
         if self.planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
             cause = Cause.STOPPED_BY_USER
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
-            self.ends_at_s = at_s + left_s + REQUEUE_COST_S
+            self.ends_at_s = at_s + left_s + stop.REQUEUE_COST_S
         await self._stop(cause, f"{name} at {where}", stopping, at_s=at_s, left_s=left_s)
         log.info("exiting program after receiving %s.", name)
 
@@ -356,20 +334,20 @@ class Stops:
                 except AgentLost as error:
                     log.warning("no agreement: %s", error)
                     return
-            if isinstance(plan, NothingToSave):
+            if isinstance(plan, stop.NothingToSave):
                 reason = "no rank has begun a step, so there is nothing to save"
                 await kill_workers(self._pool, self._journal, reason)
-            elif isinstance(plan, ByThemselves) and not told:
+            elif isinstance(plan, stop.ByThemselves) and not told:
                 # no worker uses a session (yet): the signal is all that they can handle
                 await self._pool.tell_all(PassOnTerm())
-            elif isinstance(plan, ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
+            elif isinstance(plan, stop.ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
                 self.signals.add("SIGTERM")
                 await self._pool.tell_all(PassOnTerm(at_last=True))
             if not told:
                 await self._told.wait()
                 self._journal.append(EventName.STOP_AGREED, **describe(plan))
             told = True
-            if not isinstance(plan, ByThemselves):
+            if not isinstance(plan, stop.ByThemselves):
                 return
             await asyncio.sleep(POLL_S)
 

@@ -19,23 +19,7 @@ import numpy as np
 from slurmft.config.run import RunConfig
 from slurmft.ipc.messages import RankTimings, TimingsReport
 from slurmft.ipc.pages import CUDA, MAX_SECTIONS, STEP, WORK
-from slurmft.policy.stragglers import (
-    Floats,
-    Limits,
-    Pays,
-    ReportShape,
-    Scores,
-    StragglerVerdict,
-    Window,
-    accused,
-    better,
-    convicted,
-    pays,
-    report,
-    robust_best,
-    score,
-    step_slowdown,
-)
+from slurmft.policy import stragglers
 from slurmft.storage import history as storage
 from slurmft.storage.history import KEPT, Best, Conviction, History, NodeHistory
 from slurmft.storage.journal import EventName, Journal
@@ -57,7 +41,7 @@ class NodePast:
         self._history = History()
         self._was_read = False
         self._incoming: History | None = None
-        self._best_s: Floats = np.full((world, KEPT), np.nan)
+        self._best_s: stragglers.Floats = np.full((world, KEPT), np.nan)
         self._hosts, self._roles = [""] * world, [""] * world
         self._unsaved: History | None = None
 
@@ -69,13 +53,13 @@ class NodePast:
         if known is not None and known.role == role:
             self._best_s[rank, : len(known.seconds)] = known.seconds
 
-    def best_s(self) -> Floats:
+    def best_s(self) -> stragglers.Floats:
         """[ranks] The best robust time of each; NaN where fewer windows are known than it takes."""
-        return robust_best(self._best_s)
+        return stragglers.robust_best(self._best_s)
 
-    def measured(self, work_s: Floats) -> None:
+    def measured(self, work_s: stragglers.Floats) -> None:
         """Take in a window's times; NaN where there is none."""
-        self._best_s = better(self._best_s, work_s)
+        self._best_s = stragglers.better(self._best_s, work_s)
         self._remember()
 
     def add_outcome(self, node: str, *, at: float, slow: bool) -> None:
@@ -95,7 +79,7 @@ class NodePast:
 
     def _is_convicted(self, node: str, *, needed: int, now: float) -> bool:
         outcomes = [slow for at, slow in self._history.nodes[node].outcomes if abs(now - at) < FORGOTTEN_AFTER_S]
-        return convicted(outcomes, needed=needed, considered=self._considered)
+        return stragglers.convicted(outcomes, needed=needed, considered=self._considered)
 
     def follows(self, ranks: Sequence[int], nodes: Sequence[str]) -> bool:
         """Whether each of these ranks was convicted on another node before: then it is not the nodes."""
@@ -190,7 +174,7 @@ class StragglerWatch:
         self._journaled = 0
         self._suspected: list[str] = []
         self._convicted: set[str] = set()
-        self._pending: StragglerVerdict | None = None
+        self._pending: stragglers.StragglerVerdict | None = None
         self.work_s: dict[int, float] = {}
         """Seconds of each rank's own work in a step, in the newest window."""
         self.last_report = ""
@@ -214,7 +198,7 @@ class StragglerWatch:
         if self._heard.all():
             self._judge()
 
-    def verdict(self) -> StragglerVerdict | None:
+    def verdict(self) -> stragglers.StragglerVerdict | None:
         """The verdict that was reached since the last call, if any.
 
         A node that stays slow is convicted once in an attempt; one that has recovered in between may be again.
@@ -222,9 +206,9 @@ class StragglerWatch:
         found, self._pending = self._pending, None
         return found
 
-    def pays(self, verdict: StragglerVerdict, *, steps_left: int) -> Pays:
+    def pays(self, verdict: stragglers.StragglerVerdict, *, steps_left: int) -> stragglers.Pays:
         """Whether it pays to move the run away from the convicted nodes; both numbers are in its reason."""
-        return pays(
+        return stragglers.pays(
             slowdown=verdict.slowdown,
             remaining_s=steps_left * verdict.step_s,
             nodes=self._nodes,
@@ -277,34 +261,34 @@ class StragglerWatch:
         self._heard[:] = False
         self._medians, self._counts = self._empty()
 
-    def _scores(self) -> tuple[list[str], Scores]:
+    def _scores(self) -> tuple[list[str], stragglers.Scores]:
         settings = self._settings
         names = [name for name in self._columns if name != STEP]
         columns = [self._columns[name] for name in names]
         medians, counts = self._medians[:, columns], self._counts[:, columns]
         own = names.index(WORK) if WORK in names else None
-        limits = Limits(
+        limits = stragglers.Limits(
             relative=settings.gpu_relative_perf_threshold if settings.calc_relative_gpu_perf else 0.0,
             individual=settings.gpu_individual_perf_threshold if settings.calc_individual_gpu_perf else 0.0,
             min_difference_s=settings.min_difference_s,
         )
-        window = Window(
+        window = stragglers.Window(
             medians_s=medians, counts=counts, cohorts=np.where(self._heard, self._cohorts, -1),
             best_s=self._past.best_s(),
             judged=() if own is None or not np.isfinite(medians[:, own]).any() else (own,),
         )  # fmt: skip
-        return names, score(window, limits)
+        return names, stragglers.score(window, limits)
 
-    def _report(self, names: list[str], scores: Scores) -> str:
+    def _report(self, names: list[str], scores: stragglers.Scores) -> str:
         settings = self._settings
-        shape = ReportShape(
+        shape = stragglers.ReportShape(
             relative=settings.calc_relative_gpu_perf, individual=settings.calc_individual_gpu_perf,
             worst=settings.num_gpu_perf_scores_to_print, device="GPU" if self._is_gpu else "CPU",
         )  # fmt: skip
-        return report(scores, self._hosts, names, shape) if np.isfinite(scores.work_s).any() else ""
+        return stragglers.report(scores, self._hosts, names, shape) if np.isfinite(scores.work_s).any() else ""
 
-    def _conclude(self, scores: Scores) -> None:
-        numbers, shared = accused(scores.slow, self._node_of_rank)
+    def _conclude(self, scores: stragglers.Scores) -> None:
+        numbers, shared = stragglers.accused(scores.slow, self._node_of_rank)
         if shared:
             log.info("so many nodes are slow that none of them is at fault: a slow stage should have a role of its own")
         told = np.unique(self._node_of_rank[scores.covered | np.isfinite(scores.individual)])
@@ -321,7 +305,7 @@ class StragglerWatch:
             self._convicted |= set(guilty)
             self._convict(guilty, scores, now)
 
-    def _journal_suspects(self, suspects: list[str], scores: Scores) -> None:
+    def _journal_suspects(self, suspects: list[str], scores: stragglers.Scores) -> None:
         if suspects and suspects != self._suspected and self._journaled < MAX_JOURNALED:
             self._journaled += 1
             ranks = self._slow_ranks(suspects, scores)
@@ -330,13 +314,13 @@ class StragglerWatch:
             )
         self._suspected = suspects
 
-    def _convict(self, guilty: list[str], scores: Scores, now: float) -> None:
+    def _convict(self, guilty: list[str], scores: stragglers.Scores, now: float) -> None:
         ranks = self._slow_ranks(guilty, scores)
         worst_s = max((scores.behind_s[ranks] / scores.work_s[ranks]).tolist())
         ratio = 1 / (1 - worst_s) if 0 < worst_s < 1 else 1 / max(_worst(scores, ranks), 1e-9)
         step_s, slowdown = self._step(ranks, scores, ratio)
         follows = self._past.follows(ranks, guilty)
-        verdict = StragglerVerdict(
+        verdict = stragglers.StragglerVerdict(
             nodes=tuple(guilty), ranks=tuple(ranks), score=_worst(scores, ranks), work_ratio=ratio, slowdown=slowdown,
             step_s=step_s, follows_rank=follows, stop=self._settings.stop_if_detected and not follows,
             text=self._sentence(guilty, ranks, scores, ratio=ratio, slowdown=slowdown, follows=follows),
@@ -350,7 +334,14 @@ class StragglerWatch:
         )  # fmt: skip
 
     def _sentence(
-        self, guilty: list[str], ranks: list[int], scores: Scores, *, ratio: float, slowdown: float, follows: bool
+        self,
+        guilty: list[str],
+        ranks: list[int],
+        scores: stragglers.Scores,
+        *,
+        ratio: float,
+        slowdown: float,
+        follows: bool,
     ) -> str:
         settings = self._settings
         text = (
@@ -363,7 +354,7 @@ class StragglerWatch:
             text += "; but so it was on other nodes: it is the work of that rank, and no node's fault"
         return text
 
-    def _step(self, ranks: list[int], scores: Scores, ratio: float) -> tuple[float, float]:
+    def _step(self, ranks: list[int], scores: stragglers.Scores, ratio: float) -> tuple[float, float]:
         """Seconds of a step, and how many times longer it is because of these ranks."""
         column = self._columns.get(STEP)
         steps = np.full(0, np.nan) if column is None else self._medians[:, column]
@@ -375,13 +366,13 @@ class StragglerWatch:
         others = others[np.isfinite(others)]
         next_s = float(others.max()) if len(others) else 0.0
         worst_s = float(np.nanmax(scores.work_s[ranks]))
-        return step_s, step_slowdown(step_s=step_s, excess_s=min(worst_s - next_s, step_s * (1 - 1 / ratio)))
+        return step_s, stragglers.step_slowdown(step_s=step_s, excess_s=min(worst_s - next_s, step_s * (1 - 1 / ratio)))
 
-    def _slow_ranks(self, nodes: list[str], scores: Scores) -> list[int]:
+    def _slow_ranks(self, nodes: list[str], scores: stragglers.Scores) -> list[int]:
         return [rank for rank in np.flatnonzero(scores.slow).tolist() if self._hosts[rank] in nodes]
 
 
-def _worst(scores: Scores, ranks: list[int]) -> float:
+def _worst(scores: stragglers.Scores, ranks: list[int]) -> float:
     found = [
         value
         for values, slow in ((scores.relative, scores.slow_relative), (scores.individual, scores.slow_individual))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from slurmft.errors import CheckpointError, Fenced, StorageError
 from slurmft.ipc.pages import NOTHING, Page, Phase, SectionStack, Slot, State
-from slurmft.policy import interval as policy_interval
+from slurmft.policy import checkpoints as policy
 from slurmft.policy.worker_settings import CheckpointSettings, WorkerSettings
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back
@@ -250,17 +250,17 @@ class Automatic:
         self._costs_s: list[float] = []
 
     def seconds(self, *, step_s: float) -> float:
-        """Daly's interval within its bounds (``policy.interval``)."""
-        cost_s = policy_interval.typical_cost_s(self._costs_s)
-        plan = policy_interval.plan(cost_s or 0.0, self._mtbf_s, step_s=step_s, longest_s=self._longest_s)
+        """Daly's interval within its bounds (``policy.checkpoints``)."""
+        cost_s = policy.typical_cost_s(self._costs_s)
+        plan = policy.plan(cost_s or 0.0, self._mtbf_s, step_s=step_s, longest_s=self._longest_s)
         if len(self._costs_s) >= 2:
             return plan.interval_s
-        return min(max(policy_interval.FIRST_S, 10 * (cost_s or 0.0), step_s), self._longest_s or math.inf)
+        return min(max(policy.FIRST_S, 10 * (cost_s or 0.0), step_s), self._longest_s or math.inf)
 
     def cost(self, seconds: float) -> None:
         """Take in what the newest save cost."""
         if math.isfinite(seconds) and seconds >= 0:
-            self._costs_s = [*self._costs_s[-2 * policy_interval.SAVES_MEASURED :], seconds]
+            self._costs_s = [*self._costs_s[-2 * policy.SAVES_MEASURED :], seconds]
 
 
 class SaveTimer:
@@ -430,9 +430,9 @@ class SavePace:
 
 def _spacing(settings: CheckpointSettings, nodes: int) -> Spacing:
     if settings.interval != "auto":
-        return EverySeconds(settings.interval_seconds or policy_interval.LONGEST_S)
-    unseen = policy_interval.FailureHistory()
-    mtbf_s = settings.mtbf_s or policy_interval.mtbf_s(unseen, nodes)
+        return EverySeconds(settings.interval_seconds or policy.LONGEST_S)
+    unseen = policy.FailureHistory()
+    mtbf_s = settings.mtbf_s or policy.mtbf_s(unseen, nodes)
     return Automatic(mtbf_s, longest_s=settings.interval_seconds)
 
 

@@ -189,6 +189,45 @@ def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, ca
     assert len(run.events("attempt started")) == 1, run.story()
 
 
+def test_roles_go_on_while_the_supervisor_of_the_job_is_killed(tmp_path: Path, calm: str) -> None:
+    run = Roles(tmp_path / "supervised-anew")
+    run.submit()
+    run.wait_for_step_of_trainer(5)
+    for kills in (1, 2):
+        owner = run.folder.owner()
+        assert owner is not None
+        psutil.Process(owner.pid).kill()
+        eventually(lambda kills=kills: len(run.events("attempt started")) == 1 + kills, PATIENCE_S, run.story)
+        run.wait_for_step_of_trainer(5 + 10 * kills)
+    for process in run.processes("orchestrates.py")[:1]:
+        process.kill()
+    run.wait_until_done()
+    assert run.role("trainer").digest() == calm
+    assert [each["role"] for each in run.events("role started")] == ["rollout", "trainer", "orchestrator"], run.story()
+    assert {each["role"]: each["code"] for each in run.events("role ended")} == {
+        "trainer": 0, "orchestrator": 0, "rollout": 75
+    }, run.story()  # fmt: skip
+    for name in ("trainer", "rollout"):
+        started = [each for each in run.role(name).folder.journal().read() if each.event == "attempt started"]
+        assert len(started) == 1, run.story()
+    eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)
+
+
+def test_roles_are_ended_where_nothing_follows_the_supervisor_that_was_killed(tmp_path: Path) -> None:
+    run = Roles(tmp_path / "for-good")
+    config = yaml.safe_load(run.config.read_text())
+    config["fault_tolerance"] |= {"num_in_job_restarts": 0, "max_no_progress_cycles": 1}
+    run.config.write_text(yaml.safe_dump(config))
+    run.submit()
+    run.wait_for_step_of_trainer(5)
+    owner = run.folder.owner()
+    assert owner is not None
+    for process in run.processes("from_queue.py"):
+        process.suspend()  # they do not end by themselves
+    psutil.Process(owner.pid).kill()
+    eventually(lambda: not run.processes("slurmft") and not run.processes("from_queue.py"), PATIENCE_S, run.story)
+
+
 def test_the_only_agent_of_an_endpoint_begins_again_in_place_at_its_port(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "agentless")
     run.submit()

@@ -68,7 +68,7 @@ def test_roles_are_preempted_together_and_lose_a_node_alone(lab: Lab, new_run: C
     print(story(run), file=sys.stderr)
 
 
-def test_a_role_whose_supervisor_and_guardian_are_killed_begins_again_alone(
+def test_a_role_begins_again_alone_and_roles_go_on_without_the_supervisor_of_the_job(
     lab: Lab, new_run: Callable[..., Run]
 ) -> None:
     run = roles(new_run, "roles-unguarded")
@@ -77,9 +77,18 @@ def test_a_role_whose_supervisor_and_guardian_are_killed_begins_again_alone(
     owners = [role(run, name).folder.owner() for name in ("rollout", "orchestrator")]
     host, supervisor, guardian = supervisor_of(role(run, "trainer"))
     kill(lab, host, guardian, supervisor)
+    eventually(lambda: len(role(run, "trainer").events("attempt started")) == 2, PATIENCE_S, lambda: story(run))
+    ended, started = run.events("role ended")[0], run.events("role started")[-1]
+    assert ended.details.get("begins_again") == "1 of 3", story(run)
+    # its agents on other nodes have ended with their srun: the lease of 10 s need not run out
+    assert (started.at - ended.at).total_seconds() < 5, story(run)
+
+    wait_for_step(run, 20)
+    host, supervisor, _ = supervisor_of(run)
+    kill(lab, host, supervisor)
     eventually(lambda: run.folder.done() is not None, PATIENCE_S, lambda: story(run))
-    assert next(each.details.get("begins_again") for each in run.events("role ended")) == "1 of 3", story(run)
-    assert len(run.events("attempt started")) == 1, story(run)
+    assert [each.attempt.rpartition(".")[2] for each in run.events("attempt started")] == ["0", "1"], story(run)
+    assert len(run.events("role started")) == 4, story(run)
     assert [role(run, name).folder.owner() for name in ("rollout", "orchestrator")] == owners, story(run)
     (last,) = [each for each in role(run, "trainer").events("verdict") if each.details["cause"] == "finished"]
     assert last.details["last_step"] == STEPS, story(run)

@@ -705,7 +705,7 @@ async def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(node):
 
 async def test_a_zygote_that_the_kernel_kills_for_memory_is_no_crash_of_its_workers(tmp_path, monkeypatch):
     kills = [3]
-    monkeypatch.setattr(agent_workers, "memory_kills", lambda: kills[0])
+    monkeypatch.setattr(agent_workers.processes, "memory_kills", lambda: kills[0])
     async with node_in(tmp_path) as node:
         node.script(WAITING)
         node.start([PYTHON, "train.py"])

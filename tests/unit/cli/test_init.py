@@ -66,6 +66,16 @@ def test_odd_words_stay_values(here, word):
     assert settings.command[1:] == ("train 'a'.py", "x: y", "# z")
 
 
+def test_a_shell_script_is_run_by_bash_and_a_batch_script_as_it_is(here):
+    Path("run.sh").write_text("#!/bin/bash\npython x.py\n")
+    slurmft("init", "--yes", "run.sh")
+    assert configuration.load(here / "run.yaml", known_here=lambda options: options).command == ("bash", "run.sh")
+    Path("my job.slurm").write_text("#!/bin/bash\n#SBATCH -N1\nsrun python x.py\n")
+    with pytest.raises(UsageError, match=r"slurmft sbatch 'my job\.slurm'"):
+        slurmft("init", "--yes", "my job.slurm")
+    assert not Path("my-job.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("script", "file"),
     [

@@ -26,6 +26,14 @@ BRIDGE = """--rdzv_backend=c10d --rdzv_endpoint=n1:29500 --nnodes=2 --nproc-per-
 your_training_script.py"""
 
 
+def test_each_option_of_the_torchrun_that_is_installed_is_known():
+    from torch.distributed.run import get_args_parser
+
+    options = {option: action.nargs == 0 for action in get_args_parser()._actions for option in action.option_strings}
+    for option in sorted(options.keys() - {"-h", "--help"}):
+        assert parse([option, *([] if options[option] else ["1"]), "train.py"]).settings["command"][-1] == "train.py"
+
+
 def test_the_line_of_megatron_bridges_documents():
     launch = parse(BRIDGE.split())
     config = from_values(launch.settings, source="it")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slurmft.inference.driver import Again, RetryManager
-from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
+from slurmft.inference.pool import AutoRestartManager, WorkerHealthMonitor
 
 
 def monitor() -> WorkerHealthMonitor:

@@ -75,6 +75,12 @@ def test_calls_that_are_met(run, body: str, lines: list[str], shell: str):
     assert run(body, shell=shell, **({"CODE": "3"} if "failed" in body else {})) == lines
 
 
+def test_a_scripts_own_handler_of_errors_is_called_where_it_would_be(run):
+    body = "set -e\ntrap 'echo failed in line $LINENO' ERR\nsrun a\necho not here"
+    assert run(body, CODE="3") == ["met srun a", "failed in line 4"]
+    assert run(f"set -E; {body}", CODE="3") == ["met srun a", "failed in line 4"]
+
+
 def test_a_script_that_is_called_has_them_too_and_its_own_environment_file_is_read(run, tmp_path: Path):
     (tmp_path / "inner.sh").write_text("srun inside; echo $OF_SITE\n")
     (tmp_path / "site.sh").write_text("OF_SITE=yes\n")
@@ -127,6 +133,11 @@ def test_what_the_script_itself_sees_has_nothing_of_slurmft():
     assert script._Script(given).own == {"PATH": "/usr/bin", "BASH_ENV": "/site", "X": "1"}
 
 
+@pytest.mark.parametrize("words", [["python"], ["python", "-m"], ["python", "-u", "x.py"], ["python", "-c", "x"]])
+def test_a_python_that_starts_no_ranks_is_no_launcher_whatever_it_is_given(words: list[str]):
+    assert script._ranks(words, {"PATH": os.defpath}, sbatch.Places("", 1, 1, "", {}), lambda _: pytest.fail()) is None
+
+
 class Job:
     """A batch script in its job, with an sbatch that notes what it is given."""
 
@@ -156,6 +167,39 @@ class Job:
     def calls(self) -> list[str]:
         calls = self.folder / "calls"
         return calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_a_comment_in_another_encoding_reaches_sbatch_as_it_is(tmp_path: Path):
+    job = Job(tmp_path)
+    job.own.write_bytes(b"#!/bin/bash\n#SBATCH -N1 # f\xfcr alle\nsrun python train.py\n")
+    argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "job.sh"]
+    subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    head, comment, command = (tmp_path / "given").read_bytes().splitlines()
+    assert (head, comment, command[-21:]) == (b"#!/bin/bash", b"#SBATCH -N1 # f\xfcr alle", b" srun python train.py")
+
+
+HELP = Path(__file__).parents[1] / "data" / "slurm"
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in HELP.iterdir()))
+def test_an_option_whose_value_help_shows_as_if_it_were_optional_keeps_it(tmp_path: Path, version: str):
+    job = Job(tmp_path)
+    stub = (tmp_path / "bin/sbatch").read_text()
+    help_of_site = f"case $1 in --help) exec cat {HELP}/{version}/sbatch-help.txt ;; esac\n"
+    (tmp_path / "bin/sbatch").write_text(stub.replace("#!/bin/sh\n", f"#!/bin/sh\n{help_of_site}"))
+    argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "--export", "ALL,A=1", "--oom-kill-step", "job.sh", "x"]
+    subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    call = job.calls()[-1].split()
+    assert call[:3] == ["--export", "ALL,A=1", "--oom-kill-step"] and call[-1] == "x"
+
+
+def test_options_that_sbatch_will_not_read_are_named(tmp_path: Path):
+    job = Job(tmp_path)
+    job.own.write_text("#!/bin/bash\n#SBATCH\n--mem=32G\n#SBATCH --gres=gpu:1\npython train.py\n")
+    argv = [sys.executable, "-P", "-m", "slurmft", "sbatch", "job.sh"]
+    done = subprocess.run(argv, env=job.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          check=True)  # fmt: skip
+    assert "behind the first command does not count, as for sbatch: line 4\n" in done.stderr
 
 
 def test_another_script_is_submitted_as_it_is(tmp_path: Path):

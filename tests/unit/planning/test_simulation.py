@@ -21,7 +21,7 @@ from slurmft.planning.simulation import (
     t_quantile,
 )
 from slurmft.policy import suspicion
-from slurmft.policy.membership import Size
+from slurmft.policy.decide import Size
 from slurmft.policy.verdict import Cause
 
 MINUTE_S = 60.0

@@ -1,5 +1,7 @@
 """Which launch trains, what is added to sbatch's command line, and what makes a worker the task it stands for."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,13 @@ GUARD = "GUARD; "
         (["--kill-on-bad-exit", "run.sh", "python"], sbatch.SRUN_FLAGS, (("kill-on-bad-exit", ""),),
          ("run.sh", "python")),
         (["-luc8", "python"], sbatch.SRUN_FLAGS, (("l", ""), ("u", ""), ("c", "8")), ("python",)),
+        (["--bcast", "-I60", "--nice", "./x.py"], sbatch.SRUN_FLAGS, (("bcast", ""), ("I", "60"), ("nice", "")),
+         ("./x.py",)),
+        (["--no-container-mount-home", "bash", "-c", "x"], sbatch.SRUN_FLAGS, (("no-container-mount-home", ""),),
+         ("bash", "-c", "x")),
+        (["-q", "debug", "python"], sbatch.SRUN_FLAGS, (("q", "debug"),), ("python",)),
+        (["--kill-on-invalid-dep", "yes", "job.sh"], sbatch.SBATCH_FLAGS, (("kill-on-invalid-dep", "yes"),),
+         ("job.sh",)),
         (["-n1", "--", "-odd"], sbatch.SRUN_FLAGS, (("n", "1"),), ("-odd",)),
         ([], sbatch.SRUN_FLAGS, (), ()),
     ])  # fmt: skip
@@ -64,6 +73,7 @@ def test_the_signal_is_the_one_that_sbatch_would_take(given, environment, expect
         ("\ufeff#!/bin/sh -l\r\n# first\r\nrun\r\n", "#!/bin/sh -l\n# first\nGUARD; run\n"),
         ("#!/bin/bash\n#SBATCH\n--mem=32G\n", "#!/bin/bash\n#SBATCH\nGUARD; --mem=32G\n"),
         ("#!/bin/sh\n# nothing\n", "#!/bin/sh\n# nothing\nGUARD; \n"),
+        ("#!/bin/sh\n  # more\n#SBATCH -N2\n\trun\n", "#!/bin/sh\n  # more\n#SBATCH -N2\nGUARD; \trun\n"),
     ],
 )
 def test_the_guard_moves_no_line(text, guarded):
@@ -76,13 +86,30 @@ def test_a_script_whose_launches_cannot_be_met_is_refused(text):
         sbatch.with_guard(text, GUARD)
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [([], "#!/bin/sh\n#SBATCH hetjob\n"), ([], "#!/bin/sh\n#SBATCH packjob\n"), (["-N1", ":", "-N2"], "#!/bin/sh\n")],
-)
+def test_sbatch_reads_options_behind_a_comment_that_is_indented():
+    head = "#!/bin/sh\n #SBATCH -N9\n\n  # more\n#SBATCH --signal=USR1@60 # as ever\nrun\n#SBATCH -N7\n"
+    assert sbatch.head_of(head) == ["--signal=USR1@60"]
+
+
+def test_options_behind_the_first_command_are_found_but_not_those_of_scripts_that_it_writes():
+    lines = ["#!/bin/sh", "#SBATCH -N2", "cat > inner.sh <<-'END'", "#SBATCH -N3", "\tEND", "x <<< END", "#SBATCH -N4"]
+    assert sbatch.late_options("\n".join(lines)) == [7]
+    assert sbatch.late_options("#!/bin/sh\n#SBATCH\n--mem=32G\n#SBATCH -p gpu\n#SBATCH --gres=gpu:1\n") == [4, 5]
+    assert sbatch.late_options("#!/bin/sh\n # x << END\n\n#SBATCH -N1\nrun\n") == []
+
+
+@of_each(words__text=[
+        ([], "#!/bin/sh\n#SBATCH hetjob\n"), ([], "#!/bin/sh\n#SBATCH packjob\n"),
+        (["-N1", ":", "-N2", "job.sh"], "#!/bin/sh\n"),
+    ])  # fmt: skip
 def test_a_job_of_several_components_is_refused(words, text):
     with pytest.raises(UsageError, match="not one run"):
-        sbatch.refuse_several(words, text)
+        sbatch.refuse_several(split_line(words, sbatch.SBATCH_FLAGS).command, text)
+
+
+@of_each(words=[["job.sh", "a", ":", "b"], ["--comment", ":", "job.sh"]])
+def test_a_colon_among_a_scripts_own_words_makes_no_components(words):
+    sbatch.refuse_several(split_line(words, sbatch.SBATCH_FLAGS).command, "#!/bin/sh\n#SBATCH\nhetjob\n")
 
 
 @of_each(
@@ -95,6 +122,15 @@ def test_a_job_of_several_components_is_refused(words, text):
         ("srun", "bash -c source a && python train.py", True),
         ("srun", "sh -xeuc \n  torchrun \\\n --nnodes 2 main.py", True),
         ("srun", "singularity exec img python -m torch.distributed.run vit.py", True),
+        ("srun", "uv run train.py", True),
+        ("srun", "./select_gpu singularity exec x.sif conda-python-distributed -u mnist.py", True),
+        ("srun", "python -um pkg.train", True),
+        ("srun", "python /data of/ann/train.py", True),
+        ("srun", "bash -c cd src; ./train.py", True),
+        ("srun", 'bash -c python "$SCRIPT"', True),
+        ("srun", "pkill -f torchrun", False),
+        ("srun", "pkill -f train.py", False),
+        ("srun", "cp train.py /tmp", False),
         ("srun", "hostname --ip-address", False),
         ("srun", "prepare_env.sh", False),
         ("srun", "python -c import torch", False),
@@ -107,6 +143,8 @@ def test_a_job_of_several_components_is_refused(words, text):
         ("accelerate", "config", False),
         ("deepspeed", "train.py", True),
         ("python", "-m torch.distributed.launch train.py", True),
+        ("python", "-m accelerate.commands.launch train.py", True),
+        ("python", "-m deepspeed.launcher.runner train.py", True),
         ("python", "prepare.py", False),
         ("uv", "run torchrun --nproc-per-node 4 train.py", True),
         ("uv", "run python prepare.py", False),
@@ -114,12 +152,29 @@ def test_a_job_of_several_components_is_refused(words, text):
     ]
 )
 def test_which_launch_trains(name, command, trains):
-    assert sbatch.judged(name, command.split(" "), said="").trains is trains
+    assert sbatch.judged(name, command.split(" "), said="", environment={}).trains is trains
+
+
+def test_a_text_for_a_shell_is_judged_with_the_values_of_its_variables():
+    text = ["bash", "-c", "$LAUNCHER --node_rank $SLURM_PROCID ${CMD}"]
+    given = {"LAUNCHER": "python -u -m torch.distributed.run --nnodes 2", "CMD": "train.py"}
+    assert sbatch.judged("srun", text, said="", environment=given).trains and sbatch.starts_ranks(text, given)
+    given["LAUNCHER"] = "numactl -N 0 python"
+    assert sbatch.judged("srun", text, said="", environment={"CMD": "python train.py"}).trains
+    assert not sbatch.starts_ranks(text, given)
+    assert not sbatch.judged("srun", text, said="", environment={"LAUNCHER": "hostname"}).trains
+
+
+@of_each(words=[["python"] * 10_000, ["python" * 10_000], ["python -"] * 10_000, [f"/d/f{n}" for n in range(10_000)]])
+def test_no_command_takes_long_to_judge(words):
+    began = time.process_time()
+    sbatch.judged("srun", words, said="", environment={})
+    assert time.process_time() - began < 5
 
 
 def test_what_the_script_says_goes_first():
-    assert sbatch.judged("srun", ["hostname"], said="train").trains
-    assert not sbatch.judged("torchrun", ["train.py"], said="off").trains
+    assert sbatch.judged("srun", ["hostname"], said="train", environment={}).trains
+    assert not sbatch.judged("torchrun", ["train.py"], said="off", environment={}).trains
 
 
 SCRIPT = ["#!/bin/bash", "#SLURMFT train", "python train.py \\", "  --lr 1", "python other.py", "srun x  #SLURMFT off"]
@@ -139,6 +194,7 @@ def test_a_remark_holds_for_the_command_below_it(line, said):
         (["python", "-"], "standard input"),
         (["--multi-prog", "list"], "--multi-prog"),
         ([], "no command"),
+        (["--cpu_bind=cores", "-q", "debug", "python", "train.py"], ""),
         (["--mpi=none", "-N1", "--gres=gpu:2", "python", "train.py"], ""),
     ]
 )

@@ -29,7 +29,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
 from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
-from slurmft.supervisor import owner as supervisor_owner
+from slurmft.supervisor import guardian
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.act import AttemptEnd
 from slurmft.supervisor.cluster import SlurmCluster
@@ -176,7 +176,7 @@ class World:
             time=lambda: float(self.slurm.now), monotonic=lambda: self.elapsed_s, sleep=self.advance
         )
         self.elapsed_s = 0.0
-        for module in (run_folder, rescue, supervisor_owner, own_jobs, slurm):
+        for module in (run_folder, rescue, guardian, own_jobs, slurm):
             patch.setattr(module, "time", clock)
         patch.setattr(slurm, "subprocess", SimpleNamespace(
             run=self.slurm.subprocess_run, DEVNULL=-3, TimeoutExpired=TimeoutError))  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.policy.interval import FailureHistory, mtbf_s, plan
+from slurmft.policy.checkpoints import FailureHistory, mtbf_s, plan
 from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.worker.saves import SavePace
 

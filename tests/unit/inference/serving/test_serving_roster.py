@@ -10,7 +10,7 @@ import pytest
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.coordinator import Roster
 from slurmft.inference.endpoint import HighAvailabilityCluster
-from slurmft.inference.replica_health import AutoRestartManager
+from slurmft.inference.pool import AutoRestartManager
 from slurmft.ipc.messages import Call, Members, ReplicaDied, ReplicaPhase, ReplicaPlace, RouterPhase
 
 

@@ -17,8 +17,8 @@ from slurmft.policy.checkpoints import (
     Tier,
     Transfer,
     choose_snapshot,
-    plan,
     rounds_of,
+    transfers_of,
     without,
 )
 
@@ -234,7 +234,7 @@ def test_each_node_gets_what_it_lacks_once():
     decision = choose_snapshot(BOTH, None, generation=8)
     everything = range(4)
     wanted = [(0, everything), (0, everything), (2, everything), (2, [2]), (4, [1, 2]), (4, [2])]
-    assert plan(decision, BOTH, wanted) == [
+    assert transfers_of(decision, BOTH, wanted) == [
         Transfer(source=0, target=2, shard=0),
         Transfer(source=0, target=2, shard=1),
         Transfer(source=0, target=4, shard=0, is_whole=False),
@@ -248,7 +248,7 @@ def test_each_node_gets_what_it_lacks_once():
 
 def test_nothing_travels_that_lies_on_disk_or_in_the_node_itself():
     decision = choose_snapshot(BOTH[:1], Committed(name=NEW, shards=4), generation=8)
-    assert plan(decision, BOTH[:1], [(0, range(4))]) == []
+    assert transfers_of(decision, BOTH[:1], [(0, range(4))]) == []
 
 
 def test_what_cannot_be_supplied_is_taken_off_the_offer():

@@ -169,14 +169,13 @@ def test_what_becomes_of_a_request_that_comes(queue, more, entry):
     assert entry_of(queue, **given) is entry
 
 
-TRY = {"failed": 1, "max_retries": 3, "sent": False, "left_s": 10.0, "budget": RetryBudget(), "base_delay_s": 1.0,
+TRY = {"failed": 1, "max_retries": 3, "left_s": 10.0, "budget": RetryBudget(), "base_delay_s": 1.0,
        "max_delay_s": 4.0, "others": False}  # fmt: skip
 
 
 @of_each(failure__more__then=[
         (Failure.LOST, {}, SecondTry(again=True)),
         (Failure.LOST, {"budget": RetryBudget(0.0)}, SecondTry(again=True)),
-        (Failure.LOST, {"sent": True}, SecondTry(again=False)),
         (Failure.LOST, {"left_s": 0.0}, SecondTry(again=False)),
         (Failure.LOST, {"failed": 4}, SecondTry(again=False)),
         (Failure.SICK, {}, SecondTry(again=True, spends=True, pause_s=1.0)),
@@ -185,7 +184,6 @@ TRY = {"failed": 1, "max_retries": 3, "sent": False, "left_s": 10.0, "budget": R
         (Failure.SICK, {"asked_s": 2.5}, SecondTry(again=True, spends=True, pause_s=2.5)),
         (Failure.SICK, {"asked_s": 99.0}, SecondTry(again=True, spends=True, pause_s=4.0)),
         (Failure.SICK, {"budget": RetryBudget(0.9)}, SecondTry(again=False)),
-        (Failure.SICK, {"sent": True}, SecondTry(again=False)),
         (Failure.SICK, {"left_s": 0.5}, SecondTry(again=False, spends=True, pause_s=1.0)),
     ])  # fmt: skip
 def test_what_follows_a_failed_try(failure, more, then):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slurmft.cli.main import cli
 from slurmft.config.run import load
 from slurmft.operations import advise as operation
-from slurmft.policy.interval import DAY_S, FailureHistory, Measured, Setting, advise, in_words, plan
+from slurmft.policy.checkpoints import DAY_S, FailureHistory, Measured, Setting, advise, in_words, plan
 from slurmft.policy.stop import GraceNeed
 from slurmft.scheduler.slurm import Site
 from slurmft.storage import history

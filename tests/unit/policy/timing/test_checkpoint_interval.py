@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slurmft.policy.interval import (
+from slurmft.policy.checkpoints import (
     DAY_S,
     LONGEST_S,
     FailureHistory,

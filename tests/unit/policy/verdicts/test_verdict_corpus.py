@@ -94,6 +94,49 @@ def test_an_error_after_which_the_program_went_on_is_no_end(line):
     assert cause_of_text(spoilt) is Cause.DATA_CORRUPTION
 
 
+@of_each(
+    line__name=[
+        ("torch.cuda: Unexpected error from cudaGetDeviceCount(). Error 304: OS call failed", "GPUs cannot be used"),
+        ("RuntimeError: Unable to initialize backend 'cuda': No visible GPU devices.", "GPUs cannot be used"),
+        ("slurmstepd: error: pyxis:     nvidia-container-cli: ldcache error: process failed", "a GPU has failed"),
+        ("nvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.4", "driver, library"),
+        ("[ 12.3] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "a GPU has failed"),
+        ("pynvml.NVMLError_Unknown: Unknown Error", "a GPU has failed"),
+        ("srun: error: Task launch for StepId=1.0 failed on node n3: Socket timed out", "a node has failed"),
+        ("NVRM: Xid (PCI:0000:3b:00 GPU-I:03): 79, GPU has fallen off the bus.", "a GPU has failed"),
+        ("srun: error: Unable to create step for job 1: More processors requested", "wrong arguments"),
+        ("FATAL:   could not open image /s/c.sif: lstat /s/c.sif: no such file or directory", "no such program"),
+        ("/var/spool/slurmd/job1/slurm_script: line 12: torchrun: command not found", "no such program"),
+        ("/env/bin/python: No module named trainer", "no such program"),
+        ("python3: can't open file '/w/x.py': [Errno 2] No such file or directory", "no such program"),
+        ("[exiting program after receiving SIGTERM.] datetime: 2025-01-10 10:00:20", "a signal from outside"),
+        ("BlockingIOError: [Errno 11] Unable to open file (unable to lock file, errno = 11)", "file or server"),
+        ("google.api_core.exceptions.ServiceUnavailable: 503 POST https://x", "a download failed"),
+        ("datasets.exceptions.DatasetNotFoundError: Dataset 'a/b' doesn't exist on the Hub", "model, tokenizer"),
+        ("RuntimeError: Parent directory /s/ck does not exist.", "file is missing"),
+        ("RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:64.", "collective"),
+        ("ray.exceptions.ActorUnavailableError: The actor x is unavailable: RpcError", "connection to another"),
+        ("gzip.BadGzipFile: Not a gzipped file (b've')", "damaged file"),
+        ("zlib.error: Error -3 while decompressing data: incorrect data check", "damaged file"),
+        ("tarfile.ReadError: unexpected end of data", "damaged file"),
+        ("ValueError: mmap length is greater than file size", "damaged file"),
+        ("errors_impl.DataLossError: {{function_node x}} corrupted record at 12", "damaged file"),
+        ("pyarrow.lib.ArrowInvalid: Parquet magic bytes not found in footer.", "damaged file"),
+        ("HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION: beyond the largest legal address.", "an illegal access"),
+        ("RuntimeError: DataLoader worker (pid 9) is killed by signal: Segmentation fault.", "a child crashed"),
+    ]
+)  # fmt: skip
+def test_words_of_programs(line, name):
+    assert signature_of(line).name.startswith(name)
+
+
+def test_torchrun_quotes_a_childs_traceback_inside_of_its_own():
+    quoted = f"  traceback : {TRACE}".replace("\n  ", "\n    ") + "  KeyError: 'k'\n  \n=====\n"
+    text = f"{TRACE}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n{quoted}"
+    assert categorize_failure(text) is FailureCategory.CODE
+    assert categorize_failure(text.replace("KeyError", "MemoryError")) is FailureCategory.HOST_OUT_OF_MEMORY
+
+
 def test_what_is_not_a_peers_failure_counts_more_than_its_echoes():
     echo = (
         f"[rank0]: {TRACE}".replace("\n  ", "\n[rank0]:   ")

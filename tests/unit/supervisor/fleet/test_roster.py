@@ -9,7 +9,7 @@ import pytest
 from waiting import until_async
 
 from slurmft.ipc.channel import Channel, connect
-from slurmft.policy.membership import Members, Size, TooFew, Wait
+from slurmft.policy.decide import Members, Size, TooFew, Wait
 from slurmft.supervisor.agents import AgentPool
 from slurmft.supervisor.crew import Roster, named
 

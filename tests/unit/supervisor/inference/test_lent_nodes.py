@@ -16,8 +16,8 @@ from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Owner, RunFolder
-from slurmft.supervisor import avoided_nodes, serving
-from slurmft.supervisor.serving import Lenders, end_lenders
+from slurmft.supervisor import avoided_nodes, handover
+from slurmft.supervisor.handover import Lenders, end_lenders
 
 
 @dataclass
@@ -80,7 +80,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     monkeypatch.setattr(own_jobs, "submit_lender", made.submit)
     monkeypatch.setattr(own_jobs, "cancel", made.cancel)
     monkeypatch.setattr(avoided_nodes, "for_submission", lambda *_: SimpleNamespace(nodes=("bad",)))
-    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: made.now_s))
+    monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     return made
 
 
@@ -177,7 +177,7 @@ def test_a_job_that_the_queue_never_starts_is_given_up_for_a_while(start: Any, q
     assert queue.names()[-1] is EventName.LENDER_CANCELLED
     balance(lenders, 2)
     assert len(queue.submitted) == 1
-    queue.now_s += serving.LOAN_PAUSE_S
+    queue.now_s += handover.LOAN_PAUSE_S
     balance(lenders, 2)
     assert len(queue.submitted) == 2
 

@@ -16,7 +16,7 @@ from waiting import slowness
 from slurmft.agent.workers import worker_environment
 from slurmft.config.run import validate
 from slurmft.ipc.messages import StartWorkers
-from slurmft.policy.interval import FailureHistory, mtbf_s
+from slurmft.policy.checkpoints import FailureHistory, mtbf_s
 from slurmft.policy.values import Fault, Order
 from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.policy.worker_settings import WorkerSettings
