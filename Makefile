@@ -113,6 +113,7 @@ soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server build/v
 		--ignore tests/slurm/test_kills_in_saves.py --ignore tests/slurm/test_trial_storm.py \
 		--ignore tests/slurm/test_roles_storm.py tests/slurm tests/lives tests/unit tests/docs
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
+	@SLURMFT_TEST_EXAMPLES=all $(BIN)/pytest -m "hypothesis and not soak" --numprocesses 2 --dist loadfile tests/unit
 	@$(BIN)/pytest -m soak tests/lab
 
 STOPS ?= 100

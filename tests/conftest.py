@@ -1,19 +1,21 @@
 """Shared by all tests: one marked ``slurm`` or ``gpu`` runs on the real thing, or says by name why it does not."""
 
-from __future__ import annotations
-
+import asyncio
+import contextlib
 import functools
+import inspect
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import examples
 from hypothesis import HealthCheck, settings
-from waiting import SLOWEST
+from waiting import SLOWEST, slowness
 
 from slurmft.lab.cluster import Lab
 
@@ -24,9 +26,10 @@ if not os.environ["PATH"].startswith(here := f"{Path(sys.executable).parent}{os.
 STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="slurmft-state-")
 
 # A machine that is busy makes slow examples; in CI, hypothesis's own profile for it says so as well.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-if not os.environ.get("CI"):
-    settings.load_profile("busy")
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BASE = settings.get_profile("ci") if os.environ.get("CI") else BUSY
+settings.register_profile("ours", BASE, max_examples=examples(100))
+settings.load_profile("ours")
 
 
 @functools.cache
@@ -43,6 +46,9 @@ def _why_no_gpu() -> str | None:
 
 MINUTES_S = 100
 """Time limits of tests that wait for real processes, whose waits are longer on a machine that others load."""
+
+LOOP_S = 200.0
+"""How long a coroutine's test may take. Waits inside have shorter limits, which say what was waited for."""
 
 SLOW = frozenset({
     "agent/test_zygote.py", "checkpoint/replicas/test_copies_attacked.py", "checkpoint/replicas/test_supply.py",
@@ -70,6 +76,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
         if (limit := item.get_closest_marker("timeout")) is not None and limit.args[0] >= MINUTES_S:
             item.add_marker(pytest.mark.timeout(limit.args[0] * SLOWEST), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in a loop of its own, inside those of its fixtures that are async contexts."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(_in_its_loop(pyfuncitem.obj, given))
+    return True
+
+
+async def _in_its_loop(test: Callable[..., Coroutine[Any, Any, None]], given: dict[str, Any]) -> None:
+    try:
+        async with asyncio.timeout(LOOP_S * slowness()), contextlib.AsyncExitStack() as open_contexts:
+            for name, value in given.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    given[name] = await open_contexts.enter_async_context(value)
+            await test(**given)
+    finally:  # handlers of connections that are still open close their sockets before the loop ends
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for _ in range(5):
+            await asyncio.sleep(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,5 @@
 """Values of modules do not change, but for a few that belong to the whole process; each has its reason here."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path

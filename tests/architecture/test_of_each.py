@@ -1,7 +1,5 @@
 """A test over many values fails with every value that is wrong, and cannot pass without any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Markdown files that users read, and their fenced blocks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The pages for users of other tools: what they show is what the commands print, and their Python runs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

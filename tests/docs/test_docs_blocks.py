@@ -1,7 +1,5 @@
 """What the documentation tells users to write and to type is right: configurations, Python, command lines."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Names in the documentation that the code must have: events, messages, causes, exit codes, weights, packages."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """The book of failures is what its writer makes of what was seen."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The page on Lightning: its script and configuration, run as it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every link in the documentation leads somewhere: to a file of the repository, and to a heading of it."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from pathlib import Path

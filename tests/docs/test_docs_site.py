@@ -1,7 +1,5 @@
 """The site builds: strictly, and without anything that is loaded from elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The elastic script that is there to copy from: run, stopped, and continued on another number of ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 They are installed into an environment of their own: a run is started twice and repeats two steps, as after a kill.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

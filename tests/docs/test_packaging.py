@@ -1,7 +1,5 @@
 """Recipes under packaging/: they ask for what setup.cfg asks for, and are read by the tools that they are for."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import os

@@ -1,7 +1,5 @@
 """The pages that docs/generate.py writes say what the code says now."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Small files of state that no verb needs on its way, and all readers of such files in one call."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

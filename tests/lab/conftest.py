@@ -1,7 +1,5 @@
 """A lab of these tests' own, in its own folder: it never meets the one a developer has standing."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The real lab: what a newcomer and every other test rely on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which mounts make private paths readable; computed from real folders, nothing is mounted here."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from collections.abc import Iterator

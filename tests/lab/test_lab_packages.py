@@ -1,7 +1,5 @@
 """When no lab can be built: the reason, and what is done about it. Nothing is installed here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

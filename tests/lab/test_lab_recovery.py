@@ -1,7 +1,5 @@
 """The lab cleans up: after `down`, after crashes, after two commands at once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which release of Slurm a lab is built of, and where it comes from. The labs are tested in ``tests/slurm``."""
 
-from __future__ import annotations
-
 import fcntl
 import threading
 import time

@@ -1,7 +1,5 @@
 """A node that is made slow is slow, the others are not, and it ends by itself."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

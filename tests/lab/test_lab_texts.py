@@ -1,7 +1,5 @@
 """The pure parts of the lab: settings, configuration text, argv, marks. Run everywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What befalls a life: drawn from its seed, told in its story, and over at some time, so that the run can end well."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

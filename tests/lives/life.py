@@ -1,7 +1,5 @@
 """One seed, one life: what is drawn for it, how it is lived, and what is said of it when something did not hold."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

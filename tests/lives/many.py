@@ -2,8 +2,6 @@
 faults with which it still fails; the story of one: ``make lives STORY=SEED``.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A test of the tests: an invariant that nothing can break proves nothing. Each is found within ``TRIES`` lives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence

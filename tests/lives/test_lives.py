@@ -3,8 +3,6 @@
 ``make lives SEEDS=0-99999`` lives more of them, with more faults each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ well. A request with ``pause`` takes so many seconds, where there is FOLDER/seri
 counted at its end, or while it goes on, as FOLDER/counter says ("end", "live"; else there is no counter).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """The faults that any run on a cluster can meet, and how each is undone."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from slurm.conftest import preempt

@@ -1,7 +1,5 @@
 """Real runs on a real cluster: a lab of these tests' own, and a run as a tester sees it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -232,6 +230,14 @@ def new_run(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> Callab
         return run
 
     return make
+
+
+@pytest.fixture
+def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> Any:
+    """Makes endpoints, see ``endpoints.py``."""
+    from slurm.endpoints import maker
+
+    return maker(lab, request)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ Two children are made as they make theirs: one by fork alone, one by exec with a
 of them ends with its parent. Node, engine, child and how it was made are a line of ``family.txt`` beside this file.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ The first process answers as ``inference_engine.py`` and ``serving_engine.py`` d
 others are asked over a connection to the first, and say which answer is right. None of them ends because another does.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

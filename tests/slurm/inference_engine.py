@@ -5,8 +5,6 @@ python inference_engine.py PORT PAUSE_SECONDS
 Those that begin with WAIT are answered when there is a file ``go`` beside it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

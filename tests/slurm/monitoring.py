@@ -1,7 +1,5 @@
 """A real Prometheus and a real Alertmanager on this machine's loopback, with the shipped rules at a test's pace."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re

@@ -1,7 +1,5 @@
 """A client of an endpoint that asks again, another router where there is one, until its deadline, as docs say."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -7,8 +7,6 @@ of a stream. ``/sleep`` is administrative; ``/echo`` returns what came. ``/load_
 so many seconds; the first N times it refuses, or does not do it. Answers depend on them, and say what is in the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

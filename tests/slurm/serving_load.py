@@ -10,8 +10,6 @@ connection. forwarded: as plain, at the address that is in the file ``forward`` 
 client of OpenAI as it comes, there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -7,8 +7,6 @@ python serving_storm_load.py long|stall RUN_FOLDER SEED    one request that take
 outcome becomes a line of the file ``outcomes`` beside the run folder
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

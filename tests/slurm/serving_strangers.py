@@ -7,8 +7,6 @@ shows the token, connects anew for every request, and comes from another address
 cannot tell them apart before the token is there, and closes the oldest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

@@ -1,7 +1,5 @@
 """A small disk of its own, an image behind a loop device that every member of the lab has mounted: it can be filled."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

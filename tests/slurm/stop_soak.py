@@ -1,7 +1,5 @@
 """Hundreds of stops of a framework's training, counted in a file: a soak goes on where an earlier one ended."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

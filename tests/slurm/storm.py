@@ -5,8 +5,6 @@ measured, and where nothing moves for a while Slurm is asked what the job waits 
 force, nor Slurm, nor a known limit explains fails the test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

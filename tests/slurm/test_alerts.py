@@ -1,7 +1,5 @@
 """The shipped rules and dashboards on a real Prometheus and Alertmanager, with faults in a run on the lab."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What Slurm itself refuses, or takes and never starts; and names that shells and sbatch would take apart."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

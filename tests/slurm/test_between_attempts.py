@@ -1,7 +1,5 @@
 """What happens while one attempt is over and the next has not begun; no Slurm is needed for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

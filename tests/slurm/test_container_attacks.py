@@ -1,7 +1,5 @@
 """Containers that cannot be, or do what they should not. On this machine alone: what starts an agent is the same."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

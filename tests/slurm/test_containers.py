@@ -1,7 +1,5 @@
 """Agents and workers in containers, on a real cluster: every journey ends with the weights of a run without one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The control connection between agent and supervisor breaks, or an agent cannot do what it is asked for; no Slurm."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

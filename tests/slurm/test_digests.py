@@ -1,7 +1,5 @@
 """A bit that flips silently on a real cluster: found in time, its node excluded, and no trace left in the weights."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

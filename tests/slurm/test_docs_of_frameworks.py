@@ -1,7 +1,5 @@
 """The pages on frameworks, as a reader follows them: their scripts, configurations and commands, on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """``slurmft doctor`` on real clusters: a good one, and badly configured ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

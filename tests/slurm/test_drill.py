@@ -1,7 +1,5 @@
 """``slurmft drill`` on real Slurm: it passes where preemption works, and says what does not where it does not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

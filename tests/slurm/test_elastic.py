@@ -1,7 +1,5 @@
 """Runs whose number of nodes changes while they train: fewer when one dies, more when others lend theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Exit 16: the run goes on, on different nodes, whatever happens in between; or it ends and says why it cannot."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

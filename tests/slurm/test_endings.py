@@ -1,7 +1,5 @@
 """Ways in which a job can end that the training itself has no part in: its processes, its queue, its cluster."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Engines of several processes on the lab: all of them end, whatever ends first, and none hears a step's signal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Engines and clients as they behave, on this machine: slow is not dead, and alive is not well."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

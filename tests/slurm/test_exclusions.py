@@ -1,7 +1,5 @@
 """The exclusion list on a real cluster: jobs stay off excluded nodes, and the list keeps none of them from starting."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import textwrap

@@ -1,7 +1,5 @@
 """``slurmft.Executor``: programs written for submitit, with one import changed; here, and on the lab as its user."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

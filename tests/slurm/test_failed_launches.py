@@ -1,7 +1,5 @@
 """Nodes whose Prolog fails: Slurm holds the job, and `requeue --rescue` lets it begin elsewhere, so many times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

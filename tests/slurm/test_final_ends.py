@@ -3,8 +3,6 @@
 On 22.05 the same happens by itself; ``test_releases`` runs these tests on newer releases as well.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,22 +1,15 @@
 """One engine over two nodes of a real cluster: the power of one of them is off, and another node takes its place."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually
-from slurm.endpoints import EndpointRun, Load, NewEndpoint, maker
+from slurm.endpoints import EndpointRun, Load, NewEndpoint
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 COMMAND = ["python", "{folder}/gang_engine.py", "--rank", "{node_rank}", "--nodes", "{nodes}", "--head", "{head}",
            "--head-port", "{head_port}", "--port", "{port}"]  # fmt: skip
 CLIENTS = 20
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 def begin(new_endpoint: NewEndpoint, spare_nodes: int) -> tuple[EndpointRun, str]:

@@ -1,7 +1,5 @@
 """Nodes with eight GPUs each on a real Slurm, without a GPU: real hooks, the sweep and runs on the stand-in."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The time a stop has and the time it takes, on real Slurm: what submit says of it, and what the journal does."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

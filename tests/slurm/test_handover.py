@@ -1,23 +1,16 @@
 """An endpoint is handed over from job to job, while a hundred clients ask it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from slurm.conftest import eventually, preempt
-from slurm.endpoints import NODES, EndpointRun, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, EndpointRun, Load, NewEndpoint
 from slurmft.inference.endpoint import read_handover
 from slurmft.lab.cluster import Lab
 
 PLAIN = 20
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 def test_a_requeue_hands_over_without_a_failed_request(new_endpoint: NewEndpoint) -> None:

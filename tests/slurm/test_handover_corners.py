@@ -1,11 +1,9 @@
 """Handovers of an endpoint in settings of their own, and beside other changes; a hundred clients ask it meanwhile."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually
-from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint
 from slurm.test_handover import supervisor_of
 from slurm.test_rolling_update import with_engine
 from slurmft.inference.endpoint import State, read_update
@@ -14,11 +12,6 @@ from slurmft.scheduler.slurm import expand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(500)]
 PORT = 18_080
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 def check_load(run: EndpointRun, load: Load) -> None:

@@ -1,7 +1,5 @@
 """Ranks that stand still, on a real cluster: the right one is named, with its section, and the run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

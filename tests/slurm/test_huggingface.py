@@ -1,7 +1,5 @@
 """Hugging Face's Trainer on the lab, with two lines for slurmft: real stops, and the weights of an undisturbed run."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import random

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer with ``engine="slurmft"``: checkpoints of slurmft, and the weights of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

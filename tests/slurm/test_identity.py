@@ -1,7 +1,5 @@
 """Whose job it is, and who owns the run: numbers that Slurm gives again, supervisors that Slurm has given up."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Batches of requests on a real cluster: whatever dies, every one is answered exactly once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

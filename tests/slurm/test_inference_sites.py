@@ -1,7 +1,5 @@
 """Batches of requests where nodes come and go, disks are full, Slurm is away, and others use the nodes as well."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

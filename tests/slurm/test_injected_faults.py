@@ -1,7 +1,5 @@
 """Faults on purpose in real runs: what the last look before the kill finds, and weights that know nothing of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

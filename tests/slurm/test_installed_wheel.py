@@ -1,7 +1,5 @@
 """The wheel, installed as docs/deployment.md and the first-run page say, by root, and used by two ordinary users."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

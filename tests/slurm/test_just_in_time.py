@@ -4,8 +4,6 @@ Without Slurm: two agents on this machine stand for two nodes. Killing one takes
 that they had with it, as a power cut does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

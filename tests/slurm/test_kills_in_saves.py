@@ -1,7 +1,5 @@
 """A Trainer whose ranks are killed in the middle of saves never goes on from a folder that is not finished."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An endpoint of one node that borrows three more while its load needs them, and gives them back."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import PATIENCE_S, eventually

@@ -1,7 +1,5 @@
 """Lightning scripts without a line of slurmft: a TERM at any moment, one save, one requeue, the same weights."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import shutil

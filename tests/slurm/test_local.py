@@ -1,7 +1,5 @@
 """The same supervisor, agents and workers without Slurm: stop, resume, and a TERM that is a preemption."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``slurmft infer -i requests.jsonl -o results.jsonl`` on this machine, as ``vllm run-batch`` takes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One engine over several nodes, on this machine: whichever of its processes ends, all end, and begin again."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

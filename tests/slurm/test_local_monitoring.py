@@ -1,7 +1,5 @@
 """The companion of a supervisor on this machine: what it publishes, and that a dead webhook delays nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A trainer that learns from a queue: ranks, supervisor and writer begin again, and it changes nothing."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

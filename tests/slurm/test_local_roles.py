@@ -1,7 +1,5 @@
 """A job of a trainer, engines and an orchestrator on this machine: each is killed by itself, and nothing changes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

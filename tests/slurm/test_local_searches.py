@@ -1,7 +1,5 @@
 """Hydra's multiruns as sweeps on this machine: what users give, and what becomes of it when apps are killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

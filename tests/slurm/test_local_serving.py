@@ -1,7 +1,5 @@
 """An endpoint on this machine: routers, replicas and agents are killed under the load of a hundred clients."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

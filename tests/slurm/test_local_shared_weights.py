@@ -1,7 +1,5 @@
 """Weights in memory on this machine: they outlive a killed engine, and not the run, nor agents that are all killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

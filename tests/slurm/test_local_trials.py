@@ -1,7 +1,5 @@
 """Sweeps on this machine, while trials, drivers, agents and the supervisor are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

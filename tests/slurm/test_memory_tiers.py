@@ -1,7 +1,5 @@
 """Nodes die with what they had in memory: their peers' copies are read, and the disk where those are lost too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A TERM at an awkward moment, a script that knows nothing of slurmft, and the script people edit: on real Slurm."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Slurm's hooks on a real cluster: jobs run although the prolog is broken, the epilog cleans up, a requeued job begins
 at once, HealthCheckProgram leaves its results."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A cloud announces to take a node away, on real Slurm: the run is saved and elsewhere before it does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

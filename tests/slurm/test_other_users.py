@@ -1,7 +1,5 @@
 """Two ordinary users and root on one cluster: no rescue executes what another user has written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Their trainer saves by itself, every few steps and at a signal. Whatever happens
 once, and the result is that of an undisturbed training.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 

@@ -1,7 +1,5 @@
 """``slurmft.submit`` and the handle of a run, as a notebook uses them; without Slurm, and on the lab as its user."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """``slurmft quickstart --infer`` on this machine: the trained GPT answers every prompt, though a replica is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ that fails. ``SLURMFT_FAULT_SEEDS=7,8`` or ``=100-130`` runs those seeds instead
 ``SLURMFT_FAULTS_OUTPUT=FILE`` appends one line of JSON per run that ended. ``make soak-faults`` goes on where it ended.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ As test_random_faults.py: the seed decides; ``SLURMFT_FAULT_SEEDS`` chooses seed
 line of JSON for each run.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import ClassVar

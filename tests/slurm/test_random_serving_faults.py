@@ -5,8 +5,6 @@ line of JSON for each run. A hundred clients count what became of their requests
 all: engines and clients that are slow, sick, hung or gone without a word, where no engine may be killed without cause.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

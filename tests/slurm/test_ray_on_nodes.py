@@ -1,7 +1,5 @@
 """The exercise of an elastic trainer: four nodes, one dies, two are lent; Ray Train goes on inside of one attempt."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Final weights bit-identical to an undisturbed run, whatever ended the job: 2 nodes x 2 ranks, real Slurm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Each test is one of another module; the lab is another one here. On the newest r
 release are in every run: what Slurm says and does at a preemption, a requeue, a lost node, a drain.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

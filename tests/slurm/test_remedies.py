@@ -1,7 +1,5 @@
 """What a run changes about itself before it is tried again: real runs, on this machine and on a cluster."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

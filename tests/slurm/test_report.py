@@ -1,7 +1,5 @@
 """What a report says that faults have cost is what they did cost, by the clock of the trainer itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import pairwise

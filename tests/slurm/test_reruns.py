@@ -1,7 +1,5 @@
 """Wrong results: computed again in place, then on different nodes; who is to blame is on the exclusion list."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

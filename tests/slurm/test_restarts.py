@@ -1,7 +1,5 @@
 """Restarts in the allocation: the workers are gone and come back, the job, its agents and its weights do not notice."""
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

@@ -1,7 +1,5 @@
 """A job of a trainer, engines and an orchestrator on the lab: preempted, requeued, and its processes are killed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

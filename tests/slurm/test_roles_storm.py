@@ -3,8 +3,6 @@
 ``make soak-roles EVENTS=120 EVERY_S=60`` writes what has come of it into bench/results/roles.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

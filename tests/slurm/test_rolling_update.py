@@ -1,21 +1,14 @@
 """The replicas of an endpoint get another engine one by one, while a hundred clients ask it."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 
 from slurm.conftest import eventually
-from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint
 from slurmft.inference.endpoint import State, read_update
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 def with_engine(run: EndpointRun, *more: str) -> str:

@@ -4,8 +4,6 @@ The trainer prints its arguments, its folder and the variables that tell it its 
 stand-ins, which set a rank's variables.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

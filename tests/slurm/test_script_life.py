@@ -1,7 +1,5 @@
 """Batch scripts under `slurmft sbatch` whose launches are signalled, killed, requeued: and what runs once, or again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

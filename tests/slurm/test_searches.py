@@ -3,8 +3,6 @@
 ``SLURMFT_SEARCH_TRIALS=200`` makes them longer than the tests are, with five kills of the app in place of three.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,21 +1,14 @@
 """An endpoint on a real cluster: nodes die and are cut off, the job is requeued, and another user tries his luck."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurm.conftest import eventually
-from slurm.endpoints import NODES, REPLICAS, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, REPLICAS, Load, NewEndpoint
 from slurmft.inference.endpoint import HighAvailabilityCluster, folder_of
 from slurmft.lab.cluster import Lab
 
 PLAIN = 20
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
-    return maker(lab, request)
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=pytest.mark.soak)])

@@ -4,8 +4,6 @@ Two clusters, one after the other: one without accounting, whose plug-in rewrite
 and are hidden from users; and one whose accounting has limits.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

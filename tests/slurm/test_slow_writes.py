@@ -1,7 +1,5 @@
 """A stop while the writers are still busy with earlier saves, and while they die."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """Slurm itself is away, slow, or says no at the moment of the requeue. The commands are the real ones behind a wrapper
 that can be told to misbehave; the controller that is away is really stopped."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents and nodes that go away while a run trains: real nodes of a real cluster lose their power or their network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 A small disk of its own (an image behind a loop device, mounted on every node) is really filled and really frozen.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

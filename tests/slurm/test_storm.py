@@ -1,7 +1,5 @@
 """What the storms of random faults let pass, and what not. No lab."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 

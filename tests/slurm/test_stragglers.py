@@ -1,7 +1,5 @@
 """Slow nodes on a real cluster: the slow one is named, the others never are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

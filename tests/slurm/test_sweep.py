@@ -1,7 +1,5 @@
 """``slurmft sweep`` on real Slurm: a sick node goes out, stays out, and comes back; Slurm's silence changes nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A script that cannot be changed and saves on its node's own disk goes on elsewhere: ``sync``."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

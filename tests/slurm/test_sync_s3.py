@@ -1,7 +1,5 @@
 """``sync`` with S3: moto's server on loopback, which is killed in the middle of an upload."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Scripts that take their place from srun's variables, in a run; and scripts with a session, under srun alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ The engines are ``transformers serve``, llama.cpp's server and LitServe; their m
 spot, and decode greedily, so that every answer can be compared. ``make soak`` installs and builds all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -3,8 +3,6 @@
 Its model is tiny, random and made on the spot; it decodes greedily, so that every answer can be compared.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

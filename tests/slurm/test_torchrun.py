@@ -1,7 +1,5 @@
 """``launcher: torchrun``: torch's elastic agent in between, and the same endings."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -3,8 +3,6 @@
 ``make soak-trials TRIALS=10000 EVENTS=1000`` writes what has come of it into bench/results/trials.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

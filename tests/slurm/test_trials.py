@@ -1,7 +1,5 @@
 """Sweeps on a real cluster: jobs come and go, and every trial has one result."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Engines are a small server with a model of Hugging Face, and vLLM itself where ``build/vllm`` has it (``make soak``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

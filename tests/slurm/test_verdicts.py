@@ -1,7 +1,5 @@
 """Exit codes that mean something, and those that lie: plain scripts on real Slurm, 2 nodes x 2 ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

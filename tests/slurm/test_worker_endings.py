@@ -4,8 +4,6 @@ One small trainer (``trainers/moments.py``) is caught at a named moment, on real
 the whole tree of the step's processes here (proctrack/linuxproc), so that loader workers and helpers get it too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 python tiny_chat_model.py FOLDER [ascii]      # ascii: it knows and says printable characters of ASCII alone
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """One optimizer step for four steps of the session; rank 1 dies by itself at a step, in the first attempt only."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

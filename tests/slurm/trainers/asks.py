@@ -5,8 +5,6 @@
 A line for each answer: the newest version of the weights as the router knows it, before and after, and the answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

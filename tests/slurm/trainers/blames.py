@@ -4,8 +4,6 @@ Its rank on a node named ``--bad`` says that it got a wrong result twice, as a r
 16. Where no such node is, it counts to its last step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

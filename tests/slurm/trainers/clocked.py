@@ -1,7 +1,5 @@
 """A trainer that writes down, beside its run, when each step was done: what a report says is compared with that."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

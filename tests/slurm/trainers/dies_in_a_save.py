@@ -1,7 +1,5 @@
 """``moments.py``, but rank 1 is killed once, while it copies the save of step $DIES_AT, which all have agreed on."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

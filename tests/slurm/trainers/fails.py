@@ -1,7 +1,5 @@
 """A trainer that saves nothing, and whose chosen rank fails at its start as often as it is told to."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

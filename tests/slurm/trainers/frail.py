@@ -5,8 +5,6 @@ python frail.py --steps N --global-batch B --micro-batch M [--fits F] [--dies-fr
 It prints the samples of each step, so that a test can see that each was taken once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

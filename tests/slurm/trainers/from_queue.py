@@ -1,7 +1,5 @@
 """A model that learns what a writer puts into a queue: each step the two items of that step, one for each rank."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

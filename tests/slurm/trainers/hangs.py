@@ -3,8 +3,6 @@
 python hangs.py --steps N [--hang nested|start|setup|step|thread] [--rank R] [--at STEP] [--seconds S]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import threading

@@ -1,7 +1,5 @@
 """``hf_trainer`` with FSDP2 on CPUs: Accelerate takes its plugin for FSDP on devices only, torch shards on both."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

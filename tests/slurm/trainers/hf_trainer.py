@@ -1,7 +1,5 @@
 """A Trainer as people write it, with the two lines for slurmft: a tiny GPT-2 made on the spot, on random tokens."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import time

@@ -6,8 +6,6 @@ Ranks are forked from this process, which has imported everything: a start takes
 digest of the weights at the end; the same with ``--kills 0`` is that of a training that was left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -3,8 +3,6 @@
 usage: metadata_service.py PORT FOLDER SECONDS_LEFT
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

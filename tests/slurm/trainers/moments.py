@@ -5,8 +5,6 @@ mark in the folder of marks and goes on when somebody leaves ``go`` there. The w
 this.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing

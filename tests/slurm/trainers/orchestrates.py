@@ -5,8 +5,6 @@
 It knows nothing of slurmft's restarts: begun again, it asks for what is not in the queue yet.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import ssl

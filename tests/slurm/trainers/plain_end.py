@@ -1,7 +1,5 @@
 """Ends as it is told, one word for each start of the run: an exit code, or what it does first. Knows no slurmft."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

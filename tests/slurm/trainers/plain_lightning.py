@@ -4,8 +4,6 @@ It shuffles, drops out, draws random numbers in its dataset, accumulates gradien
 training has the weights of an undisturbed one only where all of that goes on exactly.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

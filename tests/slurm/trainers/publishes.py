@@ -5,8 +5,6 @@
 Weights are a text that names the life of the trainer and the step.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

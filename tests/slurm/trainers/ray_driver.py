@@ -3,8 +3,6 @@
 ray_driver.py NOTES [EXIT_CODE]      ends with that code, or when the file NOTES.end exists
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

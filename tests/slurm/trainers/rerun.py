@@ -6,8 +6,6 @@ Errors are injected by the section ``rerun:``. For real, the whole way through t
 node's loss of step --at NaN, --spoil the weights. --opaque hides the batches from the checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

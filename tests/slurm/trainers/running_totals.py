@@ -6,8 +6,6 @@ with ``--across`` every so many, and the other ranks have replicas of them (FSDP
 writes a line at the end of each step: Unix time, process, step.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -3,8 +3,6 @@
 Its last line is a digest of the weights, of every rank's place, and of totals in ``extra`` that grow with every step.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import random

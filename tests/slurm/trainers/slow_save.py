@@ -3,8 +3,6 @@
 python slow_save.py --steps N --step-delay S --save-delay S [--save-exit CODE] --slow-while FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

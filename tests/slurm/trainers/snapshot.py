@@ -4,8 +4,6 @@ It keeps one snapshot, overwrites it in place, and goes on from it where it find
 rank meets an error of the network; every error goes to a log of its rank, and the exit code asks to be scheduled again.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -6,8 +6,6 @@ python straggler.py --steps N --work S [--slow-rank R | --slow-node NODE | --slo
 ``--roles`` it says so. The weights at the end depend on nothing of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

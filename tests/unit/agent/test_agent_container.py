@@ -1,7 +1,5 @@
 """The process outside of a container, and what the agent inside makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -114,14 +112,11 @@ def test_only_a_process_that_has_greeted_is_heard_and_missed(pipe: tuple[int, in
     assert asyncio.run(heard(*pipe, *parts)) == expected
 
 
-def test_an_input_that_is_no_pipe_is_left_alone():
-    async def listen() -> bool:
-        listener = Outside(lambda name: None)
-        with Path(os.devnull).open("rb") as nothing:
-            listener.listen(nothing.fileno())
-        return listener.is_heard
-
-    assert asyncio.run(listen()) is False
+async def test_an_input_that_is_no_pipe_is_left_alone():
+    listener = Outside(lambda name: None)
+    with Path(os.devnull).open("rb") as nothing:
+        listener.listen(nothing.fileno())
+    assert listener.is_heard is False
 
 
 NODE = {"SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}

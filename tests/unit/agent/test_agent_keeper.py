@@ -1,7 +1,5 @@
 """The agent's side of copies: its keeper, from attempt to attempt, and what it tells the other nodes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """The digests of a rank that was started again are those of its new page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What an agent finds out about real workers of a real zygote, without torch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -11,9 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from of_each import of_each
@@ -79,17 +76,19 @@ class Node:
         return path.read_text() if path.exists() else ""
 
 
-def on_a_node(folder: Path, work: Callable[[Node], Awaitable[Any]]) -> None:
-    async def limited() -> None:
-        node = Node(folder)
-        node.workers.start_zygote(dict(os.environ), preload=())
-        try:
-            async with asyncio.timeout(60):
-                await work(node)
-        finally:
-            node.workers.close()
+@contextlib.asynccontextmanager
+async def node_in(folder: Path) -> AsyncIterator[Node]:
+    node = Node(folder)
+    node.workers.start_zygote(dict(os.environ), preload=())
+    try:
+        yield node
+    finally:
+        node.workers.close()
 
-    asyncio.run(limited())
+
+@pytest.fixture
+def node(tmp_path: Path) -> contextlib.AbstractAsyncContextManager[Node]:
+    return node_in(tmp_path)
 
 
 SLEEPS = """
@@ -102,41 +101,35 @@ load_a_batch()
 """
 
 
-def test_a_worker_tells_its_stacks_quickly_and_goes_on(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(SLEEPS, ranks=2)
-        began = time.monotonic()
-        found = await node.look()
-        assert time.monotonic() - began < PATIENT_S, "it waits no longer than it must"
-        for rank, each in enumerate(found):
-            assert (each.rank, each.pid, each.kind) == (rank, node.pid(rank), "elsewhere")
-            assert each.doing == "is in load_a_batch (train.py:5)"
-            assert each.python_top[0] == f"{tmp_path}/train.py:5 load_a_batch"
-            assert each.process == "S"
-            assert node.stacks(rank).count("load_a_batch") == 1
-            assert "Thread 0x" in node.stacks(rank), "the other thread too"
-            assert node.workers.by_rank[rank].alive
-        facts = json.loads((node.attempt / "evidence-n1.json").read_text())
-        assert [each["kernel"]["threads"][0]["state"] for each in facts["ranks"]] == ["S", "S"]
-        assert (await node.look())[0].kind == "elsewhere"
-        assert node.stacks().count("==== rank 0,") == node.stacks().count("load_a_batch") == 2
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_tells_its_stacks_quickly_and_goes_on(node, tmp_path):
+    await node.start(SLEEPS, ranks=2)
+    began = time.monotonic()
+    found = await node.look()
+    assert time.monotonic() - began < PATIENT_S, "it waits no longer than it must"
+    for rank, each in enumerate(found):
+        assert (each.rank, each.pid, each.kind) == (rank, node.pid(rank), "elsewhere")
+        assert each.doing == "is in load_a_batch (train.py:5)"
+        assert each.python_top[0] == f"{tmp_path}/train.py:5 load_a_batch"
+        assert each.process == "S"
+        assert node.stacks(rank).count("load_a_batch") == 1
+        assert "Thread 0x" in node.stacks(rank), "the other thread too"
+        assert node.workers.by_rank[rank].alive
+    facts = json.loads((node.attempt / "evidence-n1.json").read_text())
+    assert [each["kernel"]["threads"][0]["state"] for each in facts["ranks"]] == ["S", "S"]
+    assert (await node.look())[0].kind == "elsewhere"
+    assert node.stacks().count("==== rank 0,") == node.stacks().count("load_a_batch") == 2
 
 
-def test_a_stopped_worker_is_told_from_outside_at_once(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(SLEEPS, ranks=2)
-        os.kill(node.pid(1), signal.SIGSTOP)
-        await until_async(lambda: (seen := view(node.pid(1))) is not None and seen.state == "T")
-        began = time.monotonic()
-        found = await node.look()
-        assert time.monotonic() - began < PATIENT_S, "nobody waits for an answer that cannot come"
-        assert [each.kind for each in found] == ["elsewhere", "stopped"]
-        assert found[1].python_top == ()
-        assert node.stacks(1) == ""
-
-    on_a_node(tmp_path, work)
+async def test_a_stopped_worker_is_told_from_outside_at_once(node):
+    await node.start(SLEEPS, ranks=2)
+    os.kill(node.pid(1), signal.SIGSTOP)
+    await until_async(lambda: (seen := view(node.pid(1))) is not None and seen.state == "T")
+    began = time.monotonic()
+    found = await node.look()
+    assert time.monotonic() - began < PATIENT_S, "nobody waits for an answer that cannot come"
+    assert [each.kind for each in found] == ["elsewhere", "stopped"]
+    assert found[1].python_top == ()
+    assert node.stacks(1) == ""
 
 
 def test_the_signals_of_a_member_of_many_groups_are_read(tmp_path):
@@ -146,114 +139,90 @@ def test_the_signals_of_a_member_of_many_groups_are_read(tmp_path):
     assert processes.text_of(str(status)).endswith("SigCgt:\t0000400000000000\n")
 
 
-def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start("", command=["bash", "-c", "echo ready; sleep 300; true"])
-        (each,) = await node.look()
-        assert each.kind == "no answer"
-        assert each.process in ("R", "S", "D")
-        assert each.tick == NOT_STARTED
-        assert not each.attached
-        assert view(node.pid()) is not None, "the signal would have ended it"
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_that_is_no_python_of_ours_survives_the_look(node):
+    await node.start("", command=["bash", "-c", "echo ready; sleep 300; true"])
+    (each,) = await node.look()
+    assert each.kind == "no answer"
+    assert each.process in ("R", "S", "D")
+    assert each.tick == NOT_STARTED
+    assert not each.attached
+    assert view(node.pid()) is not None, "the signal would have ended it"
 
 
-def test_one_that_blocks_the_signal_costs_no_more_than_the_limit(tmp_path):
-    async def work(node: Node) -> None:
-        number = int(pages.STACKS_SIGNAL)
-        await node.start(f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])\n{SLEEPS}")
-        began = time.monotonic()
-        (each,) = await node.look(0.1)
-        assert each.kind == "no answer"
-        assert 0.1 <= time.monotonic() - began < PATIENT_S
-
-    on_a_node(tmp_path, work)
+async def test_one_that_blocks_the_signal_costs_no_more_than_the_limit(node):
+    number = int(pages.STACKS_SIGNAL)
+    await node.start(f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])\n{SLEEPS}")
+    began = time.monotonic()
+    (each,) = await node.look(0.1)
+    assert each.kind == "no answer"
+    assert 0.1 <= time.monotonic() - began < PATIENT_S
 
 
-def test_a_trainers_own_faulthandler_changes_nothing(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(
-            "import faulthandler, signal; faulthandler.enable(); faulthandler.register(signal.SIGUSR1); "
-            f"faulthandler.disable(){SLEEPS}"
-        )
-        assert (await node.look())[0].doing == "is in load_a_batch (train.py:5)"
-
-    on_a_node(tmp_path, work)
+async def test_a_trainers_own_faulthandler_changes_nothing(node):
+    await node.start(
+        "import faulthandler, signal; faulthandler.enable(); faulthandler.register(signal.SIGUSR1); "
+        f"faulthandler.disable(){SLEEPS}"
+    )
+    assert (await node.look())[0].doing == "is in load_a_batch (train.py:5)"
 
 
-def test_a_worker_deep_in_a_recursion_and_one_that_computes_answer(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(
-            """
-            import os, sys
-            def spin(depth):
-                if depth:
-                    return spin(depth - 1)
-                print("ready", flush=True)
-                while True:
-                    pass
-            spin(300 if os.environ["RANK"] == "0" else 0)
-            """,
-            ranks=2,
-        )
-        for each in await node.look():
-            assert each.kind == "elsewhere"
-            assert "spin" in each.doing
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_deep_in_a_recursion_and_one_that_computes_answer(node):
+    await node.start(
+        """
+        import os, sys
+        def spin(depth):
+            if depth:
+                return spin(depth - 1)
+            print("ready", flush=True)
+            while True:
+                pass
+        spin(300 if os.environ["RANK"] == "0" else 0)
+        """,
+        ranks=2,
+    )
+    for each in await node.look():
+        assert each.kind == "elsewhere"
+        assert "spin" in each.doing
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
-def test_a_crash_leaves_its_stack(tmp_path, number):
-    async def work(node: Node) -> None:
-        await node.start(SLEEPS)
-        os.kill(node.pid(), number)
-        worker = node.workers.by_rank[0]
-        await until_async(lambda: worker.exit_code is not None)
-        node.forensics.keep_last_words(worker, node.attempt)
-        node.forensics.keep_last_words(worker, node.attempt)
-        (each,) = await node.look()
-        assert worker.exit_code == -number
-        assert (each.kind, each.exit_code) == ("dead", -number)
-        assert each.python_top[0] == f"{tmp_path}/train.py:5 load_a_batch"
-        assert node.stacks().count("Fatal Python error") == 1
-        assert "load_a_batch" in node.stacks()
-        assert "exit code -" in node.stacks()
-
-    on_a_node(tmp_path, work)
+async def test_a_crash_leaves_its_stack(node, tmp_path, number):
+    await node.start(SLEEPS)
+    os.kill(node.pid(), number)
+    worker = node.workers.by_rank[0]
+    await until_async(lambda: worker.exit_code is not None)
+    node.forensics.keep_last_words(worker, node.attempt)
+    node.forensics.keep_last_words(worker, node.attempt)
+    (each,) = await node.look()
+    assert worker.exit_code == -number
+    assert (each.kind, each.exit_code) == ("dead", -number)
+    assert each.python_top[0] == f"{tmp_path}/train.py:5 load_a_batch"
+    assert node.stacks().count("Fatal Python error") == 1
+    assert "load_a_batch" in node.stacks()
+    assert "exit code -" in node.stacks()
 
 
-def test_a_healthy_end_leaves_no_file(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start("print('ready')")
-        worker = node.workers.by_rank[0]
-        await until_async(lambda: worker.exit_code is not None)
-        node.forensics.keep_last_words(worker, node.attempt)
-        node.forensics.finish(WAIT_S)
-        assert list(node.attempt.iterdir()) == []
-
-    on_a_node(tmp_path, work)
+async def test_a_healthy_end_leaves_no_file(node):
+    await node.start("print('ready')")
+    worker = node.workers.by_rank[0]
+    await until_async(lambda: worker.exit_code is not None)
+    node.forensics.keep_last_words(worker, node.attempt)
+    node.forensics.finish(WAIT_S)
+    assert list(node.attempt.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_costs_the_files_and_not_the_findings(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(SLEEPS)
-        node.attempt = tmp_path / "no" / "such" / "folder"
-        assert (await node.look())[0].doing == "is in load_a_batch (train.py:5)"
-
-    on_a_node(tmp_path, work)
+async def test_a_folder_that_cannot_be_written_costs_the_files_and_not_the_findings(node, tmp_path):
+    await node.start(SLEEPS)
+    node.attempt = tmp_path / "no" / "such" / "folder"
+    assert (await node.look())[0].doing == "is in load_a_batch (train.py:5)"
 
 
-def test_a_worker_that_has_not_been_forked_yet(tmp_path):
-    async def work(node: Node) -> None:
-        (tmp_path / "train.py").write_text("")
-        node.workers.start([0], [{}], command=["python", "train.py"], folder=tmp_path, logs=tmp_path,
-                           verdicts=[tmp_path / "v"], generation=1)  # fmt: skip
-        (each,) = await node.look(0.0)
-        assert (each.kind, each.pid) == ("no answer", 0)
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_that_has_not_been_forked_yet(node, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    node.workers.start([0], [{}], command=["python", "train.py"], folder=tmp_path, logs=tmp_path,
+                       verdicts=[tmp_path / "v"], generation=1)  # fmt: skip
+    (each,) = await node.look(0.0)
+    assert (each.kind, each.pid) == ("no answer", 0)
 
 
 def test_a_reply_fits_into_a_message_however_many_ranks_there_are():
@@ -269,73 +238,64 @@ def test_a_reply_fits_into_a_message_however_many_ranks_there_are():
         assert len(reply) == number or number > 300
 
 
-def test_open_sections_are_told_with_how_long_they_are_open(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(
-            f"""
-            import os
-            from pathlib import Path
-            from slurmft.ipc.pages import PAGE_VARIABLE, Page
-            from slurmft.ipc.pages import SectionStack
-            stack = SectionStack(Page.attach(Path(os.environ[PAGE_VARIABLE])))
-            with stack.section("step"), stack.section("load data"):
-                exec({SLEEPS!r})
-            """
-        )
-        (each,) = await node.look()
-        assert each.attached
-        assert [section.rpartition(" (")[0] for section in each.sections][-2:] == ["step", "load data"]
-        assert all(section.endswith(" s)") for section in each.sections)
-
-    on_a_node(tmp_path, work)
+async def test_open_sections_are_told_with_how_long_they_are_open(node):
+    await node.start(
+        f"""
+        import os
+        from pathlib import Path
+        from slurmft.ipc.pages import PAGE_VARIABLE, Page
+        from slurmft.ipc.pages import SectionStack
+        stack = SectionStack(Page.attach(Path(os.environ[PAGE_VARIABLE])))
+        with stack.section("step"), stack.section("load data"):
+            exec({SLEEPS!r})
+        """
+    )
+    (each,) = await node.look()
+    assert each.attached
+    assert [section.rpartition(" (")[0] for section in each.sections][-2:] == ["step", "load data"]
+    assert all(section.endswith(" s)") for section in each.sections)
 
 
 DUMP_OF_TORCH = Path(__file__).parents[1] / "data" / "flight_recorder" / "missing-rank-0"
 
 
-def test_the_dump_of_a_rank_that_torchs_watchdog_has_ended_is_read(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start("import os\nprint('x', flush=True)\nos.abort()")
-        await until_async(lambda: node.workers.by_rank[0].exit_code is not None)
-        agent_workers.dump_of(node.attempt, 0).write_bytes(DUMP_OF_TORCH.read_bytes())
-        (dead,) = await node.look()
-        assert (dead.exit_code, len(dead.collectives)) == (-6, 2)
-        (again,) = await node.look()
-        assert again.collectives == (), "it tells of what was, once"
-
-    on_a_node(tmp_path, work)
+async def test_the_dump_of_a_rank_that_torchs_watchdog_has_ended_is_read(node):
+    await node.start("import os\nprint('x', flush=True)\nos.abort()")
+    await until_async(lambda: node.workers.by_rank[0].exit_code is not None)
+    agent_workers.dump_of(node.attempt, 0).write_bytes(DUMP_OF_TORCH.read_bytes())
+    (dead,) = await node.look()
+    assert (dead.exit_code, len(dead.collectives)) == (-6, 2)
+    (again,) = await node.look()
+    assert again.collectives == (), "it tells of what was, once"
 
 
-def test_dumps_of_flight_recorders_are_waited_for_until_they_are_there(tmp_path):
-    async def work(node: Node) -> None:
-        await node.start(SLEEPS, ranks=2)
-        pipe = Path(f"{agent_workers.pipe_prefix(node.workers.folder)}1.pipe")
-        os.mkfifo(pipe)
-        recorder = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+async def test_dumps_of_flight_recorders_are_waited_for_until_they_are_there(node):
+    await node.start(SLEEPS, ranks=2)
+    pipe = Path(f"{agent_workers.pipe_prefix(node.workers.folder)}1.pipe")
+    os.mkfifo(pipe)
+    recorder = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
-        async def record() -> None:
-            asked = b""
-            while not asked:
-                await asyncio.sleep(0.01)
-                with contextlib.suppress(BlockingIOError):
-                    asked = os.read(recorder, 100)
-            agent_workers.dump_of(node.attempt, 1).write_bytes(DUMP_OF_TORCH.read_bytes())
+    async def record() -> None:
+        asked = b""
+        while not asked:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(BlockingIOError):
+                asked = os.read(recorder, 100)
+        agent_workers.dump_of(node.attempt, 1).write_bytes(DUMP_OF_TORCH.read_bytes())
 
-        workers = list(node.workers.by_rank.values())
-        task = asyncio.create_task(record())
-        began = time.monotonic()
-        found = await node.forensics.take_evidence(workers, node.attempt, PATIENT_S, 30.0)
-        assert time.monotonic() - began < 60.0
-        assert task.done()
-        assert arrived(found) == found
-        assert [[each.entered, each.done] for each in found[1].collectives] == [[4, 3], [3, 3]]
-        assert found[0].collectives == (), "its recorder has written nothing"
-        began = time.monotonic()
-        await node.forensics.take_evidence(workers, node.attempt / "elsewhere", PATIENT_S, 0.3)
-        assert 0.3 * WAIT_SHARE <= time.monotonic() - began < 60.0, "a dump that does not come costs what it may"
-        os.close(recorder)
-
-    on_a_node(tmp_path, work)
+    workers = list(node.workers.by_rank.values())
+    task = asyncio.create_task(record())
+    began = time.monotonic()
+    found = await node.forensics.take_evidence(workers, node.attempt, PATIENT_S, 30.0)
+    assert time.monotonic() - began < 60.0
+    assert task.done()
+    assert arrived(found) == found
+    assert [[each.entered, each.done] for each in found[1].collectives] == [[4, 3], [3, 3]]
+    assert found[0].collectives == (), "its recorder has written nothing"
+    began = time.monotonic()
+    await node.forensics.take_evidence(workers, node.attempt / "elsewhere", PATIENT_S, 0.3)
+    assert 0.3 * WAIT_SHARE <= time.monotonic() - began < 60.0, "a dump that does not come costs what it may"
+    os.close(recorder)
 
 
 # the text that faulthandler writes

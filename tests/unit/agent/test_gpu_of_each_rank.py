@@ -4,8 +4,6 @@ The variables are those that sbatch sets for its options (22.05 and newer); the 
 task that gets all GPUs of its node: counted from 0 inside a cgroup, else as the node counts them, and UUIDs for MIG.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 A small program stands in for nvidia-smi, and prints in the format of drivers 535 and newer.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

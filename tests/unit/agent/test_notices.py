@@ -1,7 +1,5 @@
 """Notices of clouds: what they say, from real answers; and the watch, against a real server on the loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

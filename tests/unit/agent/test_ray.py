@@ -1,7 +1,5 @@
 """A node of a Ray cluster under an agent: what Ray is told, what it must not learn, and what its sweeper ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

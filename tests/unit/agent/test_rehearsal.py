@@ -1,7 +1,5 @@
 """A spare's rehearsal, with real trainers: it ends before anything is saved, and goes away when the node is needed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -66,15 +64,11 @@ def left(tmp_path: Path) -> set[str]:
     ("until", "steps"),
     [pytest.param(100, 2, id="two steps"), pytest.param(2, 1, id="never the last one"), pytest.param(1, 0, id="none")],
 )
-def test_it_ends_before_anything_is_saved(tmp_path, until, steps):
+async def test_it_ends_before_anything_is_saved(tmp_path, until, steps):
     spare, reports = rehearsal(tmp_path, until=until, ranks=2)
-
-    async def play():
-        spare.begin()
-        spare.begin()
-        return await reported(reports)
-
-    report = asyncio.run(play())
+    spare.begin()
+    spare.begin()
+    report = await reported(reports)
     assert report.problem == ""
     assert report.took_s > 0
     expected = {f"step-{rank}-{step}" for rank in range(2) for step in range(steps)}
@@ -85,18 +79,14 @@ def test_it_ends_before_anything_is_saved(tmp_path, until, steps):
     assert len(reports) == 1
 
 
-def test_when_the_node_is_needed_nothing_of_it_is_left(tmp_path):
+async def test_when_the_node_is_needed_nothing_of_it_is_left(tmp_path):
     spare, reports = rehearsal(tmp_path, pause_s=600.0)
-
-    async def play() -> float:
-        spare.begin()
-        while not (tmp_path / "out" / "step-0-0").exists():
-            await asyncio.sleep(0.01)
-        began = time.monotonic()
-        await spare.stop()
-        return time.monotonic() - began
-
-    assert asyncio.run(play()) < 2.0
+    spare.begin()
+    while not (tmp_path / "out" / "step-0-0").exists():
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    await spare.stop()
+    assert time.monotonic() - began < 2.0
     pid = json.loads((tmp_path / "out" / "began-0").read_text())[2]
     assert not psutil.pid_exists(pid)
     assert not (tmp_path / "rehearsal").exists()
@@ -111,29 +101,21 @@ def test_when_the_node_is_needed_nothing_of_it_is_left(tmp_path):
         pytest.param("import os; os.kill(os.getpid(), 9)", "exit code -9: ", id="killed"),
     ],
 )
-def test_what_went_wrong_is_reported_once(tmp_path, script, problem):
+async def test_what_went_wrong_is_reported_once(tmp_path, script, problem):
     spare, reports = rehearsal(tmp_path, script=script)
-
-    async def play():
-        spare.begin()
-        found = await reported(reports)
-        spare.begin()
-        await asyncio.sleep(0)
-        return found
-
-    assert asyncio.run(play()).problem == problem
+    spare.begin()
+    found = await reported(reports)
+    spare.begin()
+    await asyncio.sleep(0)
+    assert found.problem == problem
     assert len(reports) == 1
 
 
-def test_a_program_that_is_not_there(tmp_path):
+async def test_a_program_that_is_not_there(tmp_path):
     spare, reports = rehearsal(tmp_path)
     spare._config = spare._config.model_copy(update={"working_directory": tmp_path / "none"})
-
-    async def play():
-        spare.begin()
-        return await reported(reports)
-
-    assert "could not be started" in asyncio.run(play()).problem
+    spare.begin()
+    assert "could not be started" in (await reported(reports)).problem
 
 
 @pytest.mark.parametrize("other", [{"launcher": "torchrun"}, {"launcher": "ray"}])

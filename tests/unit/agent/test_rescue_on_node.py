@@ -1,7 +1,5 @@
 """The agent waits until each part of the state that its workers have is kept by one of them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

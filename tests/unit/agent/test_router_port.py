@@ -1,7 +1,5 @@
 """The port of a node's router where another agent has taken over, and where another process has taken the port."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

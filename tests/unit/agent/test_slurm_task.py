@@ -1,7 +1,5 @@
 """Workers read from Slurm's variables what they would under srun, although srun has started one agent on each node."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

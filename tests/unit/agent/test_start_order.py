@@ -1,7 +1,5 @@
 """A node's next workers begin when those before them have ended, and have let go of the GPUs' memory."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torchrun between the agent and the trainer: what it is told, and what a rank's two processes tell each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

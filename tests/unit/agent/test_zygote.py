@@ -1,7 +1,5 @@
 """Workers forked from a real zygote, without torch: run as under the interpreter, and never outliving their agent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -10,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +82,9 @@ async def node_in(folder: Path, *preload: str) -> AsyncIterator[Node]:
         node.workers.close()
 
 
-def on_a_node(folder: Path, work: Callable[[Node], Awaitable[Any]], *preload: str) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(60), node_in(folder, *preload) as node:
-            return await work(node)
-
-    return asyncio.run(limited())
+@pytest.fixture
+def node(tmp_path: Path) -> contextlib.AbstractAsyncContextManager[Node]:
+    return node_in(tmp_path)
 
 
 def gone(pid: int) -> bool:
@@ -130,21 +125,20 @@ def test_what_a_fork_can_run(command, arguments):
 # what is imported ahead
 
 
-def test_what_is_named_is_imported_once_for_all_workers(tmp_path, capfd):
+async def test_what_is_named_is_imported_once_for_all_workers(tmp_path, capfd):
     """One that cannot be imported is told of, and no worker fails that does not need it."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "framework.py").write_text("import os\nwhere = os.getpid()\n")
     (tmp_path / "installed" / "broken.py").write_text("raise RuntimeError('no display')\n")
     modules = ("broken", "missing.part", "torch.no_such_part", "framework")
 
-    async def work(node: Node) -> tuple[list[int | None], list[str]]:
+    async with node_in(tmp_path, *modules) as node:
         script = node.script(
             f"import os, sys\nprint(sys.modules['framework'].where == os.getppid(), {modules!r}[0] in sys.modules)"
         )
         node.start([PYTHON, str(script)], ranks=2)
-        return await node.codes(), [node.log(rank) for rank in range(2)]
-
-    assert on_a_node(tmp_path, work, *modules) == ([0, 0], ["True False\n"] * 2)
+        assert await node.codes() == [0, 0]
+        assert [node.log(rank) for rank in range(2)] == ["True False\n"] * 2
     said = [line for line in capfd.readouterr().err.splitlines() if "ahead of the workers" in line]
     assert said[0] == "slurmft: broken could not be imported ahead of the workers: no display"
     assert [line.split()[1] for line in said] == list(modules[:3])
@@ -190,26 +184,20 @@ def test_what_is_no_name_of_a_module_is_refused(preload):
         ),
     ],
 )
-def test_how_a_script_ends(tmp_path, text, code, said):
-    async def work(node: Node) -> None:
-        assert await node.run([PYTHON, str(node.script(text))]) == code
-        assert said is None or node.log() == said
-        assert node.workers.by_rank[0].page[Slot.STATE] == State.FAILED  # it never used a session
-
-    on_a_node(tmp_path, work)
+async def test_how_a_script_ends(node, text, code, said):
+    assert await node.run([PYTHON, str(node.script(text))]) == code
+    assert said is None or node.log() == said
+    assert node.workers.by_rank[0].page[Slot.STATE] == State.FAILED  # it never used a session
 
 
-def test_an_exception_leaves_its_traceback_in_the_log_and_in_the_verdict(tmp_path):
-    async def work(node: Node) -> None:
-        script = node.script("def f():\n    raise ValueError('no such luck')\nf()\n")
-        assert await node.run([PYTHON, str(script)]) == 1
-        verdict = json.loads((tmp_path / "verdict-0.json").read_text())
-        assert (verdict["format"], verdict["cause"]) == (1, "worker error")
-        for text in (verdict["traceback"], node.log()):
-            assert text.rstrip().endswith("ValueError: no such luck")
-            assert "train.py" in text
-
-    on_a_node(tmp_path, work)
+async def test_an_exception_leaves_its_traceback_in_the_log_and_in_the_verdict(node, tmp_path):
+    script = node.script("def f():\n    raise ValueError('no such luck')\nf()\n")
+    assert await node.run([PYTHON, str(script)]) == 1
+    verdict = json.loads((tmp_path / "verdict-0.json").read_text())
+    assert (verdict["format"], verdict["cause"]) == (1, "worker error")
+    for text in (verdict["traceback"], node.log()):
+        assert text.rstrip().endswith("ValueError: no such luck")
+        assert "train.py" in text
 
 
 @pytest.mark.parametrize(
@@ -221,39 +209,27 @@ def test_an_exception_leaves_its_traceback_in_the_log_and_in_the_verdict(tmp_pat
         ('{"format": 1, "cause": "finished"}', "out of host memory"),
     ],
 )
-def test_a_verdict_of_the_workers_own_is_kept(tmp_path, own, cause):
-    async def work(node: Node) -> None:
-        script = node.script(f"import pathlib\npathlib.Path('verdict-0.json').write_text({own!r})\nraise MemoryError\n")
-        assert await node.run([PYTHON, str(script)]) == 1
-        assert json.loads((tmp_path / "verdict-0.json").read_text())["cause"] == cause
-
-    on_a_node(tmp_path, work)
+async def test_a_verdict_of_the_workers_own_is_kept(node, tmp_path, own, cause):
+    script = node.script(f"import pathlib\npathlib.Path('verdict-0.json').write_text({own!r})\nraise MemoryError\n")
+    assert await node.run([PYTHON, str(script)]) == 1
+    assert json.loads((tmp_path / "verdict-0.json").read_text())["cause"] == cause
 
 
-def test_a_traceback_that_is_no_utf_8_is_left_all_the_same(tmp_path):
-    async def work(node: Node) -> None:
-        assert await node.run([PYTHON, str(node.script("raise ValueError('odd \\udcff text')"))]) == 1
-        assert json.loads((tmp_path / "verdict-0.json").read_text())["message"] == "ValueError: odd \\udcff text"
-
-    on_a_node(tmp_path, work)
+async def test_a_traceback_that_is_no_utf_8_is_left_all_the_same(node, tmp_path):
+    assert await node.run([PYTHON, str(node.script("raise ValueError('odd \\udcff text')"))]) == 1
+    assert json.loads((tmp_path / "verdict-0.json").read_text())["message"] == "ValueError: odd \\udcff text"
 
 
-def test_a_script_that_ends_well_or_by_itself_leaves_no_verdict(tmp_path):
-    async def work(node: Node) -> None:
-        assert await node.run([PYTHON, str(node.script("raise SystemExit(5)"))]) == 5
-        assert not (tmp_path / "verdict-0.json").exists()
-
-    on_a_node(tmp_path, work)
+async def test_a_script_that_ends_well_or_by_itself_leaves_no_verdict(node, tmp_path):
+    assert await node.run([PYTHON, str(node.script("raise SystemExit(5)"))]) == 5
+    assert not (tmp_path / "verdict-0.json").exists()
 
 
-def test_a_long_traceback_keeps_its_end(tmp_path):
-    async def work(node: Node) -> None:
-        assert await node.run([PYTHON, str(node.script("raise ValueError('x' * 20_000 + 'the end')"))]) == 1
-        text = json.loads((tmp_path / "verdict-0.json").read_text())["traceback"]
-        assert len(text) <= 8000
-        assert text.rstrip().endswith("the end")
-
-    on_a_node(tmp_path, work)
+async def test_a_long_traceback_keeps_its_end(node, tmp_path):
+    assert await node.run([PYTHON, str(node.script("raise ValueError('x' * 20_000 + 'the end')"))]) == 1
+    text = json.loads((tmp_path / "verdict-0.json").read_text())["traceback"]
+    assert len(text) <= 8000
+    assert text.rstrip().endswith("the end")
 
 
 @pytest.mark.parametrize(
@@ -264,32 +240,23 @@ def test_a_long_traceback_keeps_its_end(tmp_path):
     ],
     ids=["syntax", "import"],
 )
-def test_a_script_that_cannot_start_says_why(tmp_path, text, message):
-    async def work(node: Node) -> None:
-        assert await node.run([PYTHON, str(node.script(text))]) == 1
-        assert message in node.log()
-        assert message in (tmp_path / "verdict-0.json").read_text()
-
-    on_a_node(tmp_path, work)
+async def test_a_script_that_cannot_start_says_why(node, tmp_path, text, message):
+    assert await node.run([PYTHON, str(node.script(text))]) == 1
+    assert message in node.log()
+    assert message in (tmp_path / "verdict-0.json").read_text()
 
 
 @pytest.mark.parametrize(
     "command", [["no-such-program"], ["/nowhere/a"], ["python", "/nowhere/train.py"]], ids=" ".join
 )
-def test_a_missing_program_is_named(tmp_path, command):
-    async def work(node: Node) -> None:
-        assert await node.run(command) not in (0, None)
-        assert command[-1] in node.log()
-
-    on_a_node(tmp_path, work)
+async def test_a_missing_program_is_named(node, command):
+    assert await node.run(command) not in (0, None)
+    assert command[-1] in node.log()
 
 
-def test_a_missing_working_folder_is_named(tmp_path):
-    async def work(node: Node) -> None:
-        assert await node.run(["true"], folder=tmp_path / "gone") == 127
-        assert "gone" in node.log()
-
-    on_a_node(tmp_path, work)
+async def test_a_missing_working_folder_is_named(node, tmp_path):
+    assert await node.run(["true"], folder=tmp_path / "gone") == 127
+    assert "gone" in node.log()
 
 
 # what it sees
@@ -316,18 +283,15 @@ def as_in_a_terminal() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def test_what_the_shell_ignores_a_worker_does_not(tmp_path):
+async def test_what_the_shell_ignores_a_worker_does_not(tmp_path):
     numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}  # as behind & and nohup
-
-    async def work(node: Node) -> None:
-        node.script(PROBE)
-        assert await node.run([PYTHON, "train.py"]) == 0, node.log()
-        seen = json.loads(node.log())
-        assert (seen["int"], seen["quit"], seen["hup"]) == ("default_int_handler", *[str(signal.SIG_DFL)] * 2)
-
     try:
-        on_a_node(tmp_path, work)
+        async with node_in(tmp_path) as node:
+            node.script(PROBE)
+            assert await node.run([PYTHON, "train.py"]) == 0, node.log()
+            seen = json.loads(node.log())
+            assert (seen["int"], seen["quit"], seen["hup"]) == ("default_int_handler", *[str(signal.SIG_DFL)] * 2)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -345,10 +309,9 @@ def test_what_the_shell_ignores_a_worker_does_not(tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_script_sees_what_the_interpreter_would_show_it(tmp_path, command):
+async def test_a_script_sees_what_the_interpreter_would_show_it(tmp_path, command):
     (tmp_path / "deep").mkdir()
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         node.script(PROBE)
         node.script(PROBE, "pkg/train.py")
         node.script(PROBE, "pkg/__main__.py")
@@ -360,8 +323,6 @@ def test_a_script_sees_what_the_interpreter_would_show_it(tmp_path, command):
         )  # fmt: skip
         assert await node.run(argv) == 0, node.log()
         assert json.loads(node.log()) == json.loads(real.stdout)
-
-    on_a_node(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -377,53 +338,44 @@ def test_a_script_sees_what_the_interpreter_would_show_it(tmp_path, command):
         ),
     ],
 )
-def test_a_script_behaves_as_under_the_interpreter(tmp_path, text, why):
-    async def work(node: Node) -> None:
-        node.script(text)
-        real = subprocess.run(
-            [sys.executable, "train.py"], capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path,
-            preexec_fn=as_in_a_terminal,
-        )  # fmt: skip
-        assert await node.run([PYTHON, "train.py"]) == real.returncode, node.log()
-        assert node.log() == real.stdout + real.stderr
-
-    on_a_node(tmp_path, work)
+async def test_a_script_behaves_as_under_the_interpreter(node, tmp_path, text, why):
+    node.script(text)
+    real = subprocess.run(
+        [sys.executable, "train.py"], capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path,
+        preexec_fn=as_in_a_terminal,
+    )  # fmt: skip
+    assert await node.run([PYTHON, "train.py"]) == real.returncode, node.log()
+    assert node.log() == real.stdout + real.stderr
 
 
-def test_modules_beside_the_script_are_found(tmp_path):
-    async def work(node: Node) -> None:
-        node.script("VALUE = 42", "code/model.py")
-        script = node.script("import model; print(model.VALUE)", "code/train.py")
-        assert await node.run([PYTHON, str(script)]) == 0, node.log()
-        assert node.log() == "42\n"
-
-    on_a_node(tmp_path, work)
+async def test_modules_beside_the_script_are_found(node):
+    node.script("VALUE = 42", "code/model.py")
+    script = node.script("import model; print(model.VALUE)", "code/train.py")
+    assert await node.run([PYTHON, str(script)]) == 0, node.log()
+    assert node.log() == "42\n"
 
 
-def test_processes_of_multiprocessing_find_the_script_again(tmp_path):
+async def test_processes_of_multiprocessing_find_the_script_again(node, tmp_path):
     """spawn imports the parent's __main__ by its path; data loaders depend on it."""
+    node.script(
+        """
+        import multiprocessing
 
-    async def work(node: Node) -> None:
-        node.script(
-            """
-            import multiprocessing
+        def double(number):
+            return 2 * number
 
-            def double(number):
-                return 2 * number
-
-            if __name__ == "__main__":
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    print(pool.map(double, [1, 2]))
-            """
-        )
-        assert await node.run([PYTHON, "train.py"], HOME=str(tmp_path)) == 0, node.log()
-        assert node.log() == "[2, 4]\n"
-
-    on_a_node(tmp_path, work)
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [1, 2]))
+        """
+    )
+    assert await node.run([PYTHON, "train.py"], HOME=str(tmp_path)) == 0, node.log()
+    assert node.log() == "[2, 4]\n"
 
 
-def test_every_rank_has_its_own_environment_log_and_page(tmp_path):
-    async def work(node: Node) -> None:
+async def test_every_rank_has_its_own_environment_log_and_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAK", "1")
+    async with node_in(tmp_path) as node:
         node.script(
             """
             import os; from pathlib import Path
@@ -442,30 +394,18 @@ def test_every_rank_has_its_own_environment_log_and_page(tmp_path):
             assert worker.look().attached
             assert not worker.look().alive
 
-    os.environ["LEAK"] = "1"
-    try:
-        on_a_node(tmp_path, work)
-    finally:
-        del os.environ["LEAK"]
+
+async def test_a_program_that_is_not_python_is_executed(node, tmp_path):
+    assert await node.run(["bash", "-c", 'echo "rank $RANK of $0 at $PWD"; exit 9', "me"]) == 9
+    assert node.log() == f"rank 0 of me at {tmp_path}\n"
 
 
-def test_a_program_that_is_not_python_is_executed(tmp_path):
-    async def work(node: Node) -> None:
-        assert await node.run(["bash", "-c", 'echo "rank $RANK of $0 at $PWD"; exit 9', "me"]) == 9
-        assert node.log() == f"rank 0 of me at {tmp_path}\n"
-
-    on_a_node(tmp_path, work)
-
-
-def test_a_program_that_is_executed_has_the_signals_of_a_fresh_process(tmp_path):
-    async def work(node: Node) -> None:
-        assert await node.run(["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"]) == 0
-        ignored = {line.split()[0]: int(line.split()[1], 16) for line in node.log().splitlines()}
-        wanted = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
-        assert [number for number in wanted if ignored["SigIgn:"] & 1 << (number - 1)] == []
-        assert ignored["SigBlk:"] == 0
-
-    on_a_node(tmp_path, work)
+async def test_a_program_that_is_executed_has_the_signals_of_a_fresh_process(node):
+    assert await node.run(["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"]) == 0
+    ignored = {line.split()[0]: int(line.split()[1], 16) for line in node.log().splitlines()}
+    wanted = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
+    assert [number for number in wanted if ignored["SigIgn:"] & 1 << (number - 1)] == []
+    assert ignored["SigBlk:"] == 0
 
 
 # signals and ends from outside
@@ -487,9 +427,8 @@ sys.exit(start_child([sys.executable, "-c", {trainer!r}], os.environ, signal.SIG
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGUSR2"])
-def test_the_configured_signal_ends_neither_a_trainer_nor_its_loaders(tmp_path, name):
-    async def work(node: Node) -> None:
-        node.script(f"""
+async def test_the_configured_signal_ends_neither_a_trainer_nor_its_loaders(node, name):
+    node.script(f"""
 import multiprocessing, os, signal
 def loader():
     os.kill(os.getpid(), signal.{name})
@@ -505,21 +444,16 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.{name})
     print("went on", heard)
 """)
-        assert await node.run([PYTHON, "train.py"], SLURMFT_STOP_SIGNAL=name) == 0, node.log()
-        assert node.log().splitlines() == ["fork 0", "spawn 0", "went on [1]"]
-
-    on_a_node(tmp_path, work)
+    assert await node.run([PYTHON, "train.py"], SLURMFT_STOP_SIGNAL=name) == 0, node.log()
+    assert node.log().splitlines() == ["fork 0", "spawn 0", "went on [1]"]
 
 
 @pytest.mark.parametrize(("stop_signal", "code"), [("SIGINT", 0), ("", 1)])
-def test_a_sigint_that_asks_for_a_stop_does_not_end_a_trainer(tmp_path, stop_signal, code):
-    async def work(node: Node) -> None:
-        node.script("import os, signal; os.kill(os.getpid(), signal.SIGINT); print('went' + ' on')")
-        command = [PYTHON, "train.py"]
-        assert (await node.run(command, SLURMFT_STOP_SIGNAL=stop_signal) == 0) is (code == 0), node.log()
-        assert ("went on" in node.log()) is (code == 0)
-
-    on_a_node(tmp_path, work)
+async def test_a_sigint_that_asks_for_a_stop_does_not_end_a_trainer(node, stop_signal, code):
+    node.script("import os, signal; os.kill(os.getpid(), signal.SIGINT); print('went' + ' on')")
+    command = [PYTHON, "train.py"]
+    assert (await node.run(command, SLURMFT_STOP_SIGNAL=stop_signal) == 0) is (code == 0), node.log()
+    assert ("went on" in node.log()) is (code == 0)
 
 
 def test_the_worker_is_told_which_signal_asks_for_a_stop():
@@ -548,43 +482,34 @@ async def ready(node: Node) -> int:
     return int(node.log().split()[1])
 
 
-def test_a_signal_reaches_the_worker_and_not_its_children(tmp_path):
-    async def work(node: Node) -> None:
-        node.script(WAITING.replace("sys.exit(4)", "sys.exit(4 if child.wait(300) == -9 else 5)"))
-        node.start([PYTHON, "train.py"])
-        child = await ready(node)
-        node.workers.signal(signal.SIGTERM)
-        await until_async(lambda: "term" in node.log())
-        os.kill(child, signal.SIGKILL)  # what a TERM had ended before would end it with 5
-        assert await node.codes() == [4]
-
-    on_a_node(tmp_path, work)
+async def test_a_signal_reaches_the_worker_and_not_its_children(node):
+    node.script(WAITING.replace("sys.exit(4)", "sys.exit(4 if child.wait(300) == -9 else 5)"))
+    node.start([PYTHON, "train.py"])
+    child = await ready(node)
+    node.workers.signal(signal.SIGTERM)
+    await until_async(lambda: "term" in node.log())
+    os.kill(child, signal.SIGKILL)  # what a TERM had ended before would end it with 5
+    assert await node.codes() == [4]
 
 
-def test_a_worker_is_killed_with_its_children(tmp_path):
-    async def work(node: Node) -> None:
-        node.script(WAITING)
-        node.start([PYTHON, "train.py"])
-        child = await ready(node)
-        node.workers.kill()
-        assert await node.codes() == [-9]
-        assert node.workers.by_rank[0].killed
-        await until_async(lambda: gone(child))
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_is_killed_with_its_children(node):
+    node.script(WAITING)
+    node.start([PYTHON, "train.py"])
+    child = await ready(node)
+    node.workers.kill()
+    assert await node.codes() == [-9]
+    assert node.workers.by_rank[0].killed
+    await until_async(lambda: gone(child))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_that_a_signal_ends_leaves_no_children_to_the_next_attempt(tmp_path, number):
-    async def work(node: Node) -> None:
-        node.script(WAITING)
-        node.start([PYTHON, "train.py"])
-        child = await ready(node)
-        os.kill(node.workers.by_rank[0].pid, number)
-        assert await node.codes() == [-number]
-        await until_async(lambda: gone(child))
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_that_a_signal_ends_leaves_no_children_to_the_next_attempt(node, number):
+    node.script(WAITING)
+    node.start([PYTHON, "train.py"])
+    child = await ready(node)
+    os.kill(node.workers.by_rank[0].pid, number)
+    assert await node.codes() == [-number]
+    await until_async(lambda: gone(child))
 
 
 CHILDREN = {
@@ -604,23 +529,20 @@ ENDS = {0: "", 1: "raise RuntimeError('an ordinary failure')", 3: "sys.exit(3)"}
 
 @pytest.mark.parametrize("child", CHILDREN)
 @pytest.mark.parametrize("code", ENDS)
-def test_a_worker_that_ends_by_itself_leaves_no_processes_to_the_next_attempt(tmp_path, child, code):
-    async def work(node: Node) -> None:
-        node.script(LEAVING.format(child=CHILDREN[child], end=ENDS[code]))
-        node.start([PYTHON, "train.py"])
-        await until_async(lambda: node.log().startswith("ready"))
-        left = int(node.log().split()[1])
-        assert await node.codes() == [code]
-        node.ended.clear()
-        gone_at_start = []
-        node.script("print('next', flush=True)", "next.py")
-        node.start([PYTHON, "next.py"])
-        await until_async(lambda: node.workers.by_rank[0].pid)
-        gone_at_start.append(gone(left))
-        assert await node.codes() == [0]
-        assert gone_at_start == [True]
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_that_ends_by_itself_leaves_no_processes_to_the_next_attempt(node, child, code):
+    node.script(LEAVING.format(child=CHILDREN[child], end=ENDS[code]))
+    node.start([PYTHON, "train.py"])
+    await until_async(lambda: node.log().startswith("ready"))
+    left = int(node.log().split()[1])
+    assert await node.codes() == [code]
+    node.ended.clear()
+    gone_at_start = []
+    node.script("print('next', flush=True)", "next.py")
+    node.start([PYTHON, "next.py"])
+    await until_async(lambda: node.workers.by_rank[0].pid)
+    gone_at_start.append(gone(left))
+    assert await node.codes() == [0]
+    assert gone_at_start == [True]
 
 
 ENGINE = """
@@ -651,25 +573,22 @@ async def family_of(node: Node, rank: int, life: int = 1) -> list[int]:
     return [int(word) for word in node.log(rank).splitlines()[-1].split()[1:]]
 
 
-def test_processes_of_an_engine_are_gone_before_it_is_started_again_and_those_of_others_live(tmp_path):
-    async def work(node: Node) -> None:
-        node.script(ENGINE, "engine.py")
-        for rank in (0, 1):
-            start_engine(node, rank)
-        mine, others = [await family_of(node, rank) for rank in (0, 1)]
-        assert not any(map(gone, (*mine, *others)))
-        os.kill(node.workers.by_rank[0].pid, signal.SIGKILL)
-        await until_async(lambda: node.ended)
-        first = node.workers.by_rank[0].pid
-        start_engine(node, 0)
-        await until_async(lambda: node.workers.by_rank[0].pid not in (0, first))
-        assert all(map(gone, mine)) and not any(map(gone, others))
-        again = await family_of(node, 0, life=2)
-        assert set(again).isdisjoint(mine)
-        node.workers.close()
-        await until_async(lambda: all(map(gone, (*again, *others))))
-
-    on_a_node(tmp_path, work)
+async def test_processes_of_an_engine_are_gone_before_it_is_started_again_and_those_of_others_live(node):
+    node.script(ENGINE, "engine.py")
+    for rank in (0, 1):
+        start_engine(node, rank)
+    mine, others = [await family_of(node, rank) for rank in (0, 1)]
+    assert not any(map(gone, (*mine, *others)))
+    os.kill(node.workers.by_rank[0].pid, signal.SIGKILL)
+    await until_async(lambda: node.ended)
+    first = node.workers.by_rank[0].pid
+    start_engine(node, 0)
+    await until_async(lambda: node.workers.by_rank[0].pid not in (0, first))
+    assert all(map(gone, mine)) and not any(map(gone, others))
+    again = await family_of(node, 0, life=2)
+    assert set(again).isdisjoint(mine)
+    node.workers.close()
+    await until_async(lambda: all(map(gone, (*again, *others))))
 
 
 def test_the_next_agent_ends_what_an_agent_and_its_zygote_have_left(tmp_path):
@@ -713,7 +632,7 @@ def test_the_next_agent_ends_what_an_agent_and_its_zygote_have_left(tmp_path):
         other.close()
 
 
-def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path):
+async def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path):
     text = """
     import os, subprocess, sys, time
     own = dict(os.environ, SLURM_JOB_ID="123456789")
@@ -721,8 +640,7 @@ def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path
     print("ready", *pids, flush=True)
     time.sleep(0 if os.environ["RANK"] == "0" else 300)
     """
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         node.script(text)
         node.start([PYTHON, "train.py"], ranks=2)
         await until_async(lambda: node.ended and node.log(1).startswith("ready"))
@@ -735,50 +653,39 @@ def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path
         for pid in jobs:
             os.kill(pid, signal.SIGKILL)
 
-    on_a_node(tmp_path, work)
+
+async def test_workers_that_were_killed_before_they_came_to_life_do_not_take_the_next_ones_along(node):
+    node.script("print('ran')")
+    node.start([PYTHON, "train.py"])  # the zygote is not ready yet
+    node.workers.kill()
+    await node.workers.end_earlier()
+    node.ended.clear()
+    assert await node.run([PYTHON, "train.py"]) == 0
+    assert node.log() == "ran\n"
 
 
-def test_workers_that_were_killed_before_they_came_to_life_do_not_take_the_next_ones_along(tmp_path):
-    async def work(node: Node) -> None:
-        node.script("print('ran')")
-        node.start([PYTHON, "train.py"])  # the zygote is not ready yet
-        node.workers.kill()
-        await node.workers.end_earlier()
-        node.ended.clear()
-        assert await node.run([PYTHON, "train.py"]) == 0
-        assert node.log() == "ran\n"
-
-    on_a_node(tmp_path, work)
-
-
-def test_a_worker_that_lingers_after_its_stop_is_killed(tmp_path):
-    async def work(node: Node) -> None:
-        node.script(WAITING)
-        node.start([PYTHON, "train.py"], ranks=2)
-        await until_async(lambda: node.log(0).startswith("ready") and node.log(1).startswith("ready"))
-        node.workers.by_rank[0].page[Slot.STATE] = State.STOPPED
-        node.workers.kill_lingering(60.0)
-        assert not node.workers.by_rank[0].killed
-        await asyncio.sleep(0.02)
-        node.workers.kill_lingering(0.01)
-        await until_async(lambda: node.ended)
-        assert node.workers.by_rank[0].exit_code == -9
-        assert node.workers.by_rank[1].alive
-
-    on_a_node(tmp_path, work)
+async def test_a_worker_that_lingers_after_its_stop_is_killed(node):
+    node.script(WAITING)
+    node.start([PYTHON, "train.py"], ranks=2)
+    await until_async(lambda: node.log(0).startswith("ready") and node.log(1).startswith("ready"))
+    node.workers.by_rank[0].page[Slot.STATE] = State.STOPPED
+    node.workers.kill_lingering(60.0)
+    assert not node.workers.by_rank[0].killed
+    await asyncio.sleep(0.02)
+    node.workers.kill_lingering(0.01)
+    await until_async(lambda: node.ended)
+    assert node.workers.by_rank[0].exit_code == -9
+    assert node.workers.by_rank[1].alive
 
 
-def test_closing_ends_everything_and_removes_the_pages(tmp_path):
+async def test_closing_ends_everything_and_removes_the_pages(tmp_path):
     pids: list[int] = []
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         node.script(WAITING)
         node.start([PYTHON, "train.py"])
         pids.append(await ready(node))
         pids.append(node.workers.by_rank[0].pid)
         pids.append(psutil.Process(pids[1]).ppid())
-
-    on_a_node(tmp_path, work)
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             psutil.Process(pid).wait(WAIT_S)
@@ -786,24 +693,20 @@ def test_closing_ends_everything_and_removes_the_pages(tmp_path):
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(tmp_path):
-    async def work(node: Node) -> None:
-        node.script(WAITING)
-        node.start([PYTHON, "train.py"])
-        child = await ready(node)
-        worker = node.workers.by_rank[0].pid
-        psutil.Process(worker).parent().kill()
-        assert await node.codes() == [-9]
-        await until_async(lambda: gone(worker) and gone(child))
-
-    on_a_node(tmp_path, work)
+async def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(node):
+    node.script(WAITING)
+    node.start([PYTHON, "train.py"])
+    child = await ready(node)
+    worker = node.workers.by_rank[0].pid
+    psutil.Process(worker).parent().kill()
+    assert await node.codes() == [-9]
+    await until_async(lambda: gone(worker) and gone(child))
 
 
-def test_a_zygote_that_the_kernel_kills_for_memory_is_no_crash_of_its_workers(tmp_path, monkeypatch):
+async def test_a_zygote_that_the_kernel_kills_for_memory_is_no_crash_of_its_workers(tmp_path, monkeypatch):
     kills = [3]
     monkeypatch.setattr(agent_workers.processes, "memory_kills", lambda: kills[0])
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         node.script(WAITING)
         node.start([PYTHON, "train.py"])
         await ready(node)
@@ -811,8 +714,6 @@ def test_a_zygote_that_the_kernel_kills_for_memory_is_no_crash_of_its_workers(tm
         psutil.Process(node.workers.by_rank[0].pid).parent().kill()
         assert await node.codes() == [-9]
         assert node.workers.by_rank[0].starved
-
-    on_a_node(tmp_path, work)
 
 
 def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
@@ -861,48 +762,38 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
         assert gone(pid)
 
 
-def test_the_pages_of_a_dead_agent_are_removed_and_those_of_a_living_one_are_kept(tmp_path):
+async def test_the_pages_of_a_dead_agent_are_removed_and_those_of_a_living_one_are_kept(tmp_path):
     dead = tmp_path / "shm" / f"{files.prefix()}dead"
     dead.mkdir()
     (dead / "lock").touch()
     (dead / "rank-0").touch()
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         other = Workers(lambda _: None)
         assert not dead.exists()
         assert node.workers.folder.exists()
         other.close()
 
-    on_a_node(tmp_path, work)
-
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 300_000), (16, 20_000)], ids=["one large", "many ranks"])
-def test_a_large_environment_reaches_the_workers(tmp_path, ranks, size):
+async def test_a_large_environment_reaches_the_workers(node, ranks, size):
     """Requests wait in the socket while the zygote imports torch."""
-
-    async def work(node: Node) -> None:
-        node.script("import os; print(sum(len(os.environ[f'V{n}']) for n in range(10)))")
-        node.start([PYTHON, "train.py"], ranks=ranks, **{f"V{n}": "x" * (size // 10) for n in range(10)})
-        assert await node.codes() == [0] * ranks
-        assert node.log() == f"{size}\n"
-
-    on_a_node(tmp_path, work)
+    node.script("import os; print(sum(len(os.environ[f'V{n}']) for n in range(10)))")
+    node.start([PYTHON, "train.py"], ranks=ranks, **{f"V{n}": "x" * (size // 10) for n in range(10)})
+    assert await node.codes() == [0] * ranks
+    assert node.log() == f"{size}\n"
 
 
-def test_a_kill_right_after_the_fork_is_a_kill(tmp_path):
-    async def work(node: Node) -> None:
-        node.script("import time; time.sleep(300)")
-        await node.workers.ready.wait()
-        for _ in range(10):
-            node.ended.clear()
-            node.start([PYTHON, "train.py"])
-            while not node.workers.by_rank[0].pid:
-                await asyncio.sleep(0)
-            node.workers.kill()
-            async with asyncio.timeout(2):
-                assert await node.codes() == [-9]
-
-    on_a_node(tmp_path, work)
+async def test_a_kill_right_after_the_fork_is_a_kill(node):
+    node.script("import time; time.sleep(300)")
+    await node.workers.ready.wait()
+    for _ in range(10):
+        node.ended.clear()
+        node.start([PYTHON, "train.py"])
+        while not node.workers.by_rank[0].pid:
+            await asyncio.sleep(0)
+        node.workers.kill()
+        async with asyncio.timeout(2):
+            assert await node.codes() == [-9]
 
 
 def test_a_reserved_port_can_be_bound_by_the_store_and_by_nobody_else():
@@ -932,12 +823,11 @@ def ahead(node: Node) -> list[int]:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_the_next_attempt_finds_its_workers_forked(tmp_path, lost):
+async def test_the_next_attempt_finds_its_workers_forked(tmp_path, lost):
     """One for each that works; whichever was ended from outside is forked anew."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "framework.py").write_text("")
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path, "framework") as node:
         node.script("import os, time; print(os.environ.get('MARK'), flush=True); time.sleep(60)")
         node.start([PYTHON, "train.py"], ranks=2, MARK="first")
         await until_async(lambda: all(worker.pid for worker in node.workers.by_rank.values()) and len(ahead(node)) == 2)
@@ -954,15 +844,12 @@ def test_the_next_attempt_finds_its_workers_forked(tmp_path, lost):
         node.workers.close()
         await until_async(lambda: all(map(gone, left)))
 
-    on_a_node(tmp_path, work, "framework")
 
-
-def test_one_that_is_stopped_from_outside_does_not_stop_the_zygote(tmp_path):
+async def test_one_that_is_stopped_from_outside_does_not_stop_the_zygote(tmp_path):
     """It becomes a worker that stands still, as any may, and its agent can kill it."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "framework.py").write_text("")
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path, "framework") as node:
         node.script("import time; time.sleep(60)")
         node.start([PYTHON, "train.py"])
         await until_async(lambda: node.workers.by_rank[0].pid and ahead(node))
@@ -972,13 +859,11 @@ def test_one_that_is_stopped_from_outside_does_not_stop_the_zygote(tmp_path):
         await until_async(lambda: node.workers.by_rank[0].pid)
         await node.workers.end_earlier()
 
-    on_a_node(tmp_path, work, "framework")
-
 
 # GPUs
 
 
-def test_no_worker_is_forked_from_a_zygote_that_has_used_a_gpu(tmp_path, monkeypatch):
+async def test_no_worker_is_forked_from_a_zygote_that_has_used_a_gpu(tmp_path, monkeypatch):
     """A sitecustomize of the user's, which every interpreter runs first."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, types\n"
@@ -986,15 +871,12 @@ def test_no_worker_is_forked_from_a_zygote_that_has_used_a_gpu(tmp_path, monkeyp
         "    sys.modules['torch.cuda'] = types.SimpleNamespace(is_initialized=lambda: True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         node.script("print('trains')")
         assert await node.run(["python", "train.py"]) == 2
         assert "torch has initialised CUDA" in node.log() and "none of them could use a GPU" in node.log()
         assert "trains" not in node.log()
         assert "GPU" in json.loads((tmp_path / "verdict-0.json").read_text())["message"]
-
-    on_a_node(tmp_path, work)
 
 
 def test_the_driver_tells_of_cuda_that_torch_does_not_know_of(tmp_path):
@@ -1005,10 +887,9 @@ def test_the_driver_tells_of_cuda_that_torch_does_not_know_of(tmp_path):
     assert why_not_to_fork(tmp_path) == "/dev/nvidia-uvm is open"
 
 
-def test_the_fabrics_variables_reach_a_forked_worker(tmp_path):
+async def test_the_fabrics_variables_reach_a_forked_worker(tmp_path):
     fabric = {"NCCL_P2P_LEVEL": "NVL", "NCCL_IB_HCA": "mlx5_0", "UCX_TLS": "rc", "FI_PROVIDER": "efa"}
-
-    async def work(node: Node) -> None:
+    async with node_in(tmp_path) as node:
         node.script("import ctypes, os; libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p\n"
                     f"print([libc.getenv(name.encode()).decode() for name in {sorted(fabric)}])\n"
                     "print(libc.getenv(b'PYTORCH_NVML_BASED_CUDA_CHECK'))")  # fmt: skip
@@ -1016,22 +897,15 @@ def test_the_fabrics_variables_reach_a_forked_worker(tmp_path):
         assert str([fabric[name] for name in sorted(fabric)]) in node.log(), "as C libraries read them"
         assert "None" in node.log(), "what is for the zygote alone"
 
-    on_a_node(tmp_path, work)
 
-
-def test_forked_workers_draw_other_random_numbers_each_and_after_each_start(tmp_path):
-    async def work(node: Node) -> tuple[list[int | None], list[str]]:
+async def test_forked_workers_draw_other_random_numbers_each_and_after_each_start(tmp_path):
+    drawn: list[str] = []
+    async with node_in(tmp_path, "numpy.random", "torch") as node:
         drawing = "numpy.random.rand(), random.random(), torch.rand(1).item()"
         script = node.script(f"import random, numpy, torch\nprint({drawing})")
-        drawn: list[str] = []
-        codes: list[int | None] = []
         for _ in range(2):
             node.ended.clear()
             node.start([PYTHON, str(script)], ranks=2)
-            codes += await node.codes()
+            assert await node.codes() == [0, 0]
             drawn += [number for rank in range(2) for number in node.log(rank).split()[-3:]]
-        return codes, drawn
-
-    codes, drawn = on_a_node(tmp_path, work, "numpy.random", "torch")
-    assert codes == [0] * 4
     assert len(set(drawn)) == 12

@@ -1,7 +1,5 @@
 """Saves that go on in the background, what memory keeps of them, and the last step that is kept just in time."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
@@ -82,42 +80,6 @@ def steps(folder: Path) -> list[int]:
     return [entry.step for entry in Catalog(folder).committed()]
 
 
-class Listener:
-    """What a session hears."""
-
-    def __init__(self) -> None:
-        self.saved: list[int] = []
-        self.failed: list[tuple[int, int]] = []
-        self.rescued: list[int] = []
-        self.rescuable = -1
-
-    def on_loaded(self, _seconds):
-        pass
-
-    def on_saved(self, step, _seconds):
-        self.saved.append(step)
-
-    def on_save_failed(self, step, number):
-        self.failed.append((step, number))
-
-    def on_rescuable(self, step):
-        self.rescuable = step
-
-    def on_rescuing(self, *, is_over=False):
-        self.is_rescuing = not is_over
-
-    def on_rescued(self, step):
-        self.rescued.append(step)
-
-
-@pytest.fixture
-def listener():
-    SAVERS.listener = one = Listener()
-    yield one
-    SAVERS.listener = None
-    SAVERS.is_armed = False
-
-
 @pytest.fixture(autouse=True)
 def in_background(monkeypatch, synchronous_saves):
     set_settings(monkeypatch, checkpoint={"async_save": True})
@@ -130,15 +92,6 @@ def run() -> Run:
     run = Run()
     run.train(1)
     return run
-
-
-@pytest.fixture
-def memory(tmp_path, monkeypatch) -> Path:
-    """The agent's folder, which outlives a worker."""
-    folder = tmp_path / "memory of the node"
-    folder.mkdir()
-    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(folder))
-    return folder
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The catalog works on a login node: no torch, nothing changed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from datetime import UTC, datetime

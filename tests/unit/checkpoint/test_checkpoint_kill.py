@@ -1,7 +1,5 @@
 """kill -9 at random moments of a save: the newest committed checkpoint can always be loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,18 +4,15 @@ The scenarios run one after the other in one pair of processes (importing torch 
 rank writes what it saw, and every test looks at its part.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 from of_each import of_each
+from ranks import SAVING, reports_of_ranks
 
 from slurmft.checkpoint import Catalog, CheckpointManager, loading
 from slurmft.checkpoint.image_file import Damage
@@ -299,16 +296,7 @@ def reports(root):
     random.seed("neither rank's")
     CheckpointManager(root / "one").save(model, torch.optim.AdamW(model.parameters()), step=3, loader=loader)
     CheckpointManager(root / "one-own").save(model, torch.optim.AdamW(model.parameters()), step=3, loader=OwnPosition())
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(root), str(rank)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    return [json.loads((root / f"report-{rank}.json").read_text()) for rank in (0, 1)]
+    return reports_of_ranks(SCRIPT, root, ahead=SAVING)
 
 
 FILES = ["__0_0.distcp", "__0_0.json", "__1_0.distcp", "__1_0.json"]
@@ -358,9 +346,18 @@ def test_any_other_failure_of_one_rank_reaches_all(reports):
     assert mine["step"] == theirs["step"] == 1 and mine["then"] == theirs["then"] == 3
 
 
-def test_ranks_at_different_steps_commit_nothing(reports, root):
-    assert all(report["steps-differ"]["error"] == "CheckpointError" for report in reports)
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("second-manager-1", "DirectoryInUse"), ("fenced", "Fenced"), ("fenced-late", "Fenced"),
+     ("steps-differ", "CheckpointError"), ("misfit-on-one-rank", "CheckpointError"), ("unlistable", "CheckpointError")],
+)  # fmt: skip
+def test_what_one_rank_meets_is_the_same_error_on_both(reports, name, error):
+    assert [report[name]["error"] for report in reports] == [error] * 2
+
+
+def test_an_attempt_that_is_fenced_and_ranks_at_different_steps_commit_no_more(reports, root):
     assert Catalog(root / "steps-differ").scan().committed == []
+    assert [entry.step for entry in Catalog(root / "fenced-late").committed()] == [1]
 
 
 def test_parts_of_ranks_at_different_places_in_the_data_are_of_no_use(reports):
@@ -370,25 +367,12 @@ def test_parts_of_ranks_at_different_places_in_the_data_are_of_no_use(reports):
     assert name == "step-00000002.g0.c2" and "ranks at different places in the data" in reason
 
 
-def test_a_second_manager_on_one_rank_is_refused_on_all(reports):
-    assert [report["second-manager-1"]["error"] for report in reports] == ["DirectoryInUse"] * 2
-
-
 def test_more_ranks_than_saved_do_not_take_another_ranks_own_position(reports):
     for rank, report in enumerate(reports):
         found = report["grown-own"]
         assert (found["error"], found["taken"]) == ("CheckpointError", 0)
         assert "1 ranks saved, and 2 load" in found["text"] and "shared_position()" in found["text"]
         assert (found["step"], found["taken then"]) == (3, 7 if rank == 0 else 0)
-
-
-def test_a_fenced_attempt_is_told_so_on_every_rank(reports):
-    assert [report["fenced"]["error"] for report in reports] == ["Fenced", "Fenced"]
-
-
-def test_an_attempt_fenced_after_its_first_save_is_told_so_on_every_rank(reports, root):
-    assert [report["fenced-late"]["error"] for report in reports] == ["Fenced", "Fenced"]
-    assert [entry.step for entry in Catalog(root / "fenced-late").committed()] == [1]
 
 
 @pytest.mark.parametrize(
@@ -410,10 +394,6 @@ def test_nothing_usable_is_the_same_error_on_all(reports):
     assert "__1_0.distcp is missing" in reports[0]["none-usable"]["text"]
 
 
-def test_a_model_that_fits_on_one_rank_only_fails_on_both(reports):
-    assert [report["misfit-on-one-rank"]["error"] for report in reports] == ["CheckpointError"] * 2
-
-
 @of_each(
     found__is_misfit=[
         ([Damage.NONE, Damage.NONE], False),
@@ -427,10 +407,6 @@ def test_a_model_that_fits_on_one_rank_only_fails_on_both(reports):
 )
 def test_only_an_intact_checkpoint_is_refused_for_not_fitting(found, is_misfit):
     assert loading._fits_nowhere([[damage, 0] for damage in found]) == is_misfit
-
-
-def test_a_directory_that_cannot_be_listed_fails_on_both(reports):
-    assert [report["unlistable"]["error"] for report in reports] == ["CheckpointError"] * 2
 
 
 def test_more_ranks_than_saved_go_on_at_the_global_position(reports):

@@ -1,7 +1,5 @@
 """Which checkpoints stay, whatever was saved and in which order: the rules as properties."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from datetime import UTC, datetime

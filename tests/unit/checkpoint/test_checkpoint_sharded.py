@@ -3,8 +3,6 @@
 One process imports torch once and forks the ranks; ranks that a part does not need wait.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The manager under its other names; and which checkpoints are kept for good."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 

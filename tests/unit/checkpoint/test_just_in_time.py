@@ -1,14 +1,11 @@
 """What is kept just in time is the state of a boundary, whole, or nothing: weights, schedule, generators, position."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import random
 import struct
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -37,31 +34,6 @@ from slurmft.checkpoint.step_copies import LeadExtra
 from slurmft.ipc.pages import IN_UPDATE
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data import ElasticSampler
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.rescuable, self.rescued = -1, list[int]()
-
-    def on_loaded(self, _seconds):
-        pass
-
-    def on_rescuable(self, step):
-        self.rescuable = step
-
-    def on_rescuing(self, *, is_over=False):
-        pass
-
-    def on_rescued(self, step):
-        self.rescued.append(step)
-
-
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    SAVERS.listener = one = Listener()
-    yield one
-    SAVERS.listener = None
-    SAVERS.is_armed = False
 
 
 class Kept:

@@ -3,8 +3,6 @@
 Four ranks, FSDP2 over gloo (``support/hsdp_life.py``); a step is lost where the restart begins before the sixth.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

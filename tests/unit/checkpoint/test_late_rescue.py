@@ -4,8 +4,6 @@
 then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -17,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from late_device import LateDevice, Stream, install
+from listener import Listener
 
 from slurmft.checkpoint import CheckpointManager, just_in_time, snapshots
 from slurmft.checkpoint.just_in_time import AHEAD
@@ -25,23 +24,6 @@ from slurmft.trainer.savers import SAVERS
 from slurmft.worker.session import Session
 
 SIZE = 2000
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.rescued: list[int] = []
-        self.rescuable = -1
-
-    def on_rescuable(self, step: int) -> None:
-        self.rescuable = step
-
-    def on_rescued(self, step: int) -> None:
-        self.rescued.append(step)
-
-    def on_rescuing(self, *, is_over: bool = False) -> None: ...
-    def on_saved(self, step: int, seconds: float) -> None: ...
-    def on_loaded(self, seconds: float) -> None: ...
-    def on_save_failed(self, step: int, errno: int) -> None: ...
 
 
 class Adding(torch.optim.Optimizer):

@@ -1,7 +1,5 @@
 """A load from a rank's own place in memory: verified where it lies, copied once, and never torn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -44,14 +42,6 @@ def values(*objects) -> list[torch.Tensor]:
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.fixture
-def memory(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "memory of the node"
-    folder.mkdir()
-    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(folder))
-    return folder
 
 
 @pytest.fixture

@@ -1,13 +1,7 @@
 """Two ranks, each one a node of its own with memory of its own, train an FSDP2 model and begin anew from memory."""
 
-from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from ranks import SAVING, reports_of_ranks
 
 SCRIPT = """
 import json, os, sys
@@ -82,16 +76,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict]:
-    root = tmp_path_factory.mktemp("restart")
-    argv = [sys.executable, "-c", SCRIPT, str(root)]
-    ranks = [subprocess.Popen([*argv, str(rank)], env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads((root / f"report-{rank}.json").read_text()) for rank in range(2)]
+    return reports_of_ranks(SCRIPT, tmp_path_factory.mktemp("restart"), ahead=SAVING)
 
 
 def test_each_node_reads_its_own_memory_and_fetches_only_what_all_need(reports):

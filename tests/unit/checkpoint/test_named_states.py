@@ -1,7 +1,5 @@
 """Any plain state under an id of its own, and the result of a load as a mapping."""
 
-from __future__ import annotations
-
 from collections import deque
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Anything under any name in a checkpoint directory: an older checkpoint is taken, and no verb hangs or fails oddly."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 What is measured goes to the test's properties (``--junitxml``) and to its output (``-rP``).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listener import Listener
 from torch import nn
 
 from slurmft.checkpoint import CheckpointManager, snapshots
@@ -30,19 +29,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_environment")]
 GIB = 1 << 30
 HANG_CYCLES = 20_000_000_000
 """A kernel of about ten seconds, in the place of a collective that a dead rank never joins."""
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.rescued: list[int] = []
-
-    def on_rescued(self, step: int) -> None:
-        self.rescued.append(step)
-
-    def on_rescuable(self, step: int) -> None: ...
-    def on_rescuing(self, *, is_over: bool = False) -> None: ...
-    def on_saved(self, step: int, seconds: float) -> None: ...
-    def on_save_failed(self, step: int, errno: int) -> None: ...
 
 
 @pytest.fixture

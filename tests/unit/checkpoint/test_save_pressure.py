@@ -1,8 +1,5 @@
 """Saves that come faster than the disk takes them, on two ranks of different pace; and a kill in the middle of one."""
 
-from __future__ import annotations
-
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import SAVING, reports_of_ranks
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import Catalog, CheckpointManager
@@ -111,28 +109,27 @@ for name, slow_ranks in (("all", (0, 1)), ("one", (1,)), ("lead", (0,))):
 """
 
 
-def started(root: Path, rank: int, world: int, script: str) -> subprocess.Popen[str]:
-    """Its saves are capped so that one takes minutes."""
+def environment(root: Path, world: int) -> dict[str, str]:
+    """Saves are capped so that one takes minutes."""
     slow = worker_variable(checkpoint={"async_save": True, "bandwidth": 100})
     fast = worker_variable(checkpoint={"async_save": True})
-    environment = {
-        **os.environ, **slow, "SLOW": slow["SLURMFT_WORKER"], "FAST": fast["SLURMFT_WORKER"], "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
+    (root / "memory").mkdir(mode=0o700, exist_ok=True)
+    return {
+        **slow, "SLOW": slow["SLURMFT_WORKER"], "FAST": fast["SLURMFT_WORKER"], "LOCAL_WORLD_SIZE": str(world),
         "SLURMFT_MEMORY_DIR": str(root / "memory"),
     }  # fmt: skip
-    (root / "memory").mkdir(mode=0o700, exist_ok=True)
-    command = [sys.executable, "-c", LOOP + script, str(root), str(rank), str(world)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def its_number(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict[str, dict[str, object]]]:
     root = tmp_path_factory.mktemp("ranks")
-    ranks = [started(root, rank, 2, PRESSURE) for rank in (0, 1)]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    return [json.loads((root / f"report-{rank}.json").read_text()) for rank in (0, 1)]
+    return reports_of_ranks(
+        LOOP + PRESSURE, root, 2, "2", own=its_number, ahead=SAVING, timeout_s=300, **environment(root, 2)
+    )
 
 
 @pytest.mark.parametrize("slow", ["all", "one", "lead"])
@@ -164,9 +161,10 @@ for step in (1, 2, 3):
 
 
 def test_killed_while_it_takes_the_place_of_a_waiting_save_the_one_before_is_loaded(tmp_path, monkeypatch):
-    process = started(tmp_path, 0, 1, KILLED)
-    errors = process.communicate(timeout=300)[1]
-    assert process.returncode == -signal.SIGKILL, errors
+    command = [sys.executable, "-c", LOOP + KILLED, str(tmp_path), "0", "1"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment(tmp_path, 1) | its_number(0)
+    killed = subprocess.run(command, env=variables, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(tmp_path / "memory"))
     model = torch.nn.Linear(8, 4)
     checkpoints = CheckpointManager(tmp_path / "checkpoints")

@@ -1,12 +1,11 @@
 """Snapshots that do not fit into memory lie beside the checkpoints: found by the next start, and removed after it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 
 import pytest
 import torch
+from listener import Listener
 from made_snapshots import stage
 
 from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
@@ -20,14 +19,6 @@ from slurmft.trainer.savers import SAVERS
 @pytest.fixture
 def little_memory(monkeypatch) -> None:
     monkeypatch.setattr(snapshots, "fits", lambda _bytes, folder: "" if folder.name == ".staging" else "it is small")
-
-
-@pytest.fixture
-def memory(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(folder))
-    return folder
 
 
 def trained(steps: int):
@@ -101,11 +92,6 @@ def test_a_state_that_kills_is_begun_with_only_so_often_also_on_new_nodes(tmp_pa
         checkpoints.close()
         monkeypatch.delenv(VARIABLE)
     assert begun == [2, 2, 1, 1]
-
-
-class Listener:
-    def __getattr__(self, _name):
-        return lambda *_, **__: None
 
 
 def test_a_step_that_is_kept_just_in_time_there_is_found_too(tmp_path, monkeypatch, memory, little_memory):

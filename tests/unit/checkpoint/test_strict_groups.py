@@ -4,8 +4,6 @@
 be wrong there, ends its rank with an error, and with it the journey.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parents[1] / "support"
-RANKS = [2, 3, 4, 8]
+RANKS = [pytest.param(2, marks=pytest.mark.soak), 3, 4, pytest.param(8, marks=pytest.mark.soak)]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks} ranks")

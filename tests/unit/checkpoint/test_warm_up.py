@@ -1,7 +1,5 @@
 """What a waiting process does before it becomes a worker changes nothing that the worker could see."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two thousand configurations, good, nearly good and nonsense: settings that can be written, or one clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -12,6 +10,7 @@ from typing import Any
 import odd_files
 import pytest
 import yaml
+from drawn import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ from slurmft.scheduler import submission
 
 SETTINGS = {"deadline": None, "derandomize": True, "database": None,
             "suppress_health_check": list(HealthCheck)}  # fmt: skip
-VALID, NEARLY, NONSENSE = 500, 900, 600  # together 2,000
+VALID, NEARLY, NONSENSE = map(examples, (500, 900, 600))  # together 2,000 in `make soak`
 
 # what people, editors and templates put into a file
 ODD_TEXTS = st.sampled_from(
@@ -335,7 +334,7 @@ def test_a_thousand_problems_are_not_a_thousand_lines(folder):
     assert len(str(caught.value).splitlines()) < 30
 
 
-@settings(max_examples=300, **SETTINGS)
+@settings(max_examples=examples(300), **SETTINGS)
 @given(words=st.lists(TEXTS | st.sampled_from(["--partition", "-p", "--time=1", "--", "-", "--=", "-N2"]), max_size=5))
 def test_options_behind_the_dashes_are_taken_or_refused(words):
     with contextlib.suppress(UsageError):

@@ -1,7 +1,5 @@
 """Damaged, newer, unreadable or odd files of a run: one clear message, an exit code, and no other run hidden."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

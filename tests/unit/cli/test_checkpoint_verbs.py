@@ -1,7 +1,5 @@
 """``slurmft checkpoint``, as one types it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the command line imports, and so how long one waits for it. bench/endings has the figures."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import resource

@@ -1,7 +1,5 @@
 """``slurmft exclude``, as one types it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

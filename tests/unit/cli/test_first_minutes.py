@@ -1,7 +1,5 @@
 """What a newcomer types first: the bare name, a wrong verb, a script, TAB; and what goes into a pipe."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

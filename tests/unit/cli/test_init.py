@@ -1,7 +1,5 @@
 """``slurmft init`` and ``slurmft examples``: a configuration that loads, and the files that come with slurmft."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

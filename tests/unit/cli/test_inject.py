@@ -1,7 +1,5 @@
 """Faults on purpose: who may order one, what the agent does, and what happens inside a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

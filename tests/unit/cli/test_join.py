@@ -1,7 +1,5 @@
 """Lending nodes: what is submitted, what is refused, and where agents of another job find the run's supervisor."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

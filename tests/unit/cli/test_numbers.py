@@ -1,7 +1,5 @@
 """Numbers, times, names and paths that cannot be right: refused at once, everywhere, also by --dry-run."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """``slurmft report`` as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

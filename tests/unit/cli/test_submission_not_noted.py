@@ -1,7 +1,5 @@
 """A disk that fills up between sbatch's answer and our note of it: no job stays behind that its run does not know."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

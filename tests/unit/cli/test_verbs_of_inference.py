@@ -1,7 +1,5 @@
 """A configuration of one kind, given to the verb of another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

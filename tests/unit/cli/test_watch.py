@@ -1,7 +1,5 @@
 """``slurmft watch``: what it draws in which terminal, and that the terminal is as before afterwards."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What works where torch is not installed: a login node has slurmft, and no trainer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

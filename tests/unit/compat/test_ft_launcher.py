@@ -1,7 +1,5 @@
 """Command lines of ft_launcher and torchrun, as their documents show them, as runs of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Health by kind of check, with the real probes of this machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron-LM's loop, as its documents show it, with its names."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Configurations of other packages become ours: each option is mapped, or named."""
 
-from __future__ import annotations
-
 import copy
 import signal
 

@@ -1,7 +1,5 @@
 """The classes of a server of one's own: called as the documents call them, and by their meaning there."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from dataclasses import dataclass

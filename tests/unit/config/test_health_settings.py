@@ -1,7 +1,5 @@
 """configs/health.yaml: every key with its true default and a comment; platforms; what is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys that users bring along from other packages, and a launcher that would decide beside the supervisor."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurmft.config.run import load, validate

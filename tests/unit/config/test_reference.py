@@ -1,7 +1,5 @@
 """configs/: the reference names every key with its true default, the examples load, the schema is up to date."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator
@@ -80,6 +78,7 @@ def test_every_configuration_in_the_repository_loads(path: Path):
     config = configuration.load(path)
     assert config.name
     assert config.world_size >= 1
+    assert bool(config.command) != bool(config.inference)
 
 
 def test_the_reference_names_every_key_and_no_other():
@@ -137,7 +136,9 @@ def test_the_schema_is_up_to_date():
 
 def test_the_schema_describes_every_key():
     def undescribed(model: dict[str, Any]) -> list[str]:
-        return [name for name, value in model["properties"].items() if not ("description" in value or "$ref" in value)]
+        return [
+            name for name, value in model["properties"].items() if not (value.get("description") or "$ref" in value)
+        ]
 
     text = configuration_schema()
     assert undescribed(text) == [name for part in text["$defs"].values() if "properties" in part

@@ -1,7 +1,5 @@
 """Roles of a run: what each is, what it shares with the others, and what makes no sense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section ``checkpoint``: what is refused, and that workers get what was configured."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The example trainers, run for real with a few steps; a stand-in takes the place of the session."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Slurm's hooks: they fail open on every fault of their own, stay inside their time, touch nothing of other jobs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Results on a shared folder: what is written comes back, and what cannot be believed hides no other node."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Answers that a dead connection cuts off go on where they were: the same text and usage, nothing computed twice."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

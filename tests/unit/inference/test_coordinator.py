@@ -1,10 +1,7 @@
 """The coordinator believes agents as far as their leases go, and loses nothing when one of them is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,53 +69,41 @@ class World:
 
 
 @pytest.fixture
-def in_loop(tmp_path: Path) -> Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]:
-    def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
-        async def main() -> None:
-            await story(World(tmp_path))
-
-        asyncio.run(main())
-
-    return run
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
 
 
-def test_requests_are_leased_committed_and_finished(in_loop):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.report(0, "want", count=15)
-        assert world.leased(0) == list(range(15))
-        world.answer(0, *range(15))
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.done == 15 and world.ledger.count == 15
-        world.report(0, "want", count=15)
-        world.answer(0, *range(15, 20), life=2)
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.finished and world.coordinator.answered_here == TOTAL
-
-    in_loop(story)
+async def test_requests_are_leased_committed_and_finished(world):
+    world.join(0)
+    world.report(0, "want", count=15)
+    assert world.leased(0) == list(range(15))
+    world.answer(0, *range(15))
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.done == 15 and world.ledger.count == 15
+    world.report(0, "want", count=15)
+    world.answer(0, *range(15, 20), life=2)
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.finished and world.coordinator.answered_here == TOTAL
 
 
-def test_an_agent_that_was_lost_says_nothing_that_counts(in_loop):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.join(1)
-        world.report(0, "want", count=TOTAL)
-        segment, end = world.write(0, 1, 2)
-        epoch = world.epochs[0]
-        world.report(1, "want", count=4)
-        assert world.leased(1) == []
-        assert world.coordinator.lose(0) == TOTAL
-        assert world.leased(1) == [0, 1, 2, 3], "what was free goes to the one that waits"
-        late = RequestsAnswered(epoch=epoch, segment=segment, end=end, runs=((5, 6),))
-        assert world.coordinator.on_report(0, late) is False
-        world.join(0)
-        assert world.coordinator.on_report(0, late) is False, "it is back, and the message is an old one"
-        world.thread.shutdown(wait=True)
-        assert sorted(world.ledger.done.nonzero()[0]) == [1, 2], "what it had written before is not lost"
-        world.coordinator.adopt_salvaged()
-        assert world.coordinator.requests.done == 2
-
-    in_loop(story)
+async def test_an_agent_that_was_lost_says_nothing_that_counts(world):
+    world.join(0)
+    world.join(1)
+    world.report(0, "want", count=TOTAL)
+    segment, end = world.write(0, 1, 2)
+    epoch = world.epochs[0]
+    world.report(1, "want", count=4)
+    assert world.leased(1) == []
+    assert world.coordinator.lose(0) == TOTAL
+    assert world.leased(1) == [0, 1, 2, 3], "what was free goes to the one that waits"
+    late = RequestsAnswered(epoch=epoch, segment=segment, end=end, runs=((5, 6),))
+    assert world.coordinator.on_report(0, late) is False
+    world.join(0)
+    assert world.coordinator.on_report(0, late) is False, "it is back, and the message is an old one"
+    world.thread.shutdown(wait=True)
+    assert sorted(world.ledger.done.nonzero()[0]) == [1, 2], "what it had written before is not lost"
+    world.coordinator.adopt_salvaged()
+    assert world.coordinator.requests.done == 2
 
 
 @pytest.mark.parametrize(
@@ -126,205 +111,169 @@ def test_an_agent_that_was_lost_says_nothing_that_counts(in_loop):
     ["g000001-n0-r0-1-1.jsonl", "g000001-n0-r0-1-1000002.jsonl", "g000001-n0-r0-1-10000010.jsonl",
      "x/g000001-n0-r0-1-1000001.jsonl", "../../x", "ledger-000001.jsonl"],
 )  # fmt: skip
-def test_answers_in_segments_of_others_do_not_count(in_loop, segment):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.report(0, "answers", segment=segment, end=99, runs=((0, 5),))
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.done == 0
-
-    in_loop(story)
+async def test_answers_in_segments_of_others_do_not_count(world, segment):
+    world.join(0)
+    world.report(0, "answers", segment=segment, end=99, runs=((0, 5),))
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.done == 0
 
 
-def test_a_lent_node_has_the_number_of_its_own_job(in_loop):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.join(1)
-        world.report(1, "want", count=5)
-        world.epochs[0], own = world.epochs[1], world.epochs[0]
-        segment, end = world.write(0, 0, 1)  # it calls itself node 0, as the first node of the run does
-        world.epochs[0] = own
-        world.report(1, "answers", segment=segment, end=end, runs=((0, 2),))
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.done == 2
-
-    in_loop(story)
+async def test_a_lent_node_has_the_number_of_its_own_job(world):
+    world.join(0)
+    world.join(1)
+    world.report(1, "want", count=5)
+    world.epochs[0], own = world.epochs[1], world.epochs[0]
+    segment, end = world.write(0, 0, 1)  # it calls itself node 0, as the first node of the run does
+    world.epochs[0] = own
+    world.report(1, "answers", segment=segment, end=end, runs=((0, 2),))
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.done == 2
 
 
 @pytest.mark.parametrize("runs", [((0, 21),), ((0, 5), (20, 30))])
-def test_requests_that_do_not_exist_do_not_count(in_loop, runs):
-    async def story(world: World) -> None:
-        world.join(0)
-        segment, end = world.write(0, 0)
-        world.report(0, "answers", segment=segment, end=end, runs=runs)
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.done == 0
-
-    in_loop(story)
+async def test_requests_that_do_not_exist_do_not_count(world, runs):
+    world.join(0)
+    segment, end = world.write(0, 0)
+    world.report(0, "answers", segment=segment, end=end, runs=runs)
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.done == 0
 
 
-def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(in_loop):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.report(0, "want", count=TOTAL)
-        facts = {
-            "replica": 0,
-            "how": "ended by SIGSEGV",
-            "code": -11,
-            "was_ready": True,
-            "answered": 1,
-            "failures": 1,
-            "load": 0,
-        }
-        for life in (1, 2):
-            world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3, 4), **facts)
-            world.report(0, "want", count=2)
-        for life in (3, 4):
-            world.report(0, "want", count=2)
-            assert 3 in [index for lease in world.sent[0] for index in lease.alone]
-            world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3,), **facts)
-        ((event, told),) = world.events
-        assert event == EventName.REQUEST_GIVEN_UP and told["request"] == 3
-        async with asyncio.timeout(5):
-            while not world.ledger.done[3]:
-                await world.coordinator.commit_now()
-                await asyncio.sleep(0.01)
-
-    in_loop(story)
+async def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(world):
+    world.join(0)
+    world.report(0, "want", count=TOTAL)
+    facts = {
+        "replica": 0,
+        "how": "ended by SIGSEGV",
+        "code": -11,
+        "was_ready": True,
+        "answered": 1,
+        "failures": 1,
+        "load": 0,
+    }
+    for life in (1, 2):
+        world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3, 4), **facts)
+        world.report(0, "want", count=2)
+    for life in (3, 4):
+        world.report(0, "want", count=2)
+        assert 3 in [index for lease in world.sent[0] for index in lease.alone]
+        world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3,), **facts)
+    ((event, told),) = world.events
+    assert event == EventName.REQUEST_GIVEN_UP and told["request"] == 3
+    async with asyncio.timeout(5):
+        while not world.ledger.done[3]:
+            await world.coordinator.commit_now()
+            await asyncio.sleep(0.01)
 
 
-def test_the_next_one_is_told_where_text_of_a_request_lies(in_loop):
+async def test_the_next_one_is_told_where_text_of_a_request_lies(world):
     """Of a dead replica, of a lost agent and of one that gives back; but not where a request is tried alone."""
-
-    async def story(world: World) -> None:
-        for node in (0, 1, 2):
-            world.join(node)
-        for replica, life in ((0, 1), (1, 4)):
-            world.report(0, "replica", replica=replica, phase="starting", life=life)
-        world.report(1, "replica", replica=0, phase="ready", life=1)
-        first, second = (f"g000001-n0-r{each}-{world.epochs[0]}.jsonl" for each in ("0-1", "1-4"))
-        world.report(0, "want", count=8)
-        facts = {"how": "ended by SIGKILL", "code": -9, "was_ready": True, "answered": 1, "failures": 1, "load": 0}
-        world.report(0, "replica_died", replica=1, name="n0/1#4", in_flight=(3, 4), **facts)
-        (lease,) = world.sent[1]
-        assert (lease.runs, lease.partials) == (((3, 4), (4, 5)), (second,))
-        world.report(1, "returned", runs=((3, 4),))
-        world.coordinator.lose(0)
-        world.report(2, "want", count=3)
-        (lease,) = world.sent[2]
-        assert lease.runs == ((0, 3),) and lease.partials == (first, second)
-        world.report(2, "want", count=1)
-        other = f"g000001-n1-r0-1-{world.epochs[1]}.jsonl"
-        assert world.sent[2][1].runs == ((3, 4),) and world.sent[2][1].partials == (second, other)
-        world.answer(2, 0, 1, 2, 3)
-        await world.coordinator.commit_now()
-        assert set(world.coordinator.partials) == {4, 5, 6, 7}
-        world.report(1, "replica_died", replica=0, name="n1/0#1", in_flight=(4,), **facts)
-        world.report(2, "want", count=1)
-        assert world.sent[2][2].alone == (4,) and not world.sent[2][2].partials
-
-    in_loop(story)
+    for node in (0, 1, 2):
+        world.join(node)
+    for replica, life in ((0, 1), (1, 4)):
+        world.report(0, "replica", replica=replica, phase="starting", life=life)
+    world.report(1, "replica", replica=0, phase="ready", life=1)
+    first, second = (f"g000001-n0-r{each}-{world.epochs[0]}.jsonl" for each in ("0-1", "1-4"))
+    world.report(0, "want", count=8)
+    facts = {"how": "ended by SIGKILL", "code": -9, "was_ready": True, "answered": 1, "failures": 1, "load": 0}
+    world.report(0, "replica_died", replica=1, name="n0/1#4", in_flight=(3, 4), **facts)
+    (lease,) = world.sent[1]
+    assert (lease.runs, lease.partials) == (((3, 4), (4, 5)), (second,))
+    world.report(1, "returned", runs=((3, 4),))
+    world.coordinator.lose(0)
+    world.report(2, "want", count=3)
+    (lease,) = world.sent[2]
+    assert lease.runs == ((0, 3),) and lease.partials == (first, second)
+    world.report(2, "want", count=1)
+    other = f"g000001-n1-r0-1-{world.epochs[1]}.jsonl"
+    assert world.sent[2][1].runs == ((3, 4),) and world.sent[2][1].partials == (second, other)
+    world.answer(2, 0, 1, 2, 3)
+    await world.coordinator.commit_now()
+    assert set(world.coordinator.partials) == {4, 5, 6, 7}
+    world.report(1, "replica_died", replica=0, name="n1/0#1", in_flight=(4,), **facts)
+    world.report(2, "want", count=1)
+    assert world.sent[2][2].alone == (4,) and not world.sent[2][2].partials
 
 
-def test_nothing_is_told_where_nothing_is_continued(tmp_path):
-    async def main() -> None:
-        engine = {"callable": "a:b", "continue_from_prefix": "never"}
-        world = World(tmp_path, engine=engine)
-        world.join(0)
-        world.join(1)
-        world.report(0, "replica", replica=0, phase="ready", life=1)
-        world.report(0, "want", count=4)
-        world.coordinator.lose(0)
-        world.report(1, "want", count=4)
-        assert [lease.partials for lease in world.sent[1]] == [None]
-
-    asyncio.run(main())
+async def test_nothing_is_told_where_nothing_is_continued(tmp_path):
+    engine = {"callable": "a:b", "continue_from_prefix": "never"}
+    world = World(tmp_path, engine=engine)
+    world.join(0)
+    world.join(1)
+    world.report(0, "replica", replica=0, phase="ready", life=1)
+    world.report(0, "want", count=4)
+    world.coordinator.lose(0)
+    world.report(1, "want", count=4)
+    assert [lease.partials for lease in world.sent[1]] == [None]
 
 
-def test_a_full_disk_holds_commits_up_and_loses_none(in_loop, monkeypatch):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.report(0, "want", count=5)
-        commit, failures = world.ledger.commit, [StorageUnavailable("full"), StorageUnavailable("full")]
+async def test_a_full_disk_holds_commits_up_and_loses_none(world, monkeypatch):
+    world.join(0)
+    world.report(0, "want", count=5)
+    commit, failures = world.ledger.commit, [StorageUnavailable("full"), StorageUnavailable("full")]
 
-        def fail_first(parts: Any) -> int:
-            if failures:
-                raise failures.pop()
-            return commit(parts)
+    def fail_first(parts: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return commit(parts)
 
-        monkeypatch.setattr(world.ledger, "commit", fail_first)
-        monkeypatch.setattr("slurmft.inference.coordinator.STORAGE_PAUSE_S", 0.0)
-        world.answer(0, 0, 1)
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.done == 2 and not failures
-
-    in_loop(story)
+    monkeypatch.setattr(world.ledger, "commit", fail_first)
+    monkeypatch.setattr("slurmft.inference.coordinator.STORAGE_PAUSE_S", 0.0)
+    world.answer(0, 0, 1)
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.done == 2 and not failures
 
 
-def test_a_commit_that_is_given_up_is_done_by_the_next_one(in_loop, monkeypatch):
+async def test_a_commit_that_is_given_up_is_done_by_the_next_one(world, monkeypatch):
     """As for a lent node that goes while the disk takes nothing: what others have reported must not be forgotten."""
+    world.join(0)
+    world.report(0, "want", count=5)
+    commit, is_full = world.ledger.commit, [True]
 
-    async def story(world: World) -> None:
-        world.join(0)
-        world.report(0, "want", count=5)
-        commit, is_full = world.ledger.commit, [True]
+    def fail_while_full(parts: Any) -> int:
+        if is_full:
+            raise StorageUnavailable("full")
+        return commit(parts)
 
-        def fail_while_full(parts: Any) -> int:
-            if is_full:
-                raise StorageUnavailable("full")
-            return commit(parts)
-
-        monkeypatch.setattr(world.ledger, "commit", fail_while_full)
-        world.answer(0, 0, 1)
-        await world.coordinator.commit_now(0.1)
-        assert world.coordinator.requests.done == 0
-        is_full.clear()
-        await world.coordinator.commit_now()
-        assert world.coordinator.requests.done == 2
-
-    in_loop(story)
+    monkeypatch.setattr(world.ledger, "commit", fail_while_full)
+    world.answer(0, 0, 1)
+    await world.coordinator.commit_now(0.1)
+    assert world.coordinator.requests.done == 0
+    is_full.clear()
+    await world.coordinator.commit_now()
+    assert world.coordinator.requests.done == 2
 
 
-def test_no_epoch_comes_again_under_the_next_supervisor(in_loop):
+async def test_no_epoch_comes_again_under_the_next_supervisor(world):
     """Its agents and engines may live on, and say what they had to say to the one before."""
-
-    async def work(world):
-        world.join(0)
-        later = open_ledger(world.ledger.batch, 2)
-        following = Coordinator(world.config, later.batch, later, world.thread.submit, lambda *_, **__: None)
-        assert following.join(0, "n0", lambda _: None) > max(world.epochs.values())
-        following.on_report(0, RequestsWanted(epoch=following.agents[0].epoch, count=4))
-        segment, end = world.write(0, 0, 1)
-        said = RequestsAnswered(epoch=world.epochs[0], segment=segment, end=end, runs=((0, 2),))
-        assert not following.on_report(0, said)
-        # the name begins with the generation in which the replica was started, and counts by its epoch
-        world.epochs[0] = following.agents[0].epoch
-        segment, end = world.write(0, 2, 3)
-        assert segment.startswith("g000001-")
-        assert following.on_report(0, RequestsAnswered(epoch=world.epochs[0], segment=segment, end=end, runs=((2, 4),)))
-        await following.commit_now()
-        assert later.done.nonzero()[0].tolist() == [2, 3]
-
-    in_loop(work)
+    world.join(0)
+    later = open_ledger(world.ledger.batch, 2)
+    following = Coordinator(world.config, later.batch, later, world.thread.submit, lambda *_, **__: None)
+    assert following.join(0, "n0", lambda _: None) > max(world.epochs.values())
+    following.on_report(0, RequestsWanted(epoch=following.agents[0].epoch, count=4))
+    segment, end = world.write(0, 0, 1)
+    said = RequestsAnswered(epoch=world.epochs[0], segment=segment, end=end, runs=((0, 2),))
+    assert not following.on_report(0, said)
+    # the name begins with the generation in which the replica was started, and counts by its epoch
+    world.epochs[0] = following.agents[0].epoch
+    segment, end = world.write(0, 2, 3)
+    assert segment.startswith("g000001-")
+    assert following.on_report(0, RequestsAnswered(epoch=world.epochs[0], segment=segment, end=end, runs=((2, 4),)))
+    await following.commit_now()
+    assert later.done.nonzero()[0].tolist() == [2, 3]
 
 
-def test_nothing_is_leased_while_the_run_stops(in_loop):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.coordinator.stop()
-        world.report(0, "want", count=5)
-        assert world.leased(0) == []
-
-    in_loop(story)
+async def test_nothing_is_leased_while_the_run_stops(world):
+    world.join(0)
+    world.coordinator.stop()
+    world.report(0, "want", count=5)
+    assert world.leased(0) == []
 
 
 @pytest.mark.parametrize(("phases", "down"), [(["down", "down"], True), (["down", "ready"], False), (["down"], False)])
-def test_the_batch_is_given_up_when_every_replica_is_down(in_loop, phases, down):
-    async def story(world: World) -> None:
-        world.join(0)
-        world.join(1)
-        for node, phase in enumerate(phases):
-            world.report(node, "replica", replica=0, phase=phase, life=1)
-        assert world.coordinator.all_down is down
-
-    in_loop(story)
+async def test_the_batch_is_given_up_when_every_replica_is_down(world, phases, down):
+    world.join(0)
+    world.join(1)
+    for node, phase in enumerate(phases):
+        world.report(node, "replica", replica=0, phase=phase, life=1)
+    assert world.coordinator.all_down is down

@@ -1,7 +1,5 @@
 """Engines as the driver meets them: a real HTTP server on loopback, and callables."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -176,7 +174,7 @@ time.sleep(60)
 """
 
 
-def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
+async def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
     async def tries(found: HttpEngine) -> None:
         while True:  # until it has closed its port
             try:
@@ -186,17 +184,14 @@ def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
             except Again:
                 await asyncio.sleep(0.05)
 
-    async def main() -> None:
-        given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", LEAVING, "{port}"]}}
-        found = HttpEngine(InferenceConfig.model_validate(given), 0)
-        try:
-            await found.start()
-            await asyncio.wait_for(tries(found), 20)
-        finally:
-            await found.close()
-            await found.ended()
-
-    asyncio.run(main())
+    given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", LEAVING, "{port}"]}}
+    found = HttpEngine(InferenceConfig.model_validate(given), 0)
+    try:
+        await found.start()
+        await asyncio.wait_for(tries(found), 20)
+    finally:
+        await found.close()
+        await found.ended()
 
 
 FAMILY = """
@@ -212,25 +207,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_the_whole_step_does_not_end_an_engine(monkeypatch, name: str):
+async def test_a_signal_to_the_whole_step_does_not_end_an_engine(monkeypatch, name: str):
     """Not even one whose default action is to end; KILL ends it as ever."""
     monkeypatch.setenv(STOP_SIGNAL_VARIABLE, name)
-
-    async def main() -> int:
-        given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", FAMILY, "{port}"]}}
-        found = HttpEngine(InferenceConfig.model_validate(given), 0)
-        try:
-            await found.start()
-            answer = urlopen(f"http://127.0.0.1:{found.place}/")
-            pid = int(answer.read())
-            for number in (signal.SIGTERM, signal.Signals[name]):
-                os.kill(pid, number)
-            assert urlopen(f"http://127.0.0.1:{found.place}/").status == 200
-        finally:
-            await found.close()
-        return await asyncio.wait_for(found.ended(), 10)
-
-    assert asyncio.run(main()) == -signal.SIGKILL
+    given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", FAMILY, "{port}"]}}
+    found = HttpEngine(InferenceConfig.model_validate(given), 0)
+    try:
+        await found.start()
+        answer = urlopen(f"http://127.0.0.1:{found.place}/")
+        pid = int(answer.read())
+        for number in (signal.SIGTERM, signal.Signals[name]):
+            os.kill(pid, number)
+        assert urlopen(f"http://127.0.0.1:{found.place}/").status == 200
+    finally:
+        await found.close()
+    assert await asyncio.wait_for(found.ended(), 10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("status", "is_good"), [(200, True), (404, True), (422, True), (401, False), (403, False),

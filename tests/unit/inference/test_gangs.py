@@ -1,7 +1,5 @@
 """One engine over several nodes: who has it together, what each node is told, and how its processes end together."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import tempfile
@@ -152,45 +150,39 @@ async def gathering_head(told: list[dict[str, Any]]) -> tuple[Head, asyncio.Task
 
 
 @pytest.mark.parametrize("end", ["crash", "gone"])
-def test_the_end_of_a_member_is_that_of_the_head(end: str) -> None:
-    async def work() -> None:
-        told, tasks = list[dict[str, Any]](), len(asyncio.all_tasks())
-        head, gathering, place = await gathering_head(told)
-        stranger = await join(place, 1, b"x" * 64)
-        assert await stranger.receive() is None, "it does not hold the run's key"
-        stranger.close()
-        members = [await join(place, rank, KEY) for rank in (2, 1)]
-        words = await gathering
-        found = [Starts.parse(await each.receive() or {}, "the head") for each in members]
-        assert words["{node_rank}"] == "0" and words["{nodes}"] == "3" and words["{head}"] == "127.0.0.1"
-        assert found[0] == found[1] and found[0].words(2)["{head_port}"] == words["{head_port}"]
-        assert not head.broken.done()
-        if end == "crash":
-            members[0].send(Ended(code=-signal.SIGSEGV))
-        members[0].close()
-        assert await head.broken == (-signal.SIGSEGV if end == "crash" else -signal.SIGKILL)
-        assert (told[-1]["kind"], told[-1]["rank"]) == ("broken", 2)
-        count = len(told)
-        head.close()
-        assert await members[1].receive() is None, "the others hear of it"
-        members[1].close()
-        assert len(told) == count, "its own end is not put down to them"
-        await until_async(lambda: len(asyncio.all_tasks()) == tasks)
-
-    asyncio.run(asyncio.wait_for(work(), 30))
+async def test_the_end_of_a_member_is_that_of_the_head(end: str) -> None:
+    told, tasks = list[dict[str, Any]](), len(asyncio.all_tasks())
+    head, gathering, place = await gathering_head(told)
+    stranger = await join(place, 1, b"x" * 64)
+    assert await stranger.receive() is None, "it does not hold the run's key"
+    stranger.close()
+    members = [await join(place, rank, KEY) for rank in (2, 1)]
+    words = await gathering
+    found = [Starts.parse(await each.receive() or {}, "the head") for each in members]
+    assert words["{node_rank}"] == "0" and words["{nodes}"] == "3" and words["{head}"] == "127.0.0.1"
+    assert found[0] == found[1] and found[0].words(2)["{head_port}"] == words["{head_port}"]
+    assert not head.broken.done()
+    if end == "crash":
+        members[0].send(Ended(code=-signal.SIGSEGV))
+    members[0].close()
+    assert await head.broken == (-signal.SIGSEGV if end == "crash" else -signal.SIGKILL)
+    assert (told[-1]["kind"], told[-1]["rank"]) == ("broken", 2)
+    count = len(told)
+    head.close()
+    assert await members[1].receive() is None, "the others hear of it"
+    members[1].close()
+    assert len(told) == count, "its own end is not put down to them"
+    await until_async(lambda: len(asyncio.all_tasks()) == tasks)
 
 
-def test_a_member_that_is_lost_before_all_are_there_ends_the_wait() -> None:
-    async def work() -> None:
-        told, tasks = list[dict[str, Any]](), len(asyncio.all_tasks())
-        head, gathering, place = await gathering_head(told)
-        (await join(place, 1, KEY)).close()
-        with pytest.raises(LaunchError, match="was lost before all were there"):
-            await gathering
-        head.close()
-        await until_async(lambda: len(asyncio.all_tasks()) == tasks)
-
-    asyncio.run(asyncio.wait_for(work(), 30))
+async def test_a_member_that_is_lost_before_all_are_there_ends_the_wait() -> None:
+    told, tasks = list[dict[str, Any]](), len(asyncio.all_tasks())
+    head, gathering, place = await gathering_head(told)
+    (await join(place, 1, KEY)).close()
+    with pytest.raises(LaunchError, match="was lost before all were there"):
+        await gathering
+    head.close()
+    await until_async(lambda: len(asyncio.all_tasks()) == tasks)
 
 
 class Node:

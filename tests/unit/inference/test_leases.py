@@ -1,7 +1,5 @@
 """Requests change hands: none is lost, whatever agents do."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Answers count when the ledger says so, once, whatever was torn, added later or written by a superseded process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """OpenAI's batch files are taken as they are, and its own client package reads the output."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping
@@ -126,7 +124,7 @@ def test_openais_own_types_read_the_errors(output: Path):
     assert (error.code, error.message) == ("bad_request", "its method is 'GET'; only POST is known")
 
 
-def test_a_request_reaches_the_engine_as_openais_client_would_send_it(tmp_path: Path):
+async def test_a_request_reaches_the_engine_as_openais_client_would_send_it(tmp_path: Path):
     """The same body from ``openai.OpenAI`` and from a batch line, as the server sees them."""
     import openai
 
@@ -136,24 +134,21 @@ def test_a_request_reaches_the_engine_as_openais_client_would_send_it(tmp_path: 
         seen.append((request.path, await request.json()))
         return web.json_response(COMPLETION)
 
-    async def both() -> None:
-        app = web.Application()
-        app.add_routes([web.post("/{path:.*}", note), web.get("/health", healthy)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
-            await client.chat.completions.create(**CHAT)
-        source = tmp_path / "in.jsonl"
-        source.write_text(json.dumps(LINES[0]) + "\n")
-        config = InferenceConfig.model_validate({"input": str(source), "engine": {"url": address}})
-        engine = HttpEngine(config, 0)
-        await engine.start()
-        with Requests(prepare(config, tmp_path / "run").folder) as requests:
-            await engine.answer([requests.get(0)])
-        await engine.close()
-        await runner.cleanup()
-
-    asyncio.run(both())
+    app = web.Application()
+    app.add_routes([web.post("/{path:.*}", note), web.get("/health", healthy)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        await client.chat.completions.create(**CHAT)
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(LINES[0]) + "\n")
+    config = InferenceConfig.model_validate({"input": str(source), "engine": {"url": address}})
+    engine = HttpEngine(config, 0)
+    await engine.start()
+    with Requests(prepare(config, tmp_path / "run").folder) as requests:
+        await engine.answer([requests.get(0)])
+    await engine.close()
+    await runner.cleanup()
     assert seen == [("/v1/chat/completions", CHAT)] * 2

@@ -1,7 +1,5 @@
 """Parquet in and out: the same requests and answers as in JSON lines, in the same order, a group of rows at a time."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

@@ -1,7 +1,5 @@
 """Parts of the output: there as soon as a range is answered as a whole, the same rows as at the end, gone after it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

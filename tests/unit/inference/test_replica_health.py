@@ -1,7 +1,5 @@
 """Hangs are found by progress, restarts are bounded, tries are spaced."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

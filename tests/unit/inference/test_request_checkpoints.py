@@ -1,7 +1,5 @@
 """Checkpoints of requests: noted, taken, bounded, and found again in the run folder, however a file of them ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

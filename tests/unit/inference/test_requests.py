@@ -1,7 +1,5 @@
 """Requests are read once, checked, and found by their numbers."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Trials of a sweep: their names and folders, adding some while others run, and the process of each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -217,16 +215,12 @@ def test_a_trial_that_fails_says_why(tmp_path: Path, script: str, says: str) -> 
     assert says in answer["error"]["message"]
 
 
-def test_a_program_that_is_not_there_is_a_failed_trial(tmp_path: Path) -> None:
+async def test_a_program_that_is_not_there_is_a_failed_trial(tmp_path: Path) -> None:
     values = {"run_folder": str(tmp_path / "run"), "command": ["no-such-program"], "trials": [{"x": 1}]}
     config = from_values(values, source="test").inference
-
-    async def run() -> None:
-        assert config is not None
-        [answer] = await _answer(TrialEngine(config, tmp_path / "run", "1"))
-        assert "cannot start 'no-such-program'" in answer["error"]["message"]
-
-    run_alone(run())
+    assert config is not None
+    [answer] = await _answer(TrialEngine(config, tmp_path / "run", "1"))
+    assert "cannot start 'no-such-program'" in answer["error"]["message"]
 
 
 async def _answer(engine: TrialEngine) -> list[dict[str, Any]]:
@@ -259,107 +253,84 @@ def test_nothing_that_a_trial_starts_outlives_it_and_an_open_pipe_holds_nothing_
     assert not psutil.Process().children(recursive=True)
 
 
-def test_at_a_stop_a_trial_with_a_handler_saves_and_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_at_a_stop_a_trial_with_a_handler_saves_and_goes_on_elsewhere(tmp_path: Path) -> None:
     script = ("import signal, sys, time\ndef save(*_):\n    open('saved', 'w').write('here'); sys.exit(0)\n"
               "import os; os.chdir(os.environ['SLURMFT_TRIAL_FOLDER'])\n"
               "if os.path.exists('saved'): print('\"went on\"'); sys.exit()\n"
               "signal.signal(signal.SIGTERM, save); open('ready', 'w').close(); time.sleep(600)")  # fmt: skip
-
-    async def run() -> None:
-        engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
-        task = asyncio.create_task(_answer(engine))
-        await until_async((folder / "ready").exists)
-        engine.stop()
-        with pytest.raises(Stopped):
-            await task
-        assert (folder / "saved").exists()
-        with pytest.raises(Stopped):
-            await _answer(engine)  # nothing begins during a stop
-        [answer] = await _answer(engine_in(tmp_path, script))
-        assert answer["response"]["body"]["result"] == "went on"
-
-    run_alone(run())
+    engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
+    task = asyncio.create_task(_answer(engine))
+    await until_async((folder / "ready").exists)
+    engine.stop()
+    with pytest.raises(Stopped):
+        await task
+    assert (folder / "saved").exists()
+    with pytest.raises(Stopped):
+        await _answer(engine)  # nothing begins during a stop
+    [answer] = await _answer(engine_in(tmp_path, script))
+    assert answer["response"]["body"]["result"] == "went on"
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_a_trial_that_is_cancelled_may_save_and_is_not_run_again(tmp_path: Path, handles: bool) -> None:
+async def test_a_trial_that_is_cancelled_may_save_and_is_not_run_again(tmp_path: Path, handles: bool) -> None:
     script = ("import os, signal, sys, time\nos.chdir(os.environ['SLURMFT_TRIAL_FOLDER'])\n"
               + "def save(*_):\n    open('saved', 'w').close(); sys.exit(1)\nsignal.signal(15, save)\n" * handles
               + "open('ready', 'w').close(); time.sleep(600)")  # fmt: skip
-
-    async def run() -> None:
-        engine, folder = engine_in(tmp_path, script, retries=3), folder_of_trial(tmp_path / "run", "t")
-        await engine.start()
-        task = asyncio.create_task(_answer(engine))
-        await until_async((folder / "ready").exists)
-        cancel(tmp_path / "run", "t")
-        assert (await task)[0]["error"]["code"] == "cancelled"
-        assert (folder / "saved").exists() == handles
-        (folder / "ready").unlink()
-        assert (await _answer(engine))[0]["error"]["code"] == "cancelled"
-        assert not (folder / "ready").exists()
-
-    run_alone(run())
+    engine, folder = engine_in(tmp_path, script, retries=3), folder_of_trial(tmp_path / "run", "t")
+    await engine.start()
+    task = asyncio.create_task(_answer(engine))
+    await until_async((folder / "ready").exists)
+    cancel(tmp_path / "run", "t")
+    assert (await task)[0]["error"]["code"] == "cancelled"
+    assert (folder / "saved").exists() == handles
+    (folder / "ready").unlink()
+    assert (await _answer(engine))[0]["error"]["code"] == "cancelled"
+    assert not (folder / "ready").exists()
 
 
-def test_a_save_at_a_signal_to_the_whole_job_is_no_failure_though_the_stop_comes_later(tmp_path: Path) -> None:
+async def test_a_save_at_a_signal_to_the_whole_job_is_no_failure_though_the_stop_comes_later(tmp_path: Path) -> None:
     script = ("import os, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(143))\n"
               "open(os.environ['SLURMFT_TRIAL_FOLDER'] + '/ready', 'w').close(); time.sleep(600)")  # fmt: skip
-
-    async def run() -> None:
-        engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
-        await engine.start()
-        task = asyncio.create_task(_answer(engine))
-        await until_async((folder / "ready").exists)
-        trial = psutil.Process().children()[0]
-        os.kill(os.getpid(), signal.SIGTERM)
-        trial.terminate()
-        await until_async(lambda: not trial.is_running() or trial.status() == psutil.STATUS_ZOMBIE)
-        engine.stop()
-        with pytest.raises(Stopped):
-            await task
-
-    run_alone(run())
+    engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
+    await engine.start()
+    task = asyncio.create_task(_answer(engine))
+    await until_async((folder / "ready").exists)
+    trial = psutil.Process().children()[0]
+    os.kill(os.getpid(), signal.SIGTERM)
+    trial.terminate()
+    await until_async(lambda: not trial.is_running() or trial.status() == psutil.STATUS_ZOMBIE)
+    engine.stop()
+    with pytest.raises(Stopped):
+        await task
 
 
-def test_at_a_stop_a_trial_without_a_handler_may_come_to_its_end(tmp_path: Path) -> None:
+async def test_at_a_stop_a_trial_without_a_handler_may_come_to_its_end(tmp_path: Path) -> None:
     script = "import os, time; open(os.environ['SLURMFT_TRIAL_FOLDER'] + '/ready', 'w').close(); time.sleep(1)"
     script += "; open(os.environ['SLURMFT_TRIAL_RESULT'], 'w').write('5')"
-
-    async def run() -> None:
-        engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
-        task = asyncio.create_task(_answer(engine))
-        await until_async((folder / "ready").exists)
-        engine.stop()
-        assert (await task)[0]["response"]["body"]["result"] == 5
-
-    run_alone(run())
+    engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
+    task = asyncio.create_task(_answer(engine))
+    await until_async((folder / "ready").exists)
+    engine.stop()
+    assert (await task)[0]["response"]["body"]["result"] == 5
 
 
-def test_a_lease_that_is_void_ends_the_process_at_once(tmp_path: Path) -> None:
+async def test_a_lease_that_is_void_ends_the_process_at_once(tmp_path: Path) -> None:
     script = "import os, time; open(os.environ['SLURMFT_TRIAL_FOLDER'] + '/ready', 'w').close(); time.sleep(600)"
-
-    async def run() -> None:
-        engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
-        task = asyncio.create_task(_answer(engine))
-        await until_async((folder / "ready").exists)
-        engine.cut_off()
-        with pytest.raises(Stopped):
-            await task
-        assert not psutil.Process().children(recursive=True)
-
-    run_alone(run())
+    engine, folder = engine_in(tmp_path, script), folder_of_trial(tmp_path / "run", "t")
+    task = asyncio.create_task(_answer(engine))
+    await until_async((folder / "ready").exists)
+    engine.cut_off()
+    with pytest.raises(Stopped):
+        await task
+    assert not psutil.Process().children(recursive=True)
 
 
-def test_what_the_node_is_to_blame_for_ends_the_engine_and_not_the_trial(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = engine_in(tmp_path, f"raise SystemExit({BAD_NODE!r})")
-        task = asyncio.create_task(_answer(engine))
-        assert await engine.ended() == EXIT_NODE
-        assert not task.done()
-        task.cancel()
-
-    run_alone(run())
+async def test_what_the_node_is_to_blame_for_ends_the_engine_and_not_the_trial(tmp_path: Path) -> None:
+    engine = engine_in(tmp_path, f"raise SystemExit({BAD_NODE!r})")
+    task = asyncio.create_task(_answer(engine))
+    assert await engine.ended() == EXIT_NODE
+    assert not task.done()
+    task.cancel()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Which checkpoint folders count as finished."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

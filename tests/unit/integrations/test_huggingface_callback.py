@@ -1,7 +1,5 @@
 """The callback outside of a run, and what it refuses; what it does in one is shown on the lab."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import re

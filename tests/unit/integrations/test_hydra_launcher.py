@@ -1,7 +1,5 @@
 """The keys of hydra.launcher as a configuration, and values that a job takes to its app."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

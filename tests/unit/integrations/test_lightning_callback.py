@@ -1,7 +1,5 @@
 """When a Trainer gets slurmft's callback, and what is refused; what a save between two epochs says."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

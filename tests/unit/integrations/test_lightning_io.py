@@ -1,7 +1,5 @@
 """SlurmftCheckpointIO with real Lightning: whole files only, in the order of the calls, and no code of theirs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pickle

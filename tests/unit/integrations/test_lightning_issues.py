@@ -5,8 +5,6 @@ middle of a step, where the agent's part of a stop is played. A second one goes 
 first on the PATH.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

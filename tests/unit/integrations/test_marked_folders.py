@@ -1,7 +1,5 @@
 """Saves in a framework's format: a folder counts when all ranks are done, and not a moment earlier."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -14,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from slurmft.errors import CheckpointError, Fenced
 from slurmft.integrations.folders import COMPLETE_MARKER, MarkedFolders
@@ -168,14 +167,7 @@ ONE_IS_LATE = """
 
 def test_a_folder_is_synced_when_every_rank_has_written(tmp_path: Path) -> None:
     """Rank 0 listed the temporary file of another rank, found it renamed, and now and then a run ended with ENOENT."""
-    command = [sys.executable, "-c", textwrap.dedent(ONE_IS_LATE), str(tmp_path / "saves")]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
-    try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(textwrap.dedent(ONE_IS_LATE), tmp_path / "saves", 2, str(tmp_path / "store"))
     assert steps(MarkedFolders(tmp_path / "saves", keep=2)) == [5]
 
 

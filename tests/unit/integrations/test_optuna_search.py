@@ -1,7 +1,5 @@
 """A study that is asked and told for a sweep, and what a process that dies at any moment leaves of it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The control channel over real TCP: who is believed, what a stranger learns, and whose connection ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -9,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +26,6 @@ HERE = "127.0.0.1"
 WAIT_S = 5.0
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-def run(work: Awaitable[Any], limit_s: float = 30) -> Any:
-    async def limited() -> Any:
-        try:
-            async with asyncio.timeout(limit_s):
-                return await work
-        finally:
-            # handlers of connections that are still open: let them close their sockets before the loop ends
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            for _ in range(5):
-                await asyncio.sleep(0)
-
-    return asyncio.run(limited())
 
 
 class Server:
@@ -105,91 +86,73 @@ async def stranger(port: int) -> AsyncIterator[Streams]:
             await writer.wait_closed()
 
 
-def test_messages_arrive_whole_in_order_and_both_ways():
-    async def work() -> None:
-        async with serving() as server, talking(server.port) as client:
-            sent = [{"kind": "a", "n": n, "text": "ü\n" * n} for n in range(50)]
-            for message in sent:
-                client.send(message)
-            await until_async(lambda: len(server.received) == 50)
-            assert server.received == sent
-            server.channels[0].send({"kind": "b"})
-            server.channels[0].send({"kind": "c"})
-            assert [await client.receive(), await client.receive()] == [{"kind": "b"}, {"kind": "c"}]
-
-    run(work())
+async def test_messages_arrive_whole_in_order_and_both_ways():
+    async with serving() as server, talking(server.port) as client:
+        sent = [{"kind": "a", "n": n, "text": "ü\n" * n} for n in range(50)]
+        for message in sent:
+            client.send(message)
+        await until_async(lambda: len(server.received) == 50)
+        assert server.received == sent
+        server.channels[0].send({"kind": "b"})
+        server.channels[0].send({"kind": "c"})
+        assert [await client.receive(), await client.receive()] == [{"kind": "b"}, {"kind": "c"}]
 
 
-def test_the_end_of_a_connection_is_none():
-    async def work() -> None:
-        async with serving() as server, talking(server.port) as client:
-            client.send({"kind": "a"})
-            await until_async(lambda: server.channels)
-            server.channels[0].close()
-            assert await client.receive() is None
-
-    run(work())
+async def test_the_end_of_a_connection_is_none():
+    async with serving() as server, talking(server.port) as client:
+        client.send({"kind": "a"})
+        await until_async(lambda: server.channels)
+        server.channels[0].close()
+        assert await client.receive() is None
 
 
-def test_a_client_with_another_secret_is_refused():
-    async def work() -> None:
-        async with serving() as server, talking(server.port, b"another secret") as client:
-            client.send({"kind": "hello"})
-            await until_async(lambda: server.refused)
-            assert "not authentic" in str(server.refused[0])
-            assert server.received == []
-            assert await client.receive() is None
-
-    run(work())
+async def test_a_client_with_another_secret_is_refused():
+    async with serving() as server, talking(server.port, b"another secret") as client:
+        client.send({"kind": "hello"})
+        await until_async(lambda: server.refused)
+        assert "not authentic" in str(server.refused[0])
+        assert server.received == []
+        assert await client.receive() is None
 
 
-def test_a_server_with_another_secret_is_not_believed():
+async def test_a_server_with_another_secret_is_not_believed():
     """The proof is mutual: who has taken the supervisor's port cannot command an agent."""
 
-    async def work() -> None:
-        async def impostor(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"0" * 32 + b"\n" + b"f" * 64 + b' {"kind":"kill"}\n')
-            await asyncio.sleep(0)
-            writer.close()
+    async def impostor(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"0" * 32 + b"\n" + b"f" * 64 + b' {"kind":"kill"}\n')
+        await asyncio.sleep(0)
+        writer.close()
 
-        listener = await asyncio.start_server(impostor, HERE, 0)
-        async with listener, talking(listener.sockets[0].getsockname()[1]) as client:
-            with pytest.raises(BadMessage, match="not authentic"):
-                await client.receive()
-
-    run(work())
+    listener = await asyncio.start_server(impostor, HERE, 0)
+    async with listener, talking(listener.sockets[0].getsockname()[1]) as client:
+        with pytest.raises(BadMessage, match="not authentic"):
+            await client.receive()
 
 
 @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.9\r\n", b"", b"x" * 31 + b"\n", b"HTTP/1.1 400 Bad\r\n\r\n"])
-def test_another_kind_of_server_is_recognised(greeting):
-    async def work() -> None:
-        async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(greeting)
-            writer.close()
+async def test_another_kind_of_server_is_recognised(greeting):
+    async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        writer.close()
 
-        listener = await asyncio.start_server(other, HERE, 0)
-        async with listener:
-            with pytest.raises(BadMessage, match="is not a slurmft supervisor"):
-                await connect(HERE, listener.sockets[0].getsockname()[1], SECRET)
-
-    run(work())
+    listener = await asyncio.start_server(other, HERE, 0)
+    async with listener:
+        with pytest.raises(BadMessage, match="is not a slurmft supervisor"):
+            await connect(HERE, listener.sockets[0].getsockname()[1], SECRET)
 
 
-def test_a_stranger_learns_a_nonce_and_nothing_else():
-    async def work() -> None:
-        async with serving() as server:
-            nonces = set()
-            for _ in range(3):
-                async with stranger(server.port) as (reader, writer):
-                    writer.write(b"GET / HTTP/1.1\r\n\r\n")
-                    answer = await reader.read()
-                    assert len(answer) == 33
-                    assert int(answer, 16) >= 0
-                    nonces.add(answer)
-            assert len(nonces) == 3
-            assert server.received == []
-
-    run(work())
+async def test_a_stranger_learns_a_nonce_and_nothing_else():
+    async with serving() as server:
+        nonces = set()
+        for _ in range(3):
+            async with stranger(server.port) as (reader, writer):
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                answer = await reader.read()
+                assert len(answer) == 33
+                assert int(answer, 16) >= 0
+                nonces.add(answer)
+        assert len(nonces) == 3
+        assert server.received == []
 
 
 class Recorder:
@@ -243,39 +206,33 @@ def flipped(line: bytes, position: int) -> bytes:
         pytest.param(lambda lines: [*lines[:2], b"x" * (MAX_LINE_BYTES + 9) + b"\n"], 1, id="oversized"),
     ],
 )
-def test_changed_lines_are_refused(change, arrived):
-    server = run(three_messages_through(Recorder(change)))
+async def test_changed_lines_are_refused(change, arrived):
+    server = await three_messages_through(Recorder(change))
     assert [message["n"] for message in server.received] == [1, 2, 3][:arrived]
     assert bool(server.refused) == (arrived < 3)
 
 
-def test_a_recorded_session_cannot_be_replayed():
-    async def work() -> None:
-        recorder = Recorder()
-        await three_messages_through(recorder)
-        async with serving() as server, stranger(server.port) as (_, writer):
-            writer.writelines(recorder.lines)
-            await until_async(lambda: server.refused)
-            assert server.received == []
-
-    run(work())
+async def test_a_recorded_session_cannot_be_replayed():
+    recorder = Recorder()
+    await three_messages_through(recorder)
+    async with serving() as server, stranger(server.port) as (_, writer):
+        writer.writelines(recorder.lines)
+        await until_async(lambda: server.refused)
+        assert server.received == []
 
 
-def test_a_message_cannot_be_sent_back_to_its_sender():
-    async def work() -> None:
-        async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(secrets.token_hex(16).encode() + b"\n")
-            await reader.readline()
-            writer.write(await reader.readline())
-            writer.close()
+async def test_a_message_cannot_be_sent_back_to_its_sender():
+    async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(secrets.token_hex(16).encode() + b"\n")
+        await reader.readline()
+        writer.write(await reader.readline())
+        writer.close()
 
-        listener = await asyncio.start_server(mirror, HERE, 0)
-        async with listener, talking(listener.sockets[0].getsockname()[1]) as client:
-            client.send({"kind": "kill"})
-            with pytest.raises(BadMessage, match="not authentic"):
-                await client.receive()
-
-    run(work())
+    listener = await asyncio.start_server(mirror, HERE, 0)
+    async with listener, talking(listener.sockets[0].getsockname()[1]) as client:
+        client.send({"kind": "kill"})
+        with pytest.raises(BadMessage, match="not authentic"):
+            await client.receive()
 
 
 @pytest.mark.parametrize(
@@ -287,14 +244,11 @@ def test_a_message_cannot_be_sent_back_to_its_sender():
         (b"{", "is not JSON"),
     ],
 )
-def test_an_authentic_line_must_be_a_message(body, message):
-    async def work() -> None:
-        async with serving() as server, talking(server.port) as client:
-            client._writer.write(client._mac(b"c", 0, body) + b" " + body + b"\n")
-            await until_async(lambda: server.refused)
-            assert message in str(server.refused[0])
-
-    run(work())
+async def test_an_authentic_line_must_be_a_message(body, message):
+    async with serving() as server, talking(server.port) as client:
+        client._writer.write(client._mac(b"c", 0, body) + b" " + body + b"\n")
+        await until_async(lambda: server.refused)
+        assert message in str(server.refused[0])
 
 
 @pytest.mark.parametrize(
@@ -302,90 +256,72 @@ def test_an_authentic_line_must_be_a_message(body, message):
     [b"", b"short\n", b"0" * 32 + b"\n", b"0" * 32 + b"\nxyz"],
     ids=["nothing", "no nonce", "a nonce", "half a line"],
 )
-def test_a_handshake_that_dawdles_is_ended(monkeypatch, sent):
+async def test_a_handshake_that_dawdles_is_ended(monkeypatch, sent):
     monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.1)
-
-    async def work() -> None:
-        async with serving() as server, stranger(server.port) as (reader, writer):
-            writer.write(sent)
-            await until_async(lambda: server.refused)
-            assert len(await reader.read()) == 33
-
-    run(work())
+    async with serving() as server, stranger(server.port) as (reader, writer):
+        writer.write(sent)
+        await until_async(lambda: server.refused)
+        assert len(await reader.read()) == 33
 
 
-def test_a_drip_of_bytes_does_not_prolong_the_handshake(monkeypatch):
+async def test_a_drip_of_bytes_does_not_prolong_the_handshake(monkeypatch):
     monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.15)
-
-    async def work() -> None:
-        async with serving() as server, stranger(server.port) as (_, writer):
-            for _ in range(200):
-                if server.refused:
-                    break
-                with contextlib.suppress(OSError):
-                    writer.write(b"0")
-                    await writer.drain()
-                await asyncio.sleep(0.01)
-            assert isinstance(server.refused[0], TimeoutError)
-
-    run(work())
+    async with serving() as server, stranger(server.port) as (_, writer):
+        for _ in range(200):
+            if server.refused:
+                break
+            with contextlib.suppress(OSError):
+                writer.write(b"0")
+                await writer.drain()
+            await asyncio.sleep(0.01)
+        assert isinstance(server.refused[0], TimeoutError)
 
 
-def test_a_message_that_is_too_long_is_not_sent():
-    async def work() -> None:
-        async with serving() as server, talking(server.port) as client:
-            with pytest.raises(ValueError, match="is too long"):
-                client.send({"kind": "a", "text": "x" * MAX_LINE_BYTES})
-            client.send({"kind": "a", "text": "x" * (MAX_LINE_BYTES - 200)})
-            await until_async(lambda: server.received)
-
-    run(work())
+async def test_a_message_that_is_too_long_is_not_sent():
+    async with serving() as server, talking(server.port) as client:
+        with pytest.raises(ValueError, match="is too long"):
+            client.send({"kind": "a", "text": "x" * MAX_LINE_BYTES})
+        client.send({"kind": "a", "text": "x" * (MAX_LINE_BYTES - 200)})
+        await until_async(lambda: server.received)
 
 
-def test_a_handshake_that_times_out_closes_its_socket(monkeypatch):
+async def test_a_handshake_that_times_out_closes_its_socket(monkeypatch):
     """An agent tries again every 0.2 s: against a frozen supervisor each try would cost one more open socket."""
     monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.05)
+    ended = asyncio.Event()
 
-    async def work() -> None:
-        ended = asyncio.Event()
-
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                await reader.read()
-                ended.set()
-            finally:
-                writer.close()
-
-        opened: list[asyncio.StreamWriter] = []
-        real = asyncio.open_connection
-
-        async def remember(*arguments: Any, **options: Any) -> Streams:
-            streams = await real(*arguments, **options)
-            opened.append(streams[1])  # so that the garbage collector does not do the work
-            return streams
-
-        monkeypatch.setattr(asyncio, "open_connection", remember)
-        listener = await asyncio.start_server(silent, HERE, 0)
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with pytest.raises(TimeoutError):
-                await connect(HERE, listener.sockets[0].getsockname()[1], SECRET)
-            async with asyncio.timeout(0.5):
-                await ended.wait()
+            await reader.read()
+            ended.set()
         finally:
-            listener.close()
-            opened[0].close()
+            writer.close()
 
-    run(work())
+    opened: list[asyncio.StreamWriter] = []
+    real = asyncio.open_connection
+
+    async def remember(*arguments: Any, **options: Any) -> Streams:
+        streams = await real(*arguments, **options)
+        opened.append(streams[1])  # so that the garbage collector does not do the work
+        return streams
+
+    monkeypatch.setattr(asyncio, "open_connection", remember)
+    listener = await asyncio.start_server(silent, HERE, 0)
+    try:
+        with pytest.raises(TimeoutError):
+            await connect(HERE, listener.sockets[0].getsockname()[1], SECRET)
+        async with asyncio.timeout(0.5):
+            await ended.wait()
+    finally:
+        listener.close()
+        opened[0].close()
 
 
-def test_nobody_listening_is_an_oserror():
-    async def work() -> None:
-        async with serving() as server:
-            port = server.port
-        with pytest.raises(OSError, match=r"refused|Connect call failed"):
-            await connect(HERE, port, SECRET)
-
-    run(work())
+async def test_nobody_listening_is_an_oserror():
+    async with serving() as server:
+        port = server.port
+    with pytest.raises(OSError, match=r"refused|Connect call failed"):
+        await connect(HERE, port, SECRET)
 
 
 # the pool
@@ -449,130 +385,103 @@ async def events_of(pool: AgentPool, count: int) -> list[tuple[int, str]]:
         return [(link.node, report.kind) for link, report in [await pool.events.get() for _ in range(count)]]
 
 
-def test_the_pool_is_complete_when_every_node_has_reported():
-    async def work() -> None:
-        async with pooling(2) as (pool, port), agent(port, 1):
-            await until_async(lambda: 1 in pool.links)
-            assert not pool.complete.is_set()
-            async with agent(port, 0):
-                await asyncio.wait_for(pool.complete.wait(), WAIT_S)
-                assert [pool.links[node].host for node in sorted(pool.links)] == ["n0", "n1"]
-                assert pool.links[0].address == HERE
-                assert {link.host for link in pool.silent_for(5.0, 10**9)} == {"n0", "n1"}
-                assert pool.silent_for(5.0, time.monotonic()) == []
-
-    run(work())
+async def test_the_pool_is_complete_when_every_node_has_reported():
+    async with pooling(2) as (pool, port), agent(port, 1):
+        await until_async(lambda: 1 in pool.links)
+        assert not pool.complete.is_set()
+        async with agent(port, 0):
+            await asyncio.wait_for(pool.complete.wait(), WAIT_S)
+            assert [pool.links[node].host for node in sorted(pool.links)] == ["n0", "n1"]
+            assert pool.links[0].address == HERE
+            assert {link.host for link in pool.silent_for(5.0, 10**9)} == {"n0", "n1"}
+            assert pool.silent_for(5.0, time.monotonic()) == []
 
 
-def test_all_nodes_are_asked_at_once_and_answer_in_their_order():
-    async def work() -> None:
-        async with pooling(2) as (pool, port):
-            async with (
-                agent(port, 1, lambda m: {"node": 1, "n": m["n"]}),
-                agent(port, 0, lambda m: {"node": 0, "n": m["n"]}),
-            ):
-                await pool.complete.wait()
-                replies = await asyncio.gather(*(pool.call_all(Ask(n=number)) for number in range(40)))
-            assert [[reply.node for reply in both] for both in replies] == [[0, 1]] * 40
-            assert [both[0].n for both in replies] == list(range(40))
-
-    run(work())
-
-
-def test_replies_that_come_in_another_order_find_their_calls():
-    async def work() -> None:
-        held: list[Body] = []
-        async with pooling(1) as (pool, port), agent(port, 0, held.append) as node:
+async def test_all_nodes_are_asked_at_once_and_answer_in_their_order():
+    async with pooling(2) as (pool, port):
+        async with (
+            agent(port, 1, lambda m: {"node": 1, "n": m["n"]}),
+            agent(port, 0, lambda m: {"node": 0, "n": m["n"]}),
+        ):
             await pool.complete.wait()
-            calls = [asyncio.create_task(pool.links[0].call(Ask(n=n))) for n in range(3)]
-            await until_async(lambda: len(held) == 3)
-            for message in reversed(held):
-                node.client.send({"kind": "reply", "id": message["id"], "n": message["n"]})
-            assert [(await call).n for call in calls] == [0, 1, 2]
-
-    run(work())
+            replies = await asyncio.gather(*(pool.call_all(Ask(n=number)) for number in range(40)))
+        assert [[reply.node for reply in both] for both in replies] == [[0, 1]] * 40
+        assert [both[0].n for both in replies] == list(range(40))
 
 
-def test_replies_that_nobody_waits_for_change_nothing():
-    async def work() -> None:
-        async with pooling(1) as (pool, port), agent(port, 0) as node:
+async def test_replies_that_come_in_another_order_find_their_calls():
+    held: list[Body] = []
+    async with pooling(1) as (pool, port), agent(port, 0, held.append) as node:
+        await pool.complete.wait()
+        calls = [asyncio.create_task(pool.links[0].call(Ask(n=n))) for n in range(3)]
+        await until_async(lambda: len(held) == 3)
+        for message in reversed(held):
+            node.client.send({"kind": "reply", "id": message["id"], "n": message["n"]})
+        assert [(await call).n for call in calls] == [0, 1, 2]
+
+
+async def test_replies_that_nobody_waits_for_change_nothing():
+    async with pooling(1) as (pool, port), agent(port, 0) as node:
+        await pool.complete.wait()
+        for odd in ({"id": 999}, {"id": -1}):
+            node.client.send({"kind": "reply", **odd})
+        node.client.send({"kind": "progress", "ranks": []})
+        assert await events_of(pool, 1) == [(0, "progress")]
+        assert await pool.links[0].call(Ping()) is not None
+
+
+async def test_a_reply_with_an_impossible_id_is_a_bad_message():
+    raised: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
+    async with pooling(1) as (pool, port), agent(port, 0) as node:
+        await pool.complete.wait()
+        node.client.send({"kind": "reply", "id": "x"})
+        assert await events_of(pool, 1) == [(0, "disconnected")]
+        await asyncio.sleep(0.05)
+    assert raised == []
+
+
+async def test_an_agent_that_does_not_answer_is_lost():
+    async with pooling(1) as (pool, port), agent(port, 0, lambda _: None):
+        await pool.complete.wait()
+        with pytest.raises(AgentLost, match="the agent on n0 did not answer 'ask' within 0 s"):
+            await pool.links[0].call(Ask(), timeout_s=0.05)
+
+
+async def test_calls_fail_at_once_when_the_agent_goes():
+    async with pooling(1) as (pool, port):
+        async with agent(port, 0, lambda _: None) as node:
             await pool.complete.wait()
-            for odd in ({"id": 999}, {"id": -1}):
-                node.client.send({"kind": "reply", **odd})
-            node.client.send({"kind": "progress", "ranks": []})
-            assert await events_of(pool, 1) == [(0, "progress")]
-            assert await pool.links[0].call(Ping()) is not None
-
-    run(work())
-
-
-def test_a_reply_with_an_impossible_id_is_a_bad_message():
-    async def work() -> None:
-        raised: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
-        async with pooling(1) as (pool, port), agent(port, 0) as node:
-            await pool.complete.wait()
-            node.client.send({"kind": "reply", "id": "x"})
-            assert await events_of(pool, 1) == [(0, "disconnected")]
-            await asyncio.sleep(0.05)
-        assert raised == []
-
-    run(work())
+            link = pool.links[0]
+            call = asyncio.create_task(link.call(Ask(), timeout_s=30))
+            await until_async(lambda: node.calls)
+        with pytest.raises(AgentLost, match="has gone"):
+            await call
+        assert await events_of(pool, 1) == [(0, "disconnected")]
+        with pytest.raises(AgentLost, match="is not connected"):
+            await link.call(Ask())
+        await pool.tell_all(Kill())  # none may be left
 
 
-def test_an_agent_that_does_not_answer_is_lost():
-    async def work() -> None:
-        async with pooling(1) as (pool, port), agent(port, 0, lambda _: None):
-            await pool.complete.wait()
-            with pytest.raises(AgentLost, match="the agent on n0 did not answer 'ask' within 0 s"):
-                await pool.links[0].call(Ask(), timeout_s=0.05)
-
-    run(work())
-
-
-def test_calls_fail_at_once_when_the_agent_goes():
-    async def work() -> None:
-        async with pooling(1) as (pool, port):
-            async with agent(port, 0, lambda _: None) as node:
-                await pool.complete.wait()
-                link = pool.links[0]
-                call = asyncio.create_task(link.call(Ask(), timeout_s=30))
-                await until_async(lambda: node.calls)
-            with pytest.raises(AgentLost, match="has gone"):
-                await call
-            assert await events_of(pool, 1) == [(0, "disconnected")]
-            with pytest.raises(AgentLost, match="is not connected"):
-                await link.call(Ask())
-            await pool.tell_all(Kill())  # none may be left
-
-    run(work())
-
-
-def test_a_node_that_reconnects_takes_its_place():
-    async def work() -> None:
-        async with pooling(1) as (pool, port), agent(port, 0, lambda _: {"life": 1}):
-            await pool.complete.wait()
-            first = pool.links[0]
-            async with agent(port, 0, lambda _: {"life": 2}):
-                await until_async(lambda: pool.links[0] is not first and first.channel is None)
-                assert await pool.call_all(Ask()) == [Answered(life=2)]
-                assert pool.events.empty(), "the old connection's end is nobody's finding"
-
-    run(work())
+async def test_a_node_that_reconnects_takes_its_place():
+    async with pooling(1) as (pool, port), agent(port, 0, lambda _: {"life": 1}):
+        await pool.complete.wait()
+        first = pool.links[0]
+        async with agent(port, 0, lambda _: {"life": 2}):
+            await until_async(lambda: pool.links[0] is not first and first.channel is None)
+            assert await pool.call_all(Ask()) == [Answered(life=2)]
+            assert pool.events.empty(), "the old connection's end is nobody's finding"
 
 
 @pytest.mark.parametrize("hello", [{"node": 2}, {"node": -1}, {"node": "x"}, {"node": None}, {"pid": []}], ids=str)
-def test_an_agent_that_does_not_belong_is_refused(hello):
-    async def work() -> None:
-        async with pooling(2) as (pool, port), agent(port, 0):
-            await until_async(lambda: pool.links)
-            async with talking(port) as client:
-                client.send({"kind": "hello", "node": 1, "host": "x", "pid": 1} | hello)
-                assert await client.receive() is None
-            assert list(pool.links) == [0]
-            assert await pool.call_all(Ping()) != []
-
-    run(work())
+async def test_an_agent_that_does_not_belong_is_refused(hello):
+    async with pooling(2) as (pool, port), agent(port, 0):
+        await until_async(lambda: pool.links)
+        async with talking(port) as client:
+            client.send({"kind": "hello", "node": 1, "host": "x", "pid": 1} | hello)
+            assert await client.receive() is None
+        assert list(pool.links) == [0]
+        assert await pool.call_all(Ping()) != []
 
 
 @pytest.mark.parametrize(
@@ -585,76 +494,63 @@ def test_an_agent_that_does_not_belong_is_refused(hello):
     ],
     ids=["http", "zeros", "oversized", "forged"],
 )
-def test_strangers_do_not_disturb_the_others(nonsense):
-    async def work() -> None:
-        async with pooling(1) as (pool, port), agent(port, 0, lambda m: {"n": m["n"]}):
-            await pool.complete.wait()
-            for number in range(5):
-                async with stranger(port) as (reader, writer):
-                    with contextlib.suppress(OSError):
-                        writer.write(nonsense)
-                        writer.write_eof()
-                    with contextlib.suppress(OSError):
-                        assert len(await reader.read()) <= 33
-                assert (await pool.call_all(Ask(n=number)))[0].n == number
-            assert pool.events.empty()
-
-    run(work())
+async def test_strangers_do_not_disturb_the_others(nonsense):
+    async with pooling(1) as (pool, port), agent(port, 0, lambda m: {"n": m["n"]}):
+        await pool.complete.wait()
+        for number in range(5):
+            async with stranger(port) as (reader, writer):
+                with contextlib.suppress(OSError):
+                    writer.write(nonsense)
+                    writer.write_eof()
+                with contextlib.suppress(OSError):
+                    assert len(await reader.read()) <= 33
+            assert (await pool.call_all(Ask(n=number)))[0].n == number
+        assert pool.events.empty()
 
 
-def test_a_forged_line_ends_its_own_connection_only():
-    async def work() -> None:
-        async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as other:
-            await pool.complete.wait()
-            other.client._writer.write(b"f" * 64 + b' {"kind":"exited","code":1}\n')
-            assert await events_of(pool, 1) == [(1, "disconnected")]
-            assert await pool.links[0].call(Ping()) is not None
-
-    run(work())
+async def test_a_forged_line_ends_its_own_connection_only():
+    async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as other:
+        await pool.complete.wait()
+        other.client._writer.write(b"f" * 64 + b' {"kind":"exited","code":1}\n')
+        assert await events_of(pool, 1) == [(1, "disconnected")]
+        assert await pool.links[0].call(Ping()) is not None
 
 
-def test_of_too_many_strangers_the_oldest_goes_and_an_agent_is_let_in(monkeypatch):
+async def test_of_too_many_strangers_the_oldest_goes_and_an_agent_is_let_in(monkeypatch):
     monkeypatch.setattr(agents, "STRANGERS_PER_ADDRESS", 3)
-
-    async def work() -> None:
-        async with pooling(2) as (pool, port), agent(port, 0), contextlib.AsyncExitStack() as stack:
-            await until_async(lambda: 0 in pool.links)
-            crowd = [await stack.enter_async_context(stranger(port)) for _ in range(3)]
-            for reader, _ in crowd:
-                assert len(await reader.readexactly(33)) == 33
-            async with stranger(port) as (reader, _):
-                assert len(await reader.readexactly(33)) == 33
-                with contextlib.suppress(ConnectionResetError):
-                    assert await crowd[0][0].read() == b""
-                async with agent(port, 1):
-                    await asyncio.wait_for(pool.complete.wait(), WAIT_S)
-                    assert len(await pool.call_all(Ping())) == 2
-            assert pool.links[0].channel is not None
-            for _, writer in crowd:
-                writer.close()
-            await until_async(lambda: len(pool._strangers) == 0)
-
-    run(work())
-
-
-def test_closing_the_pool_ends_every_connection():
-    async def work() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with pooling(1) as (pool, port):
-                client = await stack.enter_async_context(talking(port))
-                client.send({"kind": "hello", "node": 0, "host": "n0", "pid": 1})
-                reader, _ = await stack.enter_async_context(stranger(port))
+    async with pooling(2) as (pool, port), agent(port, 0), contextlib.AsyncExitStack() as stack:
+        await until_async(lambda: 0 in pool.links)
+        crowd = [await stack.enter_async_context(stranger(port)) for _ in range(3)]
+        for reader, _ in crowd:
+            assert len(await reader.readexactly(33)) == 33
+        async with stranger(port) as (reader, _):
+            assert len(await reader.readexactly(33)) == 33
+            with contextlib.suppress(ConnectionResetError):
+                assert await crowd[0][0].read() == b""
+            async with agent(port, 1):
                 await asyncio.wait_for(pool.complete.wait(), WAIT_S)
-                await reader.readexactly(33)
-            assert await client.receive() is None
-            assert await reader.read() == b""
+                assert len(await pool.call_all(Ping())) == 2
+        assert pool.links[0].channel is not None
+        for _, writer in crowd:
+            writer.close()
+        await until_async(lambda: len(pool._strangers) == 0)
 
-    run(work())
+
+async def test_closing_the_pool_ends_every_connection():
+    async with contextlib.AsyncExitStack() as stack:
+        async with pooling(1) as (pool, port):
+            client = await stack.enter_async_context(talking(port))
+            client.send({"kind": "hello", "node": 0, "host": "n0", "pid": 1})
+            reader, _ = await stack.enter_async_context(stranger(port))
+            await asyncio.wait_for(pool.complete.wait(), WAIT_S)
+            await reader.readexactly(33)
+        assert await client.receive() is None
+        assert await reader.read() == b""
 
 
-def test_the_secret_is_in_no_line():
+async def test_the_secret_is_in_no_line():
     recorder = Recorder()
-    run(three_messages_through(recorder))
+    await three_messages_through(recorder)
     assert all(SECRET not in line for line in recorder.lines)
     assert json.loads(recorder.lines[1].partition(b" ")[2]) == {"kind": "m", "n": 1}, "authentic, not confidential"
 
@@ -730,28 +626,22 @@ def write_body(client: Channel, body: bytes) -> None:
     client._sent += 1
 
 
-def test_well_formed_reports_are_passed_on():
-    async def work() -> None:
-        async with pooling(1) as (pool, port), agent(port, 0) as node:
-            for report in GOOD_REPORTS:
-                node.client.send(report)
-            assert await events_of(pool, len(GOOD_REPORTS)) == [(0, report["kind"]) for report in GOOD_REPORTS]
-            assert await pool.links[0].call(Ping()) is not None
-
-    run(work())
+async def test_well_formed_reports_are_passed_on():
+    async with pooling(1) as (pool, port), agent(port, 0) as node:
+        for report in GOOD_REPORTS:
+            node.client.send(report)
+        assert await events_of(pool, len(GOOD_REPORTS)) == [(0, report["kind"]) for report in GOOD_REPORTS]
+        assert await pool.links[0].call(Ping()) is not None
 
 
 @of_each(report=BAD_REPORTS)
-def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
-    async def work() -> None:
-        async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as broken:
-            await pool.complete.wait()
-            broken.client.send(report)
-            assert await events_of(pool, 1) == [(1, "disconnected")]
-            assert pool.events.empty()
-            assert await pool.links[0].call(Ping()) is not None
-
-    run(work())
+async def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
+    async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as broken:
+        await pool.complete.wait()
+        broken.client.send(report)
+        assert await events_of(pool, 1) == [(1, "disconnected")]
+        assert pool.events.empty()
+        assert await pool.links[0].call(Ping()) is not None
 
 
 @pytest.mark.parametrize(
@@ -770,16 +660,13 @@ def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
     ],
     ids=str,
 )
-def test_a_malformed_reply_fails_its_call_and_closes_its_connection(kind, reply):
-    async def work() -> None:
-        async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1, lambda _: reply):
-            await pool.complete.wait()
-            with pytest.raises(AgentLost, match="has gone"):
-                await pool.links[1].call(CALLS[kind])
-            assert await events_of(pool, 1) == [(1, "disconnected")]
-            assert await pool.links[0].call(Ping()) is not None
-
-    run(work())
+async def test_a_malformed_reply_fails_its_call_and_closes_its_connection(kind, reply):
+    async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1, lambda _: reply):
+        await pool.complete.wait()
+        with pytest.raises(AgentLost, match="has gone"):
+            await pool.links[1].call(CALLS[kind])
+        assert await events_of(pool, 1) == [(1, "disconnected")]
+        assert await pool.links[0].call(Ping()) is not None
 
 
 @pytest.mark.parametrize(
@@ -787,13 +674,10 @@ def test_a_malformed_reply_fails_its_call_and_closes_its_connection(kind, reply)
     [("port", {"port": 1234}), ("look", {"looks": [[True, 2, True, -1]]}), ("propose", {"looks": []})],
     ids=str,
 )
-def test_a_well_formed_reply_is_handed_over(kind, reply):
-    async def work() -> None:
-        async with pooling(1) as (pool, port), agent(port, 0, lambda _: reply):
-            await pool.complete.wait()
-            assert json.loads(encoded(await pool.links[0].call(CALLS[kind]))) == reply
-
-    run(work())
+async def test_a_well_formed_reply_is_handed_over(kind, reply):
+    async with pooling(1) as (pool, port), agent(port, 0, lambda _: reply):
+        await pool.complete.wait()
+        assert json.loads(encoded(await pool.links[0].call(CALLS[kind]))) == reply
 
 
 HELLO: Body = {"kind": "hello", "node": 1, "host": "n1", "pid": 7}
@@ -882,53 +766,49 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.timeout(240)
-def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkeypatch):
+async def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkeypatch):
     """Beside them a node goes on answering; nothing of them reaches the supervisor, and nothing is left of them."""
     attackers, rounds = 10_000, 12
     told = Told()
     monkeypatch.setattr(agents.log, "propagate", False)  # the records that pytest keeps would count as a leak of ours
     monkeypatch.setattr(agents.log, "handlers", [told])
+    recorder = Recorder()
+    await three_messages_through(recorder)
+    raised: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
+    async with pooling(2) as (pool, port), agent(port, 0, lambda m: {"n": m["n"]}):
+        await until_async(lambda: pool.links)
+        steady, attacker = pool.links[0], Attacker(port, recorder.lines)
+        answers, others, before = 0, set(), (0, 0, 0)
 
-    async def work() -> None:
-        recorder = Recorder()
-        await three_messages_through(recorder)
-        raised: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
-        async with pooling(2) as (pool, port), agent(port, 0, lambda m: {"n": m["n"]}):
-            await until_async(lambda: pool.links)
-            steady, attacker = pool.links[0], Attacker(port, recorder.lines)
-            answers, others, before = 0, set(), (0, 0, 0)
+        async def crowd(first: int) -> None:
+            for number in range(first, attackers, rounds):
+                await attacker.attack(number)
+                if number == attackers // 2:
+                    nonlocal before
+                    before = (open_files(), len(asyncio.all_tasks()), resident_bytes())
 
-            async def crowd(first: int) -> None:
-                for number in range(first, attackers, rounds):
-                    await attacker.attack(number)
-                    if number == attackers // 2:
-                        nonlocal before
-                        before = (open_files(), len(asyncio.all_tasks()), resident_bytes())
+        async def ask() -> None:
+            nonlocal answers
+            while True:
+                assert (await steady.call(Ask(n=answers), timeout_s=WAIT_S)).n == answers
+                answers += 1
+                while not pool.events.empty():
+                    link, report = pool.events.get_nowait()
+                    others.add((link.node, report.kind))
+                await asyncio.sleep(0.002)
 
-            async def ask() -> None:
-                nonlocal answers
-                while True:
-                    assert (await steady.call(Ask(n=answers), timeout_s=WAIT_S)).n == answers
-                    answers += 1
-                    while not pool.events.empty():
-                        link, report = pool.events.get_nowait()
-                        others.add((link.node, report.kind))
-                    await asyncio.sleep(0.002)
-
-            asking = asyncio.create_task(ask())
-            await asyncio.gather(*(crowd(first) for first in range(rounds)))
-            await until_async(lambda: len(pool._tasks) == 1)
-            assert not asking.done() and answers > 100
-            asking.cancel()
-            assert others == {(1, "disconnected")}
-            assert pool.links[0] is steady and steady.channel is not None
-            assert set(pool.links) == {0, 1} and pool.links[1].channel is None
-            assert len(pool._strangers) == 0
-            assert raised == []
-            assert open_files() <= before[0] and len(asyncio.all_tasks()) <= before[1]
-            assert resident_bytes() - before[2] < 8 * 1024 * 1024
-            assert pool._refused > 5000
-            assert told.refusals < 30, "a stranger could fill the disk"
-
-    run(work(), limit_s=200)
+        asking = asyncio.create_task(ask())
+        await asyncio.gather(*(crowd(first) for first in range(rounds)))
+        await until_async(lambda: len(pool._tasks) == 1)
+        assert not asking.done() and answers > 100
+        asking.cancel()
+        assert others == {(1, "disconnected")}
+        assert pool.links[0] is steady and steady.channel is not None
+        assert set(pool.links) == {0, 1} and pool.links[1].channel is None
+        assert len(pool._strangers) == 0
+        assert raised == []
+        assert open_files() <= before[0] and len(asyncio.all_tasks()) <= before[1]
+        assert resident_bytes() - before[2] < 8 * 1024 * 1024
+        assert pool._refused > 5000
+        assert told.refusals < 30, "a stranger could fill the disk"

@@ -4,8 +4,6 @@
 NCCL are built from the example in https://docs.pytorch.org/tutorials/prototype/flight_recorder_tutorial.html.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

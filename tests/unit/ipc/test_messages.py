@@ -1,7 +1,5 @@
 """Messages of the control channel: the bytes that older versions sent, and back and forth between bytes and values."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

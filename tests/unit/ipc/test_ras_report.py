@@ -4,8 +4,6 @@ The samples are those of https://docs.nvidia.com/deeplearning/nccl/user-guide/do
 2.26 and later, with one operation and a single rank on a line, is that of src/ras/client_support.cc in NVIDIA/nccl.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

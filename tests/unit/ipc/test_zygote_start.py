@@ -1,7 +1,5 @@
 """A zygote that is begun before its agent: with what the agent would give it, and by nothing but an agent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -96,25 +94,21 @@ def test_nothing_is_begun_outside_of_a_container(tmp_path):
 
 
 @pytest.mark.parametrize("is_as_asked", [True, False])
-def test_workers_take_it_over_where_it_is_what_they_need(is_as_asked):
+async def test_workers_take_it_over_where_it_is_what_they_need(is_as_asked):
     zygote = Zygote({**os.environ, "X": "1"}, ["json"])
-
-    async def work() -> int:
-        workers = Workers(print)
-        try:
-            asked = {**os.environ, "X": "1" if is_as_asked else "2"}
-            workers.start_zygote(asked, ["json"], zygote)
-            async with asyncio.timeout(WAIT_S):
-                await workers.ready.wait()
-            alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
-            [pid] = [each.pid for each in alive if "slurmft.agent.zygote" in each.cmdline()]
-            until(psutil.Process(pid).environ)
-            assert psutil.Process(pid).environ()["X"] == asked["X"]
-            return pid
-        finally:
-            workers.close()
-
-    assert (asyncio.run(work()) == zygote.process.pid) is is_as_asked
+    workers = Workers(print)
+    try:
+        asked = {**os.environ, "X": "1" if is_as_asked else "2"}
+        workers.start_zygote(asked, ["json"], zygote)
+        async with asyncio.timeout(WAIT_S):
+            await workers.ready.wait()
+        alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+        [pid] = [each.pid for each in alive if "slurmft.agent.zygote" in each.cmdline()]
+        until(psutil.Process(pid).environ)
+        assert psutil.Process(pid).environ()["X"] == asked["X"]
+        assert (pid == zygote.process.pid) is is_as_asked
+    finally:
+        workers.close()
     assert zygote.process.returncode is not None
 
 

@@ -1,7 +1,5 @@
 """Run folders that were copied or moved: a verb works on the folder that it was given, or refuses."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

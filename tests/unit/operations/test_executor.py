@@ -1,7 +1,5 @@
 """What submitit's parameters become in a configuration."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

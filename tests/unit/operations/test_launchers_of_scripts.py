@@ -1,7 +1,5 @@
 """The functions that a batch script of `slurmft sbatch` reads: which calls they meet, in which shells, with what."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

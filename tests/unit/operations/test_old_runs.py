@@ -3,8 +3,6 @@
 ``data/run-before-0.1.0`` is a run of the byte-level GPT on two ranks, stopped at step 22 of 40.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whose a run is: nothing of another user's is executed, submitted, followed or changed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

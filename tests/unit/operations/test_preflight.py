@@ -1,7 +1,5 @@
 """What is seen of a command before it is submitted: the shell's python, the script, and what it imports."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """What a submission leaves behind that sbatch has refused: nothing of its own, and everything of others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which runs cron brings back: those that nobody decided to end, once, and not for ever."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

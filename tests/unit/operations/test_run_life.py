@@ -1,7 +1,5 @@
 """Who owns a run, and who continues it, when Slurm, cron, people and old processes disagree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

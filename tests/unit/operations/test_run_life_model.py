@@ -4,8 +4,6 @@ At every point at most one start can commit, none takes the run from a healthy o
 job. After everything has settled there is exactly one continuation, or none where the run was stopped or is finished.
 """
 
-from __future__ import annotations
-
 import pytest
 from fake_slurm import ALIVE, WAITING
 from hypothesis import HealthCheck, settings

@@ -1,7 +1,5 @@
 """``slurmft sweep`` itself: programs on PATH stand in for Slurm, and misbehave."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

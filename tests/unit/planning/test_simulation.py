@@ -1,7 +1,5 @@
 """The simulated life of a run against exact models, and its accounts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which launch trains, what is added to sbatch's command line, and what makes a worker the task it stands for."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The one variable with everything of the configuration that workers need."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Every second of a journal is in one category, whatever the journal holds."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path

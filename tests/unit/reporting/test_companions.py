@@ -1,7 +1,5 @@
 """Two companions of one run, as in a handover: only that of the owner publishes and tells, and each event once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

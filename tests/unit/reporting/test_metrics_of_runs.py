@@ -1,7 +1,5 @@
 """Counts from journals, values of living runs, and where they are published."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Messages: which events are told, once, in safe words; and what a receiver that misbehaves can do."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import logging

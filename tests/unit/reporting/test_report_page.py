@@ -1,7 +1,5 @@
 """The page: small, self-contained, and text of others stays text."""
 
-from __future__ import annotations
-
 import json
 import time
 from html.parser import HTMLParser

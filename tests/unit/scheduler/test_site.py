@@ -1,7 +1,5 @@
 """What a site promises its jobs, from recorded output of scontrol."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

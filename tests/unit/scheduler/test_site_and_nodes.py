@@ -1,12 +1,11 @@
 """An option that no list of ours has is looked for in the site's own ``sbatch --help``, once and for a limited time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -154,7 +153,7 @@ def test_names_become_a_short_hostlist(names, text):
 name = st.from_regex(r"[a-z]([a-z]|[0-9]{1,3}|-){0,4}[0-9]{0,11}", fullmatch=True)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.frozensets(name, max_size=20))
 @example(frozenset({"a09", "a10", "a9", "a009", "a99", "a100", "a0", "a00"}))
 def test_a_hostlist_stands_for_exactly_its_names(names):

@@ -1,7 +1,5 @@
 """Running Slurm's commands: small programs on PATH stand in for them, and misbehave."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """The shared list: whole, versioned, and nothing lost, however many write and whoever is killed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -17,6 +15,7 @@ from pathlib import Path
 import odd_files
 import pytest
 from another_user import OTHER, needs_root
+from drawn import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -414,7 +413,7 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(
     revision=VALUES | st.just(1), manual=VALUES | st.lists(ENTRIES | VALUES, max_size=4),
     rows=st.lists(ROWS | VALUES, max_size=4) | VALUES,

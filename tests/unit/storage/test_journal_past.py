@@ -1,7 +1,5 @@
 """A start reads of a journal what it decides on, however much else there is."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

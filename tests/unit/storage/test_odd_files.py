@@ -1,7 +1,5 @@
 """Whatever lies in the place of a file that is read: no reader hangs, none fails but with an error of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """A run folder that is full, read-only or silent: who waits, who does not, and what is written once it can be."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

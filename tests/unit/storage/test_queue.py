@@ -1,7 +1,5 @@
 """A queue between programs: each item once, in one order, whatever is killed, torn, put twice or asked for again."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

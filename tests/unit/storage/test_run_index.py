@@ -1,7 +1,5 @@
 """The index of a user's runs: found from any folder, bounded, private, and never in the way of a submission."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Models in a node's memory: whole or not there, one for all, of this user, and never in the way."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

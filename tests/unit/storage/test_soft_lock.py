@@ -1,7 +1,5 @@
 """A lock that is a file: one holder at a time, and none for ever."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

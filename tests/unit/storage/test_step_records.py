@@ -1,7 +1,5 @@
 """digests.json: which checkpoints replicas agreed on, and which are in doubt."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files on a shared filesystem: atomic, versioned, believed only when whole; one actor per ending; fences."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import errno
@@ -20,6 +18,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from drawn import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -35,7 +34,10 @@ from slurmft.system.files import append_line, read_json, replace_atomically, wri
 
 SPAWN = multiprocessing.get_context("spawn")
 NO_DATABASE = settings(
-    database=None, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    database=None,
+    deadline=None,
+    max_examples=examples(150),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

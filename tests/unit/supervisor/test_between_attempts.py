@@ -2,8 +2,6 @@
 run folder hears of it, and a signal that came too late for one attempt stops the next one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

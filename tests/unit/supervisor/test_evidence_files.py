@@ -1,7 +1,5 @@
 """What attempts leave in the run folder: verdicts, evidence, error files, logs; whole, damaged, odd and hostile."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guardian: passes signals and exit codes through, and takes over when a signal has ended its child."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

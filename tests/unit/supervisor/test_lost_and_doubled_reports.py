@@ -1,13 +1,12 @@
 """Agents' reports are state: whatever connections lose, double or delay, the supervisor comes to know the same."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import asdict
@@ -109,7 +108,7 @@ def as_told(folder: Path) -> tuple[object, ...]:
     return one.knows()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_lost_doubled_and_late_reports_change_nothing(data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("run")

@@ -1,7 +1,5 @@
 """What a run with roles reads of a role's end."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 

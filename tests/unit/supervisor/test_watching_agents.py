@@ -1,7 +1,5 @@
 """How long the supervisor waits for a silent agent: agents of a large job report rarely."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Sequence
@@ -43,21 +41,18 @@ class Pool:
         pass
 
 
-def test_the_silence_that_is_allowed_follows_the_agents_that_have_connected() -> None:
-    async def watched() -> list[float]:
-        crew, pool = Crew.__new__(Crew), Pool()
-        parts: dict[str, Any] = {
-            "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig(agent_timeout_s=1.0)),
-            "pool": pool, "_attempt": None,
-        }  # fmt: skip
-        for name, part in parts.items():
-            setattr(crew, name, part)
-        watching = asyncio.create_task(crew._watch())
-        await asyncio.wait_for(pool.second.wait(), 10)
-        watching.cancel()
-        return pool.asked
-
-    first, second = asyncio.run(watched())
+async def test_the_silence_that_is_allowed_follows_the_agents_that_have_connected() -> None:
+    crew, pool = Crew.__new__(Crew), Pool()
+    parts: dict[str, Any] = {
+        "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig(agent_timeout_s=1.0)),
+        "pool": pool, "_attempt": None,
+    }  # fmt: skip
+    for name, part in parts.items():
+        setattr(crew, name, part)
+    watching = asyncio.create_task(crew._watch())
+    await asyncio.wait_for(pool.second.wait(), 10)
+    watching.cancel()
+    first, second = pool.asked
     assert first < second == longest_silence_s(AGENTS)
 
 
@@ -73,7 +68,7 @@ GONE, HERE = None, object()
         pytest.param([GONE, GONE], False, [EventName.AGENT_LOST], id="before workers were started"),
     ],
 )
-def test_agents_that_go_together_are_the_end_of_their_step(
+async def test_agents_that_go_together_are_the_end_of_their_step(
     channels: Sequence[object], began: bool, told: list[EventName]
 ) -> None:
     links = [
@@ -88,22 +83,18 @@ def test_agents_that_go_together_are_the_end_of_their_step(
     def drop(link: SimpleNamespace) -> None:
         link.dropped = True
 
-    async def gone() -> AttemptRunner:
-        runner = AttemptRunner.__new__(AttemptRunner)
-        parts: dict[str, Any] = {
-            "_pool": SimpleNamespace(links=dict(enumerate(links)), members=[], drop=drop),
-            "_crew": SimpleNamespace(reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None)),
-            "stops": SimpleNamespace(began=began), "_over": asyncio.Event(), "lost": [], "_lost_early": [],
-            "_cluster": SimpleNamespace(lost=set()),
-            "_journal": SimpleNamespace(append=lambda event, **_: events.append(event)),
-        }  # fmt: skip
-        for name, part in parts.items():
-            setattr(runner, name, part)
-        link: Any = links[0]
-        await runner._on_disconnect(link)
-        return runner
-
-    runner = asyncio.run(gone())
+    runner = AttemptRunner.__new__(AttemptRunner)
+    parts: dict[str, Any] = {
+        "_pool": SimpleNamespace(links=dict(enumerate(links)), members=[], drop=drop),
+        "_crew": SimpleNamespace(reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None)),
+        "stops": SimpleNamespace(began=began), "_over": asyncio.Event(), "lost": [], "_lost_early": [],
+        "_cluster": SimpleNamespace(lost=set()),
+        "_journal": SimpleNamespace(append=lambda event, **_: events.append(event)),
+    }  # fmt: skip
+    for name, part in parts.items():
+        setattr(runner, name, part)
+    link: Any = links[0]
+    await runner._on_disconnect(link)
     assert events == told
     assert runner._over.is_set() == (told == [EventName.AGENTS_GONE])
     assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])

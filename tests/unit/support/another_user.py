@@ -1,7 +1,5 @@
 """Plays another user of the same machine: a child process of root that has taken another user id."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Tests of an optional package: skipped without it, and nothing of it is imported while tests are collected."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

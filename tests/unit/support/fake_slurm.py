@@ -4,8 +4,6 @@ its state, gives numbers again, and obeys the variables of the shell that asks.
 It replaces ``subprocess.run`` of ``scheduler.slurm``, so that everything above it is the real code.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Journals of runs that were never there, as long as a test wants them, in the words of real ones."""
 
-from __future__ import annotations
-
 import json
 import random
 from datetime import UTC, datetime

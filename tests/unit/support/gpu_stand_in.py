@@ -4,8 +4,6 @@ The library is loaded by the real nvidia-ml-py: with its folder in LD_LIBRARY_PA
 by ``preload``. Which devices a node has, and what ails them, is in ``<folder>/<nodename>.gpus``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -7,8 +7,6 @@ saved after step 4. Ranks "die" by leaving without a word; the others keep what 
 when FSDP has put whole weights into the places of its parts.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from listener import Listener
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -95,26 +94,6 @@ class Net(nn.Module):
         hidden = nn.functional.dropout(self.wide(x).float(), 0.1)
         self.inside()
         return self.narrow(self.norm(hidden) + self.frozen) * self.free.detach().sum()
-
-
-class Listener:
-    """A session's."""
-
-    def __init__(self) -> None:
-        self.rescued: list[int] = []
-        self.part = 0
-
-    def on_part(self, number: int) -> None:
-        self.part = number
-
-    def on_rescued(self, step: int) -> None:
-        self.rescued.append(step)
-
-    def on_rescuable(self, step: int) -> None: ...
-    def on_rescuing(self, *, is_over: bool = False) -> None: ...
-    def on_saved(self, step: int, seconds: float) -> None: ...
-    def on_loaded(self, seconds: float) -> None: ...
-    def on_save_failed(self, step: int, errno: int) -> None: ...
 
 
 class Leave(Exception):

@@ -1,7 +1,5 @@
 """The labelled ends of logs in ``data/log_endings.txt``, and how they are judged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shards of snapshots as a rank would have staged them, with random bytes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

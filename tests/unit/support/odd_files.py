@@ -1,7 +1,5 @@
 """What may lie under any name in a shared folder instead of the file that belongs there, one maker for each."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """One test over many values: one item, and one message that lists every value that is wrong."""
 
-from __future__ import annotations
-
+import asyncio
 import functools
 import inspect
 import itertools
@@ -34,7 +33,10 @@ def of_each(**lists: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[
                 if "tmp_path" in fixtures:
                     given["tmp_path"] = _folder(fixtures["tmp_path"], count)
                 try:
-                    test(**given)
+                    if inspect.iscoroutinefunction(test):
+                        asyncio.run(test(**given))
+                    else:
+                        test(**given)
                 except pytest.skip.Exception:
                     skipped += 1
                 except (Exception, pytest.fail.Exception) as error:

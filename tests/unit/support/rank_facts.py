@@ -1,7 +1,5 @@
 """What an agent reports of a rank that trains, for tests that read a few fields of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec.structs import replace

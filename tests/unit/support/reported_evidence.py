@@ -1,7 +1,5 @@
 """The evidence of hardware that a worker has left in a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slurmft.policy.verdict import Evidence

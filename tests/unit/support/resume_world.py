@@ -8,8 +8,6 @@ down what it has at each boundary between two steps; a start must find one of th
 steps that are done again must come out as they did before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

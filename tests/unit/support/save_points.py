@@ -1,7 +1,5 @@
 """The points of a save at which a fault can come, as ``checkpoint.write_requests`` knows them by name."""
 
-from __future__ import annotations
-
 WRITER_POINTS = (
     "request read",
     "folder made",

@@ -1,7 +1,5 @@
 """An endpoint without Slurm and without processes: engines, gates and a router in one event loop, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

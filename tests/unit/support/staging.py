@@ -1,7 +1,5 @@
 """Snapshots as a worker stages them, made of random bytes: what the tests of the writer hand over."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What the writer does with a staged image, in one call: for tests of the format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -12,8 +12,6 @@ Ranks are small processes; a referee, a process of its own, sees what each of th
 - where all that live wait for each other, each is told so, instead of a hang
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

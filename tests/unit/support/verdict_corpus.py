@@ -5,8 +5,6 @@ who saw nothing but the texts, in a random order. Projects, not excerpts, are sp
 that patterns may be written for and one that judges them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

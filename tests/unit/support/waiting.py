@@ -1,7 +1,5 @@
 """Waits for a condition, not for a time."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -7,8 +7,6 @@ USR1 it fails every request, after USR2 it makes no token and is healthy all the
 it is killed, as by the kernel; a request with ``stall`` holds up everything for so many seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The settings of a worker, as an agent writes them: what a test gives is added to what the environment has."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

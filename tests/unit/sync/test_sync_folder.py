@@ -1,7 +1,5 @@
 """Kept folders on real filesystems: versions, restores, and writers that do not keep still."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

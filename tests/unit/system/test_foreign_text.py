@@ -1,8 +1,7 @@
 """Text of others in the terminal, in logs and in errors: whatever it holds, it is shown and not obeyed."""
 
-from __future__ import annotations
-
 import io
+import itertools
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from rich.table import Table
 from slurmft.cli import main as cli_main
 from slurmft.cli import status
 from slurmft.cli.main import main
+from slurmft.scheduler import slurm
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.foreign_text import RESET, LogFormatter, Terminal, block, one_line
 
@@ -206,6 +206,8 @@ def test_watching_a_run_shows_words_in_one_line(place, monkeypatch, capsys):
 def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("PATH", "/nowhere")
+    passing = itertools.count(step=60).__next__  # or each question to a Slurm that is not there would take its 5 s
+    monkeypatch.setitem(slurm.run_patiently.__kwdefaults__, "clock", passing)
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

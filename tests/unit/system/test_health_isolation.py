@@ -1,7 +1,5 @@
 """Looks in processes of their own: crashes, hangs, floods and deaths of one are its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

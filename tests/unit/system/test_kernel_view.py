@@ -1,7 +1,5 @@
 """What the kernel says of the memory of a control group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

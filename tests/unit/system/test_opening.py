@@ -1,7 +1,5 @@
 """Opening what lies in a shared place: kind, owner and size are checked, and nothing blocks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

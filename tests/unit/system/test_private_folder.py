@@ -1,7 +1,5 @@
 """Private folders in shared memory, beside what other users put there."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """What fits into a node's memory, as /proc, the filesystem and control groups of both versions tell."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

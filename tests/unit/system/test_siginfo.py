@@ -1,7 +1,5 @@
 """A blocked signal is delivered as it came, and where that does not work, as the process's own."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which boundaries are in the middle of an accumulation, by what scripts do in their steps."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What was captured is drawn again, and nothing is drawn by capturing."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

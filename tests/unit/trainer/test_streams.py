@@ -3,8 +3,6 @@
 A recorder stands in for ``torch.cuda``. What the answers are, only a device can show (``checkpoint/test_on_gpu.py``).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A backward pass before the first step, which leaves no trace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

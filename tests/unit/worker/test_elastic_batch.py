@@ -1,7 +1,5 @@
 """How many samples a step has when the number of ranks changes: ``elastic.batch``, from configuration to split."""
 
-from __future__ import annotations
-
 from of_each import of_each
 
 from slurmft.agent.workers import worker_environment

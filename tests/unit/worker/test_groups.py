@@ -1,7 +1,5 @@
 """Process groups have the configured timeouts, read back from the groups, before and after the first step."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

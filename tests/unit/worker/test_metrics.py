@@ -1,7 +1,5 @@
 """The numbers of a session as one curve, over restarts, full disks and attempts that were replaced."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When to save, and when to try again."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What a session's page says that a rank is doing: in its setup, its steps, saves and evaluations, and after them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

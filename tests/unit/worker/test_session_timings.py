@@ -1,7 +1,5 @@
 """What a session notes of its own speed: how long no stop was possible, and how long saves take."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Who hears a SIGTERM in and below a worker. Every trainer here is a process of its own: what it installs stays."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

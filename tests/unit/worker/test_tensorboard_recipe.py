@@ -1,7 +1,5 @@
 """The recipe of docs/how-to/loggers.md, with the real TensorBoard: one curve over a restart."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -5,8 +5,6 @@ has moved on is told by its name here. What a read of the device's values waits 
 is nothing to take out of ``float(tensor)``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A state as an image and back: every kind of tensor, plain torch as a reader, damage anywhere, other models."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """States of everyday types go into a checkpoint and come back as they were."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import OrderedDict, deque

@@ -1,7 +1,5 @@
 """A rank reads the indexes that it needs: of its own part, of shard 0, and of the holders of what it lacks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

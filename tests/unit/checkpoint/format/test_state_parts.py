@@ -1,7 +1,5 @@
 """Which part of a state a rank has, and when no other rank is known to have the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

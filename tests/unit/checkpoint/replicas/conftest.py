@@ -1,7 +1,5 @@
 """What tests of keepers share; each module says in ``new_node`` what its nodes are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies between nodes, attacked: by strangers who connect, by a man in the middle, and by 400 mutated streams."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Copies of shards between nodes: real keepers, real sockets, and everything that can go wrong on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Copies on a node's local disk: the newest two, of this run and no other."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

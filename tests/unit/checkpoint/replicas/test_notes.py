@@ -1,7 +1,5 @@
 """Notes of each step on their way to another node, and back to the rank that they are of: real keepers and sockets."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

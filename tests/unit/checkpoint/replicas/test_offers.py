@@ -1,7 +1,5 @@
 """What a node says that it holds: the scan of real folders, and rows of integers and back."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import SAVING, run_ranks
 from waiting import until
 from worker_variable import set_settings, worker_variable
 
@@ -423,20 +424,11 @@ class Nodes:
 
     def run(self, story: str, world: int = 2, **settings: Any) -> list[dict[str, Any]]:
         given = {"peer_interval": 1, "peer_copies": 1, "just_in_time": False, **settings}
-        environment = {**os.environ, **worker_variable(checkpoint=given), "OMP_NUM_THREADS": "1",
-                       "GROUP_WORLD_SIZE": str(world), "SLURMFT_ATTEMPT": "1.0.0",
-                       "SLURMFT_RUN_FOLDER": str(self.root), "PYTHONPATH": os.pathsep.join(sys.path)}  # fmt: skip
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", SCRIPT, str(self.root), str(rank), str(world), story],
-                             env=environment | {"GROUP_RANK": str(rank)})
-            for rank in range(world)
-        ]  # fmt: skip
-        try:
-            assert [rank.wait(timeout=120) for rank in ranks] == [0] * world
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        run_ranks(
+            SCRIPT, self.root, world, str(world), story, own=lambda rank: {"GROUP_RANK": str(rank)}, ahead=SAVING,
+            **worker_variable(checkpoint=given), GROUP_WORLD_SIZE=str(world), SLURMFT_ATTEMPT="1.0.0",
+            SLURMFT_RUN_FOLDER=str(self.root), PYTHONPATH=os.pathsep.join(sys.path),
+        )  # fmt: skip
         return [json.loads((self.root / f"report-{story}-{rank}.json").read_text()) for rank in range(world)]
 
     def close(self) -> None:

@@ -4,15 +4,8 @@ The scenarios run one after the other in one set of processes (importing torch c
 writes what it saw, and every test looks at its part.
 """
 
-from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from ranks import reports_of_ranks
 
 WORLD = 3
 SCRIPT = """
@@ -156,18 +149,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict]:
-    root = tmp_path_factory.mktemp("supplying")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support"), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(root), str(rank)], env=environment) for rank in range(WORLD)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * WORLD
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads((root / f"report-{rank}.json").read_text()) for rank in range(WORLD)]
+    return reports_of_ranks(SCRIPT, tmp_path_factory.mktemp("supplying"), WORLD)
 
 
 def of(reports: list[dict], name: str) -> list[dict]:

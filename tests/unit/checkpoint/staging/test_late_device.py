@@ -4,8 +4,6 @@
 ``tests/unit/worker/test_waits.py`` takes each wait out of the source once, and names the test that fails then.
 """
 
-from __future__ import annotations
-
 import logging
 import resource
 import threading

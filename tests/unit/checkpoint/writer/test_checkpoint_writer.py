@@ -1,7 +1,5 @@
 """The writer process and its client: what is staged becomes durable and committed, whoever dies meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """What can go wrong under a writer: killed at each named point, stopped, no space, read-only, errors that pass."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import itertools

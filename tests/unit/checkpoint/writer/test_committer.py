@@ -1,7 +1,5 @@
 """The thread that commits, on receipts that lie there: what it reads of them, and when it writes torch's own index."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import select

@@ -1,7 +1,5 @@
 """The writer's thread for copies: peers and local disk, the newest first, and nobody waits."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The writer's thread that copies steps: one after the other, and not for long without its worker."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

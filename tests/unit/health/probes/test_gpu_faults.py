@@ -1,7 +1,5 @@
 """Every kind of fault of a GPU, by the real probes on the stand-in: seen, and off the node where it must be."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

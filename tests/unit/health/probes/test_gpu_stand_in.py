@@ -1,7 +1,5 @@
 """The real nvidia-ml-py and the real probes on the stand-in for NVIDIA's library: it answers as nvml.h says."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The watch of GPUs beside a run: what it tells after each look, and the program on the stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

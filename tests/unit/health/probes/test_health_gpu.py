@@ -1,7 +1,5 @@
 """GPUs without one: recorded answers of nvidia-smi, a library that stands in for NVML, kernel logs with Xids."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Probes on recorded, awkward trees: looking and judging of host, memory, disks, filesystems and network."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

@@ -1,13 +1,12 @@
 """Executables of a site: whatever they print, and whatever stands in the configuration, there is no traceback and no
 failure that nobody reported."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from drawn import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
@@ -99,7 +98,7 @@ def test_performance_data(perfdata, number, unit):
     assert first_number(perfdata) == (number, unit)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(-70, 300), st.binary(max_size=200))
 def test_any_output_is_a_result_and_only_two_is_critical(code, output):
     found = result_of_output("mine", code, output, PROBE)
@@ -118,7 +117,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(values.map(lambda value: yaml.safe_dump(value, allow_unicode=True)), st.text(max_size=60)))
 def test_any_configuration_is_read_or_refused_in_words(tmp_path, text):
     path = tmp_path / "health.yaml"

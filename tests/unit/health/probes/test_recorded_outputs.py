@@ -4,8 +4,6 @@ Each text names the public page that it stands on; names of hosts and people are
 holds more ends of logs, with their labels.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The forwarder: one address before routers that come and go, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,48 +50,42 @@ async def ask(port: int, line: bytes = b"hi\n") -> bytes:
         await writer.wait_closed()
 
 
-def test_connections_go_to_routers_that_live_and_wait_while_there_is_none(tmp_path: Path) -> None:
-    async def main() -> None:
-        a, b = await router("a"), await router("b")
-        publish(tmp_path, a, b)
-        async with forwarding(tmp_path) as port:
-            assert {await ask(port) for _ in range(4)} == {b"a hi\n", b"b hi\n"}
-            a.close()  # and is still named, as one on a node that has lost its power
-            assert [await ask(port) for _ in range(4)] == [b"b hi\n"] * 4
-            b.close()
-            publish(tmp_path)
-            waiting = asyncio.ensure_future(ask(port))
-            await asyncio.sleep(0.5)
-            assert not waiting.done()
-            c = await router("c")
-            publish(tmp_path, c)
-            assert await waiting == b"c hi\n"
-            c.close()
-
-    asyncio.run(main())
+async def test_connections_go_to_routers_that_live_and_wait_while_there_is_none(tmp_path: Path) -> None:
+    a, b = await router("a"), await router("b")
+    publish(tmp_path, a, b)
+    async with forwarding(tmp_path) as port:
+        assert {await ask(port) for _ in range(4)} == {b"a hi\n", b"b hi\n"}
+        a.close()  # and is still named, as one on a node that has lost its power
+        assert [await ask(port) for _ in range(4)] == [b"b hi\n"] * 4
+        b.close()
+        publish(tmp_path)
+        waiting = asyncio.ensure_future(ask(port))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        c = await router("c")
+        publish(tmp_path, c)
+        assert await waiting == b"c hi\n"
+        c.close()
 
 
-def test_an_end_of_either_side_is_passed_on_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        ends: asyncio.Queue[bytes] = asyncio.Queue()
+async def test_an_end_of_either_side_is_passed_on_at_once(tmp_path: Path) -> None:
+    ends: asyncio.Queue[bytes] = asyncio.Queue()
 
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            line = await reader.readline()
-            if line == b"cut\n":
-                writer.transport.abort()
-            else:
-                ends.put_nowait(await reader.read())
-            writer.close()
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        if line == b"cut\n":
+            writer.transport.abort()
+        else:
+            ends.put_nowait(await reader.read())
+        writer.close()
 
-        server = await asyncio.start_server(take, "127.0.0.1", 0)
-        publish(tmp_path, server)
-        async with forwarding(tmp_path) as port:
-            assert await ask(port, b"cut\n") == b""
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"stay\n")
-            await writer.drain()
-            writer.close()
-            assert await asyncio.wait_for(ends.get(), 10) == b""
-        server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    publish(tmp_path, server)
+    async with forwarding(tmp_path) as port:
+        assert await ask(port, b"cut\n") == b""
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"stay\n")
+        await writer.drain()
+        writer.close()
+        assert await asyncio.wait_for(ends.get(), 10) == b""
+    server.close()

@@ -1,7 +1,5 @@
 """Garbage on the router's port: no crash, no leak from one request into the answer to another, no place lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

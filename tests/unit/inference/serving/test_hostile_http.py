@@ -1,7 +1,5 @@
 """What a hostile client, or an engine that breaks the rules of HTTP, cannot do to others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -11,7 +9,7 @@ from collections.abc import Callable
 
 import aiohttp
 import pytest
-from serving_world import KEY, TOKEN, Engine, Handle, World, answers, run, serving, streams
+from serving_world import KEY, TOKEN, Engine, Handle, World, answers, serving, streams
 from waiting import until_async
 
 from slurmft.inference.gate import Gate
@@ -59,100 +57,81 @@ async def said(world: World, text: str, *, later: str = "") -> bytes:
         (f"CONNECT h:80 HTTP/1.1\r\n{SHOWN}\r\n" + SMUGGLED, 400),
     ],
 )  # fmt: skip
-def test_nothing_is_smuggled_and_no_error_repeats_what_came(text: str, status: int) -> None:
-    async def work() -> None:
-        async with serving({"a": answers("a")}) as world:
-            answer = await said(world, text)
-            assert answer.split(b" ", 2)[1] == str(status).encode(), answer
-            assert answer.count(b"HTTP/1.") == 1 and TOKEN[:8].encode() not in answer
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
-            assert world["a"].seen == []
-
-    run(work())
+async def test_nothing_is_smuggled_and_no_error_repeats_what_came(text: str, status: int) -> None:
+    async with serving({"a": answers("a")}) as world:
+        answer = await said(world, text)
+        assert answer.split(b" ", 2)[1] == str(status).encode(), answer
+        assert answer.count(b"HTTP/1.") == 1 and TOKEN[:8].encode() not in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
+        assert world["a"].seen == []
 
 
-def test_a_body_that_turns_out_to_be_none_is_refused_and_its_place_is_free() -> None:
-    async def work() -> None:
-        async with serving({"a": answers("a")}, {"client_timeout_s": 0.2}) as world:
-            half = POST + "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
-            answer = await said(world, half, later="zz\r\n" + SMUGGLED)
-            assert answer.split(b" ", 2)[1] in (b"400", b"408") and answer.count(b"HTTP/1.") == 1, answer
-            assert TOKEN[:8].encode() not in answer and world["a"].seen == []
-            await until_async(lambda: world.router.in_flight == 0)
-
-    run(work())
+async def test_a_body_that_turns_out_to_be_none_is_refused_and_its_place_is_free() -> None:
+    async with serving({"a": answers("a")}, {"client_timeout_s": 0.2}) as world:
+        half = POST + "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+        answer = await said(world, half, later="zz\r\n" + SMUGGLED)
+        assert answer.split(b" ", 2)[1] in (b"400", b"408") and answer.count(b"HTTP/1.") == 1, answer
+        assert TOKEN[:8].encode() not in answer and world["a"].seen == []
+        await until_async(lambda: world.router.in_flight == 0)
 
 
 @pytest.mark.parametrize("engine", [answers("a"), streams([b"data: 1\n\n"])])
 @pytest.mark.parametrize("is_later", [True, False])
-def test_trailers_are_no_headers_of_the_next_request(engine: Handle, is_later: bool) -> None:
-    async def work() -> None:
-        async with serving({"a": engine}) as world:
-            trailer = f"Authorization: Bearer {TOKEN}\r\n\r\n"
-            first = POST + "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + trailer
-            following = "GET /v1/y HTTP/1.1\r\nHost: h\r\n\r\n"
-            later = following if is_later else ""
-            answer = await said(world, first if is_later else first + following, later=later)
-            assert answer.count(b"HTTP/1.1 200") == answer.count(b"Connection: close") == 1, answer
-            assert world["a"].seen == ["/v1/x"]
-
-    run(work())
+async def test_trailers_are_no_headers_of_the_next_request(engine: Handle, is_later: bool) -> None:
+    async with serving({"a": engine}) as world:
+        trailer = f"Authorization: Bearer {TOKEN}\r\n\r\n"
+        first = POST + "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + trailer
+        following = "GET /v1/y HTTP/1.1\r\nHost: h\r\n\r\n"
+        later = following if is_later else ""
+        answer = await said(world, first if is_later else first + following, later=later)
+        assert answer.count(b"HTTP/1.1 200") == answer.count(b"Connection: close") == 1, answer
+        assert world["a"].seen == ["/v1/x"]
 
 
-def test_a_client_of_http_1_0_sees_where_its_answer_ends() -> None:
-    async def work() -> None:
-        async with serving({"a": streams([b"data: 1\n\n"])}) as world:
-            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
-            keep = "Connection: keep-alive\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}"
-            writer.write((POST.replace("1.1", "1.0") + keep).encode())
-            answer = await asyncio.wait_for(reader.read(), 10)  # until the end of the connection
-            assert answer.startswith(b"HTTP/1.0 200") and answer.endswith(b"\r\n\r\ndata: 1\n\n")
+async def test_a_client_of_http_1_0_sees_where_its_answer_ends() -> None:
+    async with serving({"a": streams([b"data: 1\n\n"])}) as world:
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        keep = "Connection: keep-alive\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}"
+        writer.write((POST.replace("1.1", "1.0") + keep).encode())
+        answer = await asyncio.wait_for(reader.read(), 10)  # until the end of the connection
+        assert answer.startswith(b"HTTP/1.0 200") and answer.endswith(b"\r\n\r\ndata: 1\n\n")
+        writer.close()
+
+
+async def test_strangers_that_hold_connections_open_do_not_keep_clients_out() -> None:
+    async with serving({"a": answers("a", delay_s=0.5)}) as world:
+        world.server.strangers = Strangers(5, 5)
+        asked = asyncio.create_task(world.ask())
+        await until_async(lambda: len(world["a"].seen) == 1)
+        strangers = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(20)]
+        await until_async(lambda: len(world.server.strangers) == 5)
+        assert await asked == (200, {"by": "a"}), "a client whose request waits is no stranger"
+        ended = [reader for reader, _ in strangers if reader.at_eof() or reader.exception() is not None]
+        assert len(ended) == 15
+        assert await world.ask() == (200, {"by": "a"})
+        for _, writer in strangers:
+            writer.close()
+        await until_async(lambda: not world.server.strangers)
+
+
+async def test_strangers_of_one_address_do_not_close_those_of_another() -> None:
+    async with serving({"a": answers("a")}) as world:
+        world.server.strangers = Strangers(8, 4)
+        slow = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.3", 0))
+        await until_async(lambda: len(world.server.strangers) == 1)
+        others = [
+            await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.2", 0)) for _ in range(40)
+        ]
+        await until_async(lambda: len(world.server.strangers) == 5)
+        slow[1].write((GET + "\r\n").encode())
+        assert (await asyncio.wait_for(slow[0].readline(), 10)).startswith(b"HTTP/1.1 200")
+        for _, writer in [slow, *others]:
             writer.close()
 
-    run(work())
 
-
-def test_strangers_that_hold_connections_open_do_not_keep_clients_out() -> None:
-    async def work() -> None:
-        async with serving({"a": answers("a", delay_s=0.5)}) as world:
-            world.server.strangers = Strangers(5, 5)
-            asked = asyncio.create_task(world.ask())
-            await until_async(lambda: len(world["a"].seen) == 1)
-            strangers = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(20)]
-            await until_async(lambda: len(world.server.strangers) == 5)
-            assert await asked == (200, {"by": "a"}), "a client whose request waits is no stranger"
-            ended = [reader for reader, _ in strangers if reader.at_eof() or reader.exception() is not None]
-            assert len(ended) == 15
-            assert await world.ask() == (200, {"by": "a"})
-            for _, writer in strangers:
-                writer.close()
-            await until_async(lambda: not world.server.strangers)
-
-    run(work())
-
-
-def test_strangers_of_one_address_do_not_close_those_of_another() -> None:
-    async def work() -> None:
-        async with serving({"a": answers("a")}) as world:
-            world.server.strangers = Strangers(8, 4)
-            slow = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.3", 0))
-            await until_async(lambda: len(world.server.strangers) == 1)
-            others = [
-                await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.2", 0)) for _ in range(40)
-            ]
-            await until_async(lambda: len(world.server.strangers) == 5)
-            slow[1].write((GET + "\r\n").encode())
-            assert (await asyncio.wait_for(slow[0].readline(), 10)).startswith(b"HTTP/1.1 200")
-            for _, writer in [slow, *others]:
-                writer.close()
-
-    run(work())
-
-
-def test_a_low_limit_of_descriptors_keeps_no_client_out() -> None:
+async def test_a_low_limit_of_descriptors_keeps_no_client_out() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def work() -> None:
+    try:
         async with serving({"a": answers("a")}) as world:
             silent = [socket.socket() for _ in range(300)]  # made before, as the limit is that of clients as well here
             highest = max(each.fileno() for each in silent)
@@ -169,9 +148,6 @@ def test_a_low_limit_of_descriptors_keeps_no_client_out() -> None:
                     await asyncio.sleep(0)
             for each in silent:
                 each.close()
-
-    try:
-        run(work())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -236,39 +212,31 @@ class _Speaker(asyncio.Protocol):
         ((b"\x00 garbage\r\n\r\n",), 502),
     ],
 )  # fmt: skip
-def test_what_an_engine_says_beyond_an_answer_reaches_no_other_client(
+async def test_what_an_engine_says_beyond_an_answer_reaches_no_other_client(
     bad: tuple[bytes, ...], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serving_world.Engine", RawEngine)
     monkeypatch.setattr(RawEngine, "bad", bad)
-
-    async def work() -> None:
-        async with serving({"a": answers("unused")}, max_retries=0) as world:
-            for _ in range(3):
-                async with world.client.get("/bad") as answer:
-                    assert answer.status == status
-                    assert b"EVIL" not in await answer.read()
-                await asyncio.sleep(0.05)
-                async with world.client.get("/good") as answer:
-                    assert (answer.status, await answer.read()) == (200, b"{}")
-
-    run(work())
+    async with serving({"a": answers("unused")}, max_retries=0) as world:
+        for _ in range(3):
+            async with world.client.get("/bad") as answer:
+                assert answer.status == status
+                assert b"EVIL" not in await answer.read()
+            await asyncio.sleep(0.05)
+            async with world.client.get("/good") as answer:
+                assert (answer.status, await answer.read()) == (200, b"{}")
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 777\r\n", b"Content-Length: 7777777\r\n", b""])
-def test_head_has_the_length_of_the_engine_and_a_body_sent_all_the_same_is_dropped(
+async def test_head_has_the_length_of_the_engine_and_a_body_sent_all_the_same_is_dropped(
     length: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serving_world.Engine", RawEngine)
     monkeypatch.setattr(RawEngine, "bad", (b"HTTP/1.1 200 OK\r\n" + length + b"\r\n", b"HTTP/1.1 200 EVIL"))
-
-    async def work() -> None:
-        async with serving({"a": answers("unused")}) as world:
-            for _ in range(3):
-                async with world.client.head("/bad") as answer:
-                    given = f"Content-Length: {answer.headers['Content-Length']}\r\n" if length else ""
-                    assert (answer.status, given.encode()) == (200, length)
-                async with world.client.get("/good") as answer:
-                    assert (answer.status, await answer.read()) == (200, b"{}")
-
-    run(work())
+    async with serving({"a": answers("unused")}) as world:
+        for _ in range(3):
+            async with world.client.head("/bad") as answer:
+                given = f"Content-Length: {answer.headers['Content-Length']}\r\n" if length else ""
+                assert (answer.status, given.encode()) == (200, length)
+            async with world.client.get("/good") as answer:
+                assert (answer.status, await answer.read()) == (200, b"{}")

@@ -1,7 +1,5 @@
 """Each row of the table in docs/reference/http.md, over raw sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from serving_world import TOKEN, World, run, serving
+from serving_world import TOKEN, World, serving
 
 from slurmft.inference.batches import Batches
 
@@ -197,14 +195,11 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("asks", "checks"), [each[1:] for each in CASES], ids=[each[0] for each in CASES])
-def test_a_row_is_true(asks: list[str], checks: list[Callable[[list[str]], None]], tmp_path: Path) -> None:
-    async def work() -> None:
-        engines = {"command": ["transformers", "serve", "{socket}"]}
-        origins = {"allow_origins": ["https://page.example"]}
-        async with serving({"a": engine}, origins, engine=engines, max_retries=0) as world:
-            world.router.batches = Batches(tmp_path, world.router, open_paths=(), slots=1, tries=1, token=TOKEN)
-            answers = [await said(world, each.removeprefix("end "), end=each.startswith("end ")) for each in asks]
-            for check in checks:
-                check(answers)
-
-    run(work())
+async def test_a_row_is_true(asks: list[str], checks: list[Callable[[list[str]], None]], tmp_path: Path) -> None:
+    engines = {"command": ["transformers", "serve", "{socket}"]}
+    origins = {"allow_origins": ["https://page.example"]}
+    async with serving({"a": engine}, origins, engine=engines, max_retries=0) as world:
+        world.router.batches = Batches(tmp_path, world.router, open_paths=(), slots=1, tries=1, token=TOKEN)
+        answers = [await said(world, each.removeprefix("end "), end=each.startswith("end ")) for each in asks]
+        for check in checks:
+            check(answers)

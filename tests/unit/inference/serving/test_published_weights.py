@@ -1,7 +1,5 @@
 """Which weights engines are to serve: versions grow, branches replace each other, a strange file is not believed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

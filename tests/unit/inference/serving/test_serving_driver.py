@@ -1,7 +1,5 @@
 """The driver of an endpoint's replica: a real engine behind it, its agent and a router played by the test."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -31,7 +29,7 @@ time.sleep(300)
 """
 
 
-def test_an_engine_that_lives_behind_a_closed_port_is_ended(tmp_path: Path) -> None:
+async def test_an_engine_that_lives_behind_a_closed_port_is_ended(tmp_path: Path) -> None:
     """As one that waits for processes of its own at its end: it would be ready for ever, and fail what it gets."""
     given = {"engine": {"command": [sys.executable, "-c", LINGERS, "{port}"]}, "serving": {}}
     config = tmp_path / "config.yaml"
@@ -48,18 +46,15 @@ def test_an_engine_that_lives_behind_a_closed_port_is_ended(tmp_path: Path) -> N
                 ports.put_nowait(told["port"])
         writer.close()
 
-    async def main() -> int:
-        environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
-        argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
-        async with asyncio.timeout(60), await asyncio.start_unix_server(hear, tmp_path / "s"):
-            driver = await asyncio.create_subprocess_exec(*argv, env=environment)
-            port = await ports.get()
-            while driver.returncode is None:
-                try:
-                    (await knock("127.0.0.1", port, key_of(tmp_path), REQUESTS)).close()
-                except OSError:  # it has ended
-                    break
-                await asyncio.sleep(0.05)
-            return await driver.wait()
-
-    assert asyncio.run(main()) == EXIT_SICK
+    environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
+    argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
+    async with asyncio.timeout(60), await asyncio.start_unix_server(hear, tmp_path / "s"):
+        driver = await asyncio.create_subprocess_exec(*argv, env=environment)
+        port = await ports.get()
+        while driver.returncode is None:
+            try:
+                (await knock("127.0.0.1", port, key_of(tmp_path), REQUESTS)).close()
+            except OSError:  # it has ended
+                break
+            await asyncio.sleep(0.05)
+        assert await driver.wait() == EXIT_SICK

@@ -1,7 +1,5 @@
 """The supervisor's roster: which replicas routers are told of, which nodes have a router, and what clients find."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path
@@ -177,38 +175,34 @@ def test_a_handover_gives_the_routers_the_heirs_replicas_and_then_ends_them(tmp_
     assert cluster.roster.cluster.routers == ()
 
 
-def test_a_roster_that_follows_another_one_tells_routers_nothing_until_it_knows_what_they_know(tmp_path: Path) -> None:
-    async def work() -> None:
-        before, after = Cluster(tmp_path, nodes=2), Cluster(tmp_path, nodes=2)
-        after.roster.hold(60)
-        for cluster, order in ((before, (0, 1)), (after, (1, 0))):
-            for node in order:
-                cluster.join(node)
-                cluster.router(node)
-                for number in range(2):
-                    assert cluster is before or cluster.told == {}
-                    cluster.replica(node, number)
-        assert set(after.told[0].replicas) == set(before.told[0].replicas), "names are the same: nothing is done again"
-        assert after.with_router == [0, 1]
-        after.replica(0, 1, "waiting")
-        assert len(after.names(1)) == 3
+async def test_a_roster_that_follows_another_one_tells_routers_nothing_until_it_knows_what_they_know(
+    tmp_path: Path,
+) -> None:
+    before, after = Cluster(tmp_path, nodes=2), Cluster(tmp_path, nodes=2)
+    after.roster.hold(60)
+    for cluster, order in ((before, (0, 1)), (after, (1, 0))):
+        for node in order:
+            cluster.join(node)
+            cluster.router(node)
+            for number in range(2):
+                assert cluster is before or cluster.told == {}
+                cluster.replica(node, number)
+    assert set(after.told[0].replicas) == set(before.told[0].replicas), "names are the same: nothing is done again"
+    assert after.with_router == [0, 1]
+    after.replica(0, 1, "waiting")
+    assert len(after.names(1)) == 3
 
-    asyncio.run(work())
 
-
-def test_replicas_that_do_not_report_to_the_next_roster_are_waited_for_a_while(tmp_path: Path) -> None:
-    async def work() -> None:
-        cluster = Cluster(tmp_path, nodes=2)
-        cluster.roster.hold(0.05)
-        cluster.join(0)
-        cluster.replica(0, 0)
-        assert cluster.told == {}
-        async with asyncio.timeout(10):
-            while not cluster.told:
-                await asyncio.sleep(0.01)
-        assert cluster.names(0) == ["n0.0/0"]
-
-    asyncio.run(work())
+async def test_replicas_that_do_not_report_to_the_next_roster_are_waited_for_a_while(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nodes=2)
+    cluster.roster.hold(0.05)
+    cluster.join(0)
+    cluster.replica(0, 0)
+    assert cluster.told == {}
+    async with asyncio.timeout(10):
+        while not cluster.told:
+            await asyncio.sleep(0.01)
+    assert cluster.names(0) == ["n0.0/0"]
 
 
 def test_routers_hear_that_the_endpoint_goes_away_from_the_supervisor_alone(tmp_path: Path) -> None:

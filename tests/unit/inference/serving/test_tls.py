@@ -1,7 +1,5 @@
 """A router with a certificate speaks HTTPS alone, and refuses a key that others may read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -15,7 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from serving_world import KEY, TOKEN, run
+from serving_world import KEY, TOKEN
 
 from slurmft.config.inference import InferenceConfig, ServingConfig
 from slurmft.errors import UsageError
@@ -58,85 +56,75 @@ async def asks_status(config: InferenceConfig, session: aiohttp.ClientSession, p
         assert answer.status == 200
 
 
-def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(config: InferenceConfig) -> None:
-    async def work() -> None:
-        async with listening(config) as (_, port), with_token() as session:
-            await asks_status(config, session, port)
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await session.get(f"https://127.0.0.1:{port}/status")
-            with pytest.raises(aiohttp.ClientError):
-                await session.get(f"http://127.0.0.1:{port}/status")
-
-    run(work())
+async def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(config: InferenceConfig) -> None:
+    async with listening(config) as (_, port), with_token() as session:
+        await asks_status(config, session, port)
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await session.get(f"https://127.0.0.1:{port}/status")
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(f"http://127.0.0.1:{port}/status")
 
 
-def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
+async def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
     config: InferenceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmft.inference.router.HANDSHAKE_S", 0.2)
-
-    async def work() -> None:
-        async with listening(config) as (_, port):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"\x16\x03\x01")
-            assert await asyncio.wait_for(reader.read(), 10) == b""
-            writer.close()
-
-    run(work())
+    async with listening(config) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
 
 
-def test_handshakes_that_fail_leave_no_buffers_behind(config: InferenceConfig) -> None:
+async def test_handshakes_that_fail_leave_no_buffers_behind(config: InferenceConfig) -> None:
     """They are 256 KiB each, and nobody has to look for circles first."""
-
-    async def work() -> None:
-        async with listening(config) as (server, port):
-            gc.collect()
-            gc.disable()
-            try:
-                for said in (b"GET / HTTP/1.1\r\n\r\n", b""):
-                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.write(said)
-                    writer.write_eof()
-                    await asyncio.wait_for(reader.read(), 10)
-                    writer.close()
-                async with asyncio.timeout(10):
-                    while len(server.strangers):
-                        await asyncio.sleep(0)
-                await asyncio.sleep(0)
-                assert not [each for each in gc.get_objects() if type(each) is SSLProtocol]
-            finally:
-                gc.enable()
-
-    run(work())
-
-
-def test_silent_connections_are_counted_before_their_handshake(config: InferenceConfig) -> None:
-    async def work() -> None:
-        async with listening(config) as (server, port):
-            server.strangers = Strangers(20, 10)
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-            ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
-            async with asyncio.timeout(30):
-                while sum(each.done() for each in ended) < 40:
-                    await asyncio.sleep(0)
-            assert len(server.strangers) == 10
-            async with with_token() as session:
-                await asks_status(config, session, port)
-                assert len(server.strangers) == 9, "a client with the token is none"
-            for each in ended:
-                each.cancel()
-            for _, writer in silent:
+    async with listening(config) as (server, port):
+        gc.collect()
+        gc.disable()
+        try:
+            for said in (b"GET / HTTP/1.1\r\n\r\n", b""):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(said)
+                writer.write_eof()
+                await asyncio.wait_for(reader.read(), 10)
                 writer.close()
+            async with asyncio.timeout(10):
+                while len(server.strangers):
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not [each for each in gc.get_objects() if type(each) is SSLProtocol]
+        finally:
+            gc.enable()
 
-    run(work())
+
+async def test_silent_connections_are_counted_before_their_handshake(config: InferenceConfig) -> None:
+    async with listening(config) as (server, port):
+        server.strangers = Strangers(20, 10)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        async with asyncio.timeout(30):
+            while sum(each.done() for each in ended) < 40:
+                await asyncio.sleep(0)
+        assert len(server.strangers) == 10
+        async with with_token() as session:
+            await asks_status(config, session, port)
+            assert len(server.strangers) == 9, "a client with the token is none"
+        for each in ended:
+            each.cancel()
+        for _, writer in silent:
+            writer.close()
 
 
 @pytest.mark.parametrize(("sent", "at_most"), [(b"", 0), (b"\x16", 10)], ids=["silent", "one byte"])
-def test_connections_without_a_handshake_hold_no_buffers(config: InferenceConfig, sent: bytes, at_most: int) -> None:
+async def test_connections_without_a_handshake_hold_no_buffers(
+    config: InferenceConfig, sent: bytes, at_most: int
+) -> None:
     def held() -> int:
         return sum(type(each) is SSLProtocol for each in gc.get_objects())
 
-    async def work() -> None:
+    gc.collect()
+    gc.disable()
+    try:
         async with listening(config) as (server, port):
             server.strangers = Strangers(20, 10)
             before = held()
@@ -152,29 +140,20 @@ def test_connections_without_a_handshake_hold_no_buffers(config: InferenceConfig
                 each.cancel()
             for _, writer in streams:
                 writer.close()
-
-    gc.collect()
-    gc.disable()
-    try:
-        run(work())
     finally:
         gc.enable()
 
 
-def test_a_key_that_others_may_read_is_refused(config: InferenceConfig) -> None:
+async def test_a_key_that_others_may_read_is_refused(config: InferenceConfig) -> None:
     assert config.serving is not None and config.serving.tls_key is not None
     config.serving.tls_key.chmod(0o644)
-
-    async def work() -> None:
-        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
-        with pytest.raises(UsageError, match="others may read"):
-            await RouterServer(router, config).listen("127.0.0.1", 0)
-        await router.close()
-
-    run(work())
+    router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
+    with pytest.raises(UsageError, match="others may read"):
+        await RouterServer(router, config).listen("127.0.0.1", 0)
+    await router.close()
 
 
-def test_a_run_makes_its_own_authority_once_and_a_certificate_for_each_start(tmp_path: Path) -> None:
+async def test_a_run_makes_its_own_authority_once_and_a_certificate_for_each_start(tmp_path: Path) -> None:
     given = {"engine": {"command": ["e", "{port}"]}, "serving": {"tls_own": True}}
     config = InferenceConfig.model_validate(given)
     prepare(tmp_path, None)
@@ -184,33 +163,29 @@ def test_a_run_makes_its_own_authority_once_and_a_certificate_for_each_start(tmp
     assert key.stat().st_mode & 0o777 == 0o600
     prepare_authority(tmp_path)
     assert (authority.read_bytes(), key.read_bytes()) == before, "clients that trust it go on"
-
-    async def work() -> None:
-        seen = []
-        for _ in range(2):
-            router = Router(config, node="n0", token=token_of(tmp_path), engine_token="", key=KEY)
-            server = RouterServer(router, config)
-            port = await server.listen("127.0.0.1", 0, context_for(tmp_path, ["node-7.example", "127.0.0.1"]))
-            trusted = ssl.create_default_context(cafile=str(authority))
-            shown = {"Authorization": f"Bearer {token_of(tmp_path)}"}
-            place = f"https://127.0.0.1:{port}/status"
-            async with aiohttp.ClientSession(headers=shown) as client, client.get(place, ssl=trusted) as answer:
-                assert answer.status == 200
-            for name in ("node-7.example", "localhost"):
-                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname=name)
-                seen.append(writer.get_extra_info("ssl_object").getpeercert()["serialNumber"])
-                writer.close()
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="another.example")
-            async with aiohttp.ClientSession() as session:
-                with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                    await session.get(f"https://127.0.0.1:{port}/status")
-            await asyncio.sleep(0)
-            await server.close()
-            await router.close()
-        assert seen[0] == seen[1] != seen[2] == seen[3]
-
-    run(work())
+    seen = []
+    for _ in range(2):
+        router = Router(config, node="n0", token=token_of(tmp_path), engine_token="", key=KEY)
+        server = RouterServer(router, config)
+        port = await server.listen("127.0.0.1", 0, context_for(tmp_path, ["node-7.example", "127.0.0.1"]))
+        trusted = ssl.create_default_context(cafile=str(authority))
+        shown = {"Authorization": f"Bearer {token_of(tmp_path)}"}
+        place = f"https://127.0.0.1:{port}/status"
+        async with aiohttp.ClientSession(headers=shown) as client, client.get(place, ssl=trusted) as answer:
+            assert answer.status == 200
+        for name in ("node-7.example", "localhost"):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname=name)
+            seen.append(writer.get_extra_info("ssl_object").getpeercert()["serialNumber"])
+            writer.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="another.example")
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"https://127.0.0.1:{port}/status")
+        await asyncio.sleep(0)
+        await server.close()
+        await router.close()
+    assert seen[0] == seen[1] != seen[2] == seen[3]
 
 
 def test_without_openssl_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +240,7 @@ def test_a_token_of_the_users_own_stays(tmp_path: Path) -> None:
         assert token_of(tmp_path) == "m" * 20
 
 
-def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
+async def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
     """Another process that listens there cannot show a certificate of the run."""
     prepare(tmp_path, None)
     prepare_authority(tmp_path)
@@ -279,20 +254,17 @@ def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
-    async def work() -> None:
-        server = await asyncio.start_server(forge, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        scheme = "https" if ServingConfig.model_validate({}).is_https else "http"  # as where nothing is configured
-        client = openai.AsyncOpenAI(
-            base_url=f"{scheme}://127.0.0.1:{port}/v1", api_key=token_of(tmp_path), max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=str(ca_file(tmp_path)))),
-        )  # fmt: skip
-        with pytest.raises(openai.APIConnectionError):
-            await client.completions.create(model="m", prompt="secret")
-        await client.close()
-        server.close()
-        await asyncio.gather(*forging)
-
-    run(work())
+    server = await asyncio.start_server(forge, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    scheme = "https" if ServingConfig.model_validate({}).is_https else "http"  # as where nothing is configured
+    client = openai.AsyncOpenAI(
+        base_url=f"{scheme}://127.0.0.1:{port}/v1", api_key=token_of(tmp_path), max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=str(ca_file(tmp_path)))),
+    )  # fmt: skip
+    with pytest.raises(openai.APIConnectionError):
+        await client.completions.create(model="m", prompt="secret")
+    await client.close()
+    server.close()
+    await asyncio.gather(*forging)
     assert heard
     assert token_of(tmp_path).encode() not in heard and b"secret" not in heard

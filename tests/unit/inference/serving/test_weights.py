@@ -1,20 +1,19 @@
 """Weights that a trainer publishes: real drivers and HTTP engines, a router, and answers that say what made them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import yaml
 from aiohttp import web
-from serving_world import answers, run, serving
+from serving_world import answers, serving
 from waiting import until_async
 
 from slurmft.config.run import load
@@ -106,94 +105,78 @@ async def endpoint(folder: Path, *engine: str, **weights: Any) -> AsyncIterator[
         await world.close()
 
 
-def test_every_answer_is_of_the_newest_weights_and_says_so_also_of_a_later_engine(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with endpoint(tmp_path) as world:
-            await world.start(0)
-            assert await world.ask() == (None, "")
-            for version in (0, 3, 4):
-                await world.publish(version)
-                assert (
-                    await asyncio.gather(*(world.ask() for _ in range(8))) == [(str(version), f"weights {version}")] * 8
-                )
-            await world.start(1)
-            found = {await world.ask() for _ in range(4)}
-            await until_async(lambda: all(each["weights"] == 4 for each in world.router.status()["each"].values()))
-            assert found == {("4", "weights 4")}
-            world.drivers.pop("0").kill()
-            assert {await world.ask() for _ in range(4)} == {("4", "weights 4")}
-
-    run(work())
+async def test_every_answer_is_of_the_newest_weights_and_says_so_also_of_a_later_engine(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as world:
+        await world.start(0)
+        assert await world.ask() == (None, "")
+        for version in (0, 3, 4):
+            await world.publish(version)
+            assert await asyncio.gather(*(world.ask() for _ in range(8))) == [(str(version), f"weights {version}")] * 8
+        await world.start(1)
+        found = {await world.ask() for _ in range(4)}
+        await until_async(lambda: all(each["weights"] == 4 for each in world.router.status()["each"].values()))
+        assert found == {("4", "weights 4")}
+        world.drivers.pop("0").kill()
+        assert {await world.ask() for _ in range(4)} == {("4", "weights 4")}
 
 
-def test_requests_in_flight_keep_their_weights_while_new_ones_are_published(tmp_path: Path) -> None:
+async def test_requests_in_flight_keep_their_weights_while_new_ones_are_published(tmp_path: Path) -> None:
     """The header is that of the weights that made the answer, however requests and publications meet."""
+    async with endpoint(tmp_path, "--delay", "0.05", max_version_lag=2) as world:
+        await world.start(0)
+        await world.start(1)
+        await world.publish(1)
+        found, is_over = list[tuple[str | None, str]](), False
 
-    async def work() -> None:
-        async with endpoint(tmp_path, "--delay", "0.05", max_version_lag=2) as world:
+        async def client() -> None:
+            while not is_over:
+                found.append(await world.ask())
+
+        clients = [asyncio.create_task(client()) for _ in range(4)]
+        for version in range(2, 9):
+            await world.publish(version)
+            before = len(found)
+            await until_async(lambda before=before: len(found) > before + 4)
+        is_over = True
+        await asyncio.gather(*clients)
+        wrong = [each for each in found if each[0] is not None and each[1] != f"weights {each[0]}"]
+        assert not wrong and len({each[0] for each in found}) > 2
+
+
+async def test_an_update_that_is_refused_or_not_made_is_tried_again_and_nothing_is_asked_meanwhile(
+    tmp_path: Path,
+) -> None:
+    for kind in ("refuses", "ignores"):
+        folder = tmp_path / kind
+        folder.mkdir(mode=0o700)
+        async with endpoint(folder, f"--{kind}", "3") as world:
+            await world.publish(5)
             await world.start(0)
-            await world.start(1)
-            await world.publish(1)
-            found, is_over = list[tuple[str | None, str]](), False
-
-            async def client() -> None:
-                while not is_over:
-                    found.append(await world.ask())
-
-            clients = [asyncio.create_task(client()) for _ in range(4)]
-            for version in range(2, 9):
-                await world.publish(version)
-                before = len(found)
-                await until_async(lambda before=before: len(found) > before + 4)
-            is_over = True
-            await asyncio.gather(*clients)
-            wrong = [each for each in found if each[0] is not None and each[1] != f"weights {each[0]}"]
-            assert not wrong and len({each[0] for each in found}) > 2
-
-    run(work())
+            assert await world.ask() == ("5", "weights 5")
 
 
-def test_an_update_that_is_refused_or_not_made_is_tried_again_and_nothing_is_asked_meanwhile(tmp_path: Path) -> None:
-    async def work() -> None:
-        for kind in ("refuses", "ignores"):
-            folder = tmp_path / kind
-            folder.mkdir(mode=0o700)
-            async with endpoint(folder, f"--{kind}", "3") as world:
-                await world.publish(5)
-                await world.start(0)
-                assert await world.ask() == ("5", "weights 5")
-
-    run(work())
-
-
-def test_a_slow_update_holds_requests_up_and_one_that_takes_too_long_ends_the_engine(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with endpoint(tmp_path, "--load", "1.5", update_timeout_s=60) as world:
-            await world.start(0)
-            await world.publish(1)
-            assert await world.ask() == ("1", "weights 1")
-        config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-        config["inference"]["engine"]["command"][-1] = "3600"
-        config["inference"]["serving"]["weights"]["update_timeout_s"] = 0.5
-        world.config.write_text(yaml.safe_dump(config))
-        world.drivers, world.ports = {}, {}
-        await world.begin()
-        try:
-            await world.start(0)
-            assert await world.drivers["0"].wait() == EXIT_SICK
-        finally:
-            await world.close()
-
-    run(work())
+async def test_a_slow_update_holds_requests_up_and_one_that_takes_too_long_ends_the_engine(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "--load", "1.5", update_timeout_s=60) as world:
+        await world.start(0)
+        await world.publish(1)
+        assert await world.ask() == ("1", "weights 1")
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["inference"]["engine"]["command"][-1] = "3600"
+    config["inference"]["serving"]["weights"]["update_timeout_s"] = 0.5
+    world.config.write_text(yaml.safe_dump(config))
+    world.drivers, world.ports = {}, {}
+    await world.begin()
+    try:
+        await world.start(0)
+        assert await world.drivers["0"].wait() == EXIT_SICK
+    finally:
+        await world.close()
 
 
-def routed(work: Callable[[Any], Any]) -> None:
-    async def inside() -> None:
-        weights = {"update_path": "/load", "max_version_lag": 1}
-        async with serving({"a": answers("a"), "b": answers("b")}, {"weights": weights}) as world:
-            await work(world)
-
-    run(inside())
+@pytest.fixture
+def routed() -> contextlib.AbstractAsyncContextManager[Any]:
+    weights = {"update_path": "/load", "max_version_lag": 1}
+    return serving({"a": answers("a"), "b": answers("b")}, {"weights": weights})
 
 
 async def has(world: Any, name: str, weights: Served) -> None:
@@ -203,44 +186,35 @@ async def has(world: Any, name: str, weights: Served) -> None:
     await until_async(lambda: world.router.replicas.by_name[name].weights == weights)
 
 
-def test_an_engine_that_is_too_far_behind_gets_nothing_until_it_has_caught_up() -> None:
-    async def work(world: Any) -> None:
-        await has(world, "a", Served(1, 3))
-        await has(world, "b", Served(1, 5))
-        world.router.replicas.newest = Served(1, 5)
-        assert {(await world.ask())[1]["by"] for _ in range(6)} == {"b"}
-        await has(world, "a", Served(1, 4))
-        found = await asyncio.gather(*(world.ask() for _ in range(6)))
-        assert {answer["by"] for _, answer in found} == {"a", "b"}
-
-    routed(work)
+async def test_an_engine_that_is_too_far_behind_gets_nothing_until_it_has_caught_up(routed: Any) -> None:
+    await has(routed, "a", Served(1, 3))
+    await has(routed, "b", Served(1, 5))
+    routed.router.replicas.newest = Served(1, 5)
+    assert {(await routed.ask())[1]["by"] for _ in range(6)} == {"b"}
+    await has(routed, "a", Served(1, 4))
+    found = await asyncio.gather(*(routed.ask() for _ in range(6)))
+    assert {answer["by"] for _, answer in found} == {"a", "b"}
 
 
-def test_requests_wait_while_all_have_weights_of_a_branch_that_was_given_up() -> None:
-    async def work(world: Any) -> None:
-        for name in "ab":
-            await has(world, name, Served(1, 410))
-        world.router.replicas.newest = Served(2, 405)
-        waiting = asyncio.create_task(world.ask())
-        await until_async(lambda: world.router.waiting == 1)
-        assert (await world.ask(headers={"X-Request-Timeout": "0.2"}))[0] == 504
-        assert world["a"].seen == world["b"].seen == [] and not waiting.done()
-        await has(world, "b", Served(2, 405))
-        assert await waiting == (200, {"by": "b"})
-
-    routed(work)
+async def test_requests_wait_while_all_have_weights_of_a_branch_that_was_given_up(routed: Any) -> None:
+    for name in "ab":
+        await has(routed, name, Served(1, 410))
+    routed.router.replicas.newest = Served(2, 405)
+    waiting = asyncio.create_task(routed.ask())
+    await until_async(lambda: routed.router.waiting == 1)
+    assert (await routed.ask(headers={"X-Request-Timeout": "0.2"}))[0] == 504
+    assert routed["a"].seen == routed["b"].seen == [] and not waiting.done()
+    await has(routed, "b", Served(2, 405))
+    assert await waiting == (200, {"by": "b"})
 
 
-def test_an_engine_s_own_word_on_publications_is_not_passed_on() -> None:
+async def test_an_engine_s_own_word_on_publications_is_not_passed_on() -> None:
     async def forge(_request: Any) -> Any:
         return web.json_response({}, headers={"x-slurmft-weights": "99"})
 
-    async def work() -> None:
-        async with serving({"a": forge}) as world:
-            async with world.client.post("/v1/x", data=b"{}") as answer:
-                assert "X-Slurmft-Weights" not in answer.headers
-            await has(world, "a", Served(1, 0))
-            async with world.client.post("/v1/x", data=b"{}") as answer:
-                assert answer.headers.getall("X-Slurmft-Weights") == ["0"]
-
-    run(work())
+    async with serving({"a": forge}) as world:
+        async with world.client.post("/v1/x", data=b"{}") as answer:
+            assert "X-Slurmft-Weights" not in answer.headers
+        await has(world, "a", Served(1, 0))
+        async with world.client.post("/v1/x", data=b"{}") as answer:
+            assert answer.headers.getall("X-Slurmft-Weights") == ["0"]

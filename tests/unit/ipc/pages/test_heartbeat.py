@@ -1,7 +1,5 @@
 """The heartbeat page: two processes, one memory, no system call."""
 
-from __future__ import annotations
-
 import math
 import os
 import stat

@@ -1,7 +1,5 @@
 """The open sections on a heartbeat page: what the worker opens is what the agent reads, at any moment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The timing page and the agent's reports of it; writer and reader are two processes where that matters."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``slurmft doctor`` and a run's container: programs on PATH stand in for the runtimes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

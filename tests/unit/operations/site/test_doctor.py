@@ -1,7 +1,5 @@
 """``slurmft doctor``: tables of configurations and what is said of them; programs on PATH stand in for Slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Saves that keep failing are told loudly: in the journal, in status, in explain."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

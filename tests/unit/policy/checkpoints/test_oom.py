@@ -1,7 +1,5 @@
 """How far a batch can be reduced, by whom it is known, and what follows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

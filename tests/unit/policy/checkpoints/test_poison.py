@@ -1,7 +1,5 @@
 """Is it the checkpoint or the node? What the journal remembers, how a checkpoint is marked, and who heeds the mark."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 

@@ -1,7 +1,5 @@
 """How often steps are copied to memory: the cost in, the interval out, alike on all ranks."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from of_each import of_each

@@ -1,11 +1,10 @@
 """Where a restart reads from: tables of what nodes hold, and what must be true of any decision."""
 
-from __future__ import annotations
-
 import math
 import random
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -200,7 +199,7 @@ DISKS = st.none() | st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(OFFERS, DISKS, st.randoms(use_true_random=False))
 def test_what_is_true_of_any_decision(offers, committed, chance: random.Random):
     decision = choose_snapshot(offers, committed, generation=2)

@@ -1,7 +1,5 @@
 """Which answers may be continued, how that is asked for, and that a joined answer is the undisturbed one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

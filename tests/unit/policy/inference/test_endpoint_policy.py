@@ -1,7 +1,5 @@
 """The policy of a handover, case by case."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The nodes that an endpoint is lent follow its load, and what it has lost."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

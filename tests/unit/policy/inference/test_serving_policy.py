@@ -1,7 +1,5 @@
 """The decisions of an endpoint, as tables of values and as properties."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,11 +1,10 @@
 """How much of a list a request bears: never unschedulable, never more than the share, the weakest gives way first."""
 
-from __future__ import annotations
-
 import math
 import time
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +99,7 @@ places = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(candidates, places, st.integers(0, 9), st.floats(0, 1))
 def test_whatever_is_asked_it_stays_within_its_bounds(candidates, places, needed, fraction):
     found = chosen(candidates, places, needed=needed, fraction=fraction)
@@ -123,7 +122,7 @@ def test_whatever_is_asked_it_stays_within_its_bounds(candidates, places, needed
     assert set(found.unknown) == {"gone"} & strongest.keys()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(candidates, st.frozensets(st.sampled_from(NAMES)), st.integers(0, 9), st.floats(0, 1))
 def test_nobody_is_dropped_while_a_weaker_one_in_the_same_place_is_excluded(candidates, down, needed, fraction):
     nodes = frozenset(NAMES)

@@ -1,7 +1,5 @@
 """From looks at nodes to verdicts and actions: N of M, cluster problems, limits per hour, ten thousand nodes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

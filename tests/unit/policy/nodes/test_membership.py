@@ -1,7 +1,5 @@
 """Who takes part in the next attempt: a table of values, and what must hold for any allocation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What a repeated result says: comparison, transitions, spikes, statistics."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

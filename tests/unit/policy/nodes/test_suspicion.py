@@ -1,7 +1,5 @@
 """What is held against nodes: weights, fading, corroboration, acquittals, exclusions by hand."""
 
-from __future__ import annotations
-
 import math
 import time
 

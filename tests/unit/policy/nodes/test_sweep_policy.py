@@ -1,7 +1,5 @@
 """What a sweep decides: tables of looks, states and lists; nothing is run."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

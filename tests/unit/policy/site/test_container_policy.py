@@ -1,7 +1,5 @@
 """The options and words that start an agent in a container, for each runtime."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

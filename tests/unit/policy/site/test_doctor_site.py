@@ -1,7 +1,5 @@
 """What an administrator can set up for all runs, and one run's room: facts in, findings out."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from dataclasses import replace

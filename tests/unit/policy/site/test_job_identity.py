@@ -1,7 +1,5 @@
 """A job's number is not its identity: controllers lose their state, and counters wrap."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """``slurmft advise``: the lead and the interval, from what was measured."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much later a requeued job begins, from what was enough before."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """How far apart checkpoints should be."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Which limit a worker has exceeded, and who of those that stand still is to blame."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Limits from durations: a floor, a ceiling, outliers that fade, and a file that survives whatever is done to it."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

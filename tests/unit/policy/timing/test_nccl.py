@@ -1,7 +1,5 @@
 """Who acts first on a collective that hangs, and the variables that keep it so."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

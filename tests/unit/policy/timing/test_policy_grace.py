@@ -1,7 +1,5 @@
 """The arithmetic of a stop's time: what it needs, what Slurm leaves, how much is left by which clock."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from drawn import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -357,7 +358,7 @@ def explore(evaluations: list[list[tuple[int, ...]]], *, per_node: int, coupled:
 
 
 MODEL = settings(
-    max_examples=300, deadline=None, database=None, derandomize=True,
+    max_examples=examples(300), deadline=None, database=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 SCHEDULES = st.binary(max_size=400)
@@ -469,7 +470,7 @@ class ScriptedPage:
         self.log.append((slot.name, "=", value))
 
 
-@settings(MODEL, max_examples=200)
+@settings(MODEL, max_examples=examples(200))
 @given(st.lists(st.sampled_from([3, 5, 6, 7, NEVER, NOTHING]), max_size=12), st.lists(st.integers(3, 7), max_size=3))
 def test_the_models_worker_is_the_real_worker(script, ticks):
     from slurmft.worker import signals

@@ -1,11 +1,10 @@
 """Scores, cohorts, k of n, and whether a move pays: tables of values, and what must hold for all of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
+from drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from of_each import of_each
@@ -152,7 +151,7 @@ def test_either_comparison_can_be_switched_off():
 times = st.one_of(st.floats(), st.floats(0.01, 100.0), st.just(NAN))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.tuples(times, times, st.integers(-1, 2), times, st.integers(0, 5)), min_size=1, max_size=24),
 )
@@ -178,14 +177,14 @@ def test_whatever_was_measured_scores_are_scores_and_most_are_innocent(rows):
     assert isinstance(report(found, ["n"] * len(rows), ["a", "b"], ReportShape()), str)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.floats(1.0, 1.3), min_size=3, max_size=20), st.floats(1e-6, 1.0), st.data())
 def test_a_fast_outlier_accuses_nobody(work, fast, data):
     work[data.draw(st.integers(0, len(work) - 1))] = fast
     assert slow(scores_of(work)) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.floats(1.0, 1.1), min_size=3, max_size=20), st.floats(2.0, 1e6), st.data())
 def test_a_slow_outlier_is_the_only_one_accused(work, factor, data):
     who = data.draw(st.integers(0, len(work) - 1))
@@ -228,7 +227,7 @@ def test_three_of_the_newest_five(outcomes, verdict):
     assert convicted([each == "s" for each in outcomes], needed=3, considered=5) is verdict
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 6), st.integers(1, 6))
 def test_k_of_n_looks_at_the_newest_only(outcomes, needed, considered):
     expected = convicted(outcomes, needed=needed, considered=considered)

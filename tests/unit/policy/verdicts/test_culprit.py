@@ -1,7 +1,5 @@
 """Who it was: tables of situations, and what must hold for all of them."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

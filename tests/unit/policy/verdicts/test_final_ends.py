@@ -1,7 +1,5 @@
 """Which ends of a run Slurm would undo, by end, by moment, by version: on what each version shows of a job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ends of logs, each with its label: what is a symptom, and that our own lines never are."""
 
-from __future__ import annotations
-
 import io
 import logging
 import signal

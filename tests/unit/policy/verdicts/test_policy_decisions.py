@@ -1,7 +1,5 @@
 """The runbook, row by row: every cause in every state that matters to it, and what follows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a history has spent, verdicts, grace, exit codes; what follows in each state is in ``test_policy_decisions``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 

@@ -1,7 +1,5 @@
 """Who is to blame: what ranks, their files and srun say, merged into one verdict. Victims are never blamed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What is read in excerpts of public threads, how fast, and what follows from it."""
 
-from __future__ import annotations
-
 import random
 import time
 

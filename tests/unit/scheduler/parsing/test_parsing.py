@@ -1,7 +1,5 @@
 """What Slurm printed, as values: recorded lines and the awkward ones."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from pathlib import Path
 
@@ -149,9 +147,6 @@ def test_banners_and_errors_between_the_jobs_are_skipped():
         ]
     )  # fmt: skip
     assert [job.job_id for job in parse_jobs(text)] == ["1", "2"]
-
-
-def test_nothing_is_no_job():
     assert parse_jobs("") == []
 
 
@@ -175,31 +170,20 @@ def test_no_output_of_squeue_breaks_the_parser(text):
 @of_each(text__seconds=[
         ("3:00", 180), ("0:05", 5), ("30", 1800), ("1:00:00", 3600), ("1-00:00:00", 86400), ("1-2", 93600),
         ("1-02:03", 93780), ("1-02:03:04", 93784), ("365-00:00:00", 31_536_000), ("00:00", 0), ("120:00", 7200),
+        *dict.fromkeys(["UNLIMITED", "INVALID", "Partition_Limit", "N/A", "", "-1", "1:2:3:4", "1.5", "3m"]).items(),
+        ("-", None),
     ])  # fmt: skip
 def test_a_duration(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
-@of_each(text=["UNLIMITED", "INVALID", "Partition_Limit", "N/A", "", "-1", "1:2:3:4", "1.5", "3m", "-"])
-def test_what_is_no_duration(text):
-    assert parse_duration_s(text) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "time"),
-    [
-        ("1763650000", 1763650000.0),
-        ("2026-11-20T15:28:07", unix("2026-11-20T15:28:07")),
+@of_each(text__time=[
+        ("1763650000", 1763650000.0), ("2026-11-20T15:28:07", unix("2026-11-20T15:28:07")),
         ("2026-11-20T15:28:07+00:00", 1795188487.0),
-    ],
-)
+        *dict.fromkeys(["", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "Tomorr 15:00", "15:28", "-1"]).items(),
+    ])  # fmt: skip
 def test_a_time(text, time):
     assert parse_time(text) == time
-
-
-@of_each(text=["", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "Tomorr 15:00", "15:28", "-1"])
-def test_what_is_no_time(text):
-    assert parse_time(text) is None
 
 
 # scontrol
@@ -289,30 +273,22 @@ def test_an_end_within_the_grace_of_a_preemption_is_a_scancel(end, grace_s, endi
         pytest.param(
             scontrol("COMPLETING", TimeLimit="UNLIMITED", **LIMIT_REACHED), 0, JobEnding.CANCELLED, id="no limit"
         ),
+        pytest.param("", 0, JobEnding.NOT_ENDING, id="nothing"),
+        pytest.param("*** maintenance on Monday ***\n", 0, JobEnding.NOT_ENDING, id="a banner"),
+        pytest.param("No jobs in the system\n", 0, JobEnding.NOT_ENDING, id="no jobs"),
+        pytest.param(scontrol("RUNNING").strip() + " Comment=try Restarts=9 JobState=CANCELLED", 0,
+                     JobEnding.NOT_ENDING, id="a comment with equals signs"),
+        pytest.param(scontrol("RUNNING").replace("job.sh ", "job.sh JobState=CANCELLED "), 0, JobEnding.NOT_ENDING,
+                     id="a name with an equals sign"),
     ],
 )  # fmt: skip
 def test_why_a_job_is_ending(text, restart, ending):
     assert parse_ending(text, restart) is ending
 
 
-@pytest.mark.parametrize("text", ["", "*** maintenance on Monday ***\n", "No jobs in the system\n"], ids=repr)
-def test_an_answer_without_a_state_says_nothing(text):
-    assert parse_ending(text, 0) is JobEnding.NOT_ENDING
-
-
 @pytest.mark.parametrize("state", ["NODE_FAIL", "BOOT_FAIL"])
 def test_a_lost_node_is_not_a_cancellation(state):
     assert parse_ending(scontrol(state), 0) is not JobEnding.CANCELLED
-
-
-def test_a_comment_with_an_equals_sign_is_not_a_fact():
-    assert parse_ending(scontrol("RUNNING").strip() + " Comment=try Restarts=9 JobState=CANCELLED", 0) is (
-        JobEnding.NOT_ENDING
-    )
-
-
-def test_a_job_name_with_an_equals_sign_is_not_a_fact():
-    assert parse_ending(scontrol("RUNNING").replace("job.sh ", "job.sh JobState=CANCELLED "), 0) is JobEnding.NOT_ENDING
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What a run measured of itself: kept, found again beside the next run, and never believed when it is damaged."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Agents that outlive their supervisor: which processes those are, and when they cannot be taken over."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -138,16 +136,13 @@ def links(*agents: Agent) -> list[AgentLink]:
     return [agent.link for agent in agents]
 
 
-def test_replies_come_in_the_order_of_the_agents_with_the_reason_of_each_that_is_missing() -> None:
-    async def asked() -> list[Any]:
-        silent, gone = Agent(1), Agent(2, goes=True)
-        unconnected = AgentLink(None, Hello(node=3, host="n3", pid=1))
-        every = [Agent(0, {"port": 7}).link, silent.link, gone.link, unconnected, Agent(4, {"port": 9}).link]
-        found = await ask_each(every, Port(), timeout_s=0.05)
-        assert not any(link._waiting for link in every), "nothing is left behind"
-        return found
-
-    first, silent, gone, unconnected, last = asyncio.run(asked())
+async def test_replies_come_in_the_order_of_the_agents_with_the_reason_of_each_that_is_missing() -> None:
+    silent, gone = Agent(1), Agent(2, goes=True)
+    unconnected = AgentLink(None, Hello(node=3, host="n3", pid=1))
+    every = [Agent(0, {"port": 7}).link, silent.link, gone.link, unconnected, Agent(4, {"port": 9}).link]
+    found = await ask_each(every, Port(), timeout_s=0.05)
+    assert not any(link._waiting for link in every), "nothing is left behind"
+    first, silent, gone, unconnected, last = found
     assert (first, last) == (ReservedPort(port=7), ReservedPort(port=9))
     assert "the agent on n1 did not answer 'port' within" in str(silent)
     assert str(gone) == "the agent on n2 has gone"
@@ -162,10 +157,6 @@ def test_where_all_are_needed_the_one_that_is_gone_is_named_at_once() -> None:
         asyncio.run(asyncio.wait_for(called(), 10))
 
 
-def test_a_reply_that_is_not_looked_at_is_no_reason_to_hang_up() -> None:
-    found = asyncio.run(_unread())
+async def test_a_reply_that_is_not_looked_at_is_no_reason_to_hang_up() -> None:
+    found = await ask_unread(links(Agent(0, {"port": "none"})), Port(), timeout_s=5.0)
     assert found == [b'{"kind":"reply","id":1,"port":"none"}']
-
-
-async def _unread() -> list[Any]:
-    return await ask_unread(links(Agent(0, {"port": "none"})), Port(), timeout_s=5.0)

@@ -1,7 +1,5 @@
 """Jobs that lend nodes to an endpoint: noted before they are submitted, found again by any supervisor, and ended."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path

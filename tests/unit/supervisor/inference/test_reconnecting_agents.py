@@ -1,7 +1,5 @@
 """Agents of an inference run whose connection ends while a new supervisor takes them over."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace
@@ -89,39 +87,32 @@ async def asked_to_begin(port: int) -> tuple[Channel, int]:
 
 
 @pytest.mark.parametrize("takes_over", [True, False])
-def test_an_agent_that_comes_back_late_is_kept_where_it_has_outlived_a_supervisor(takes_over: bool) -> None:
-    async def story() -> list[EventName]:
-        one = Supervised(takes_over=takes_over)
-        port = await one.begin()
-        try:
-            channel, _ = await asked_to_begin(port)
-            channel.close()
-            await asyncio.sleep(2 * BROKEN_S)  # it is slow
-            channel, number = await asked_to_begin(port)
-            channel.send(as_reply(number, Done()))
-            await until_async(lambda: EventName.NODE_ANSWERS in one.events)
-            channel.close()
-            return one.events
-        finally:
-            await one.end()
-
+async def test_an_agent_that_comes_back_late_is_kept_where_it_has_outlived_a_supervisor(takes_over: bool) -> None:
+    one = Supervised(takes_over=takes_over)
+    port = await one.begin()
+    try:
+        channel, _ = await asked_to_begin(port)
+        channel.close()
+        await asyncio.sleep(2 * BROKEN_S)  # it is slow
+        channel, number = await asked_to_begin(port)
+        channel.send(as_reply(number, Done()))
+        await until_async(lambda: EventName.NODE_ANSWERS in one.events)
+        channel.close()
+    finally:
+        await one.end()
     lost = [] if takes_over else [EventName.AGENT_LOST]
-    assert asyncio.run(story()) == [*lost, EventName.NODE_ANSWERS]
+    assert one.events == [*lost, EventName.NODE_ANSWERS]
 
 
-def test_an_agent_that_cannot_begin_is_no_lost_node() -> None:
-    async def story() -> Supervised:
-        one = Supervised(takes_over=False)
-        port = await one.begin()
-        try:
-            channel, number = await asked_to_begin(port)
-            channel.send(as_reply(number, Failed(error="/dev/shm/x: No space left on device")))
-            await asyncio.wait_for(one.over.wait(), 20)
-            channel.close()
-            return one
-        finally:
-            await one.end()
-
-    one = asyncio.run(story())
+async def test_an_agent_that_cannot_begin_is_no_lost_node() -> None:
+    one = Supervised(takes_over=False)
+    port = await one.begin()
+    try:
+        channel, number = await asked_to_begin(port)
+        channel.send(as_reply(number, Failed(error="/dev/shm/x: No space left on device")))
+        await asyncio.wait_for(one.over.wait(), 20)
+        channel.close()
+    finally:
+        await one.end()
     assert one.events == [] and one.attempt._lost == []
     assert "/dev/shm/x: No space left on device" in one.attempt._problem

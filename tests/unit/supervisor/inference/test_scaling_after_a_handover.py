@@ -1,7 +1,5 @@
 """A new owner of an endpoint whose replicas follow the load: routers of the job before still send requests to them."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path
@@ -75,7 +73,7 @@ class Owner(ServingAttempt):
 
 
 @pytest.mark.parametrize("is_restart_of_the_job", [False, True], ids=["supervisor restarted", "job requeued"])
-def test_a_supervisor_that_follows_a_killed_one_knows_that_the_job_before_serves(
+async def test_a_supervisor_that_follows_a_killed_one_knows_that_the_job_before_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_restart_of_the_job: bool
 ) -> None:
     monkeypatch.setattr(serving, "SEE_OFF_S", 0.005)
@@ -87,29 +85,25 @@ def test_a_supervisor_that_follows_a_killed_one_knows_that_the_job_before_serves
     candidate = run.journal(Attempt(job="8", restart=0))
     candidate.append(EventName.CANDIDATE_STARTED, owner="7")
     candidate.append(EventName.ATTEMPT_STARTED, generation=4, taken_over=True)
-
-    async def work() -> None:
-        owner = Owner(tmp_path)
-        owner._run, owner._crew = run, SimpleNamespace(has_outlived=True)  # type: ignore[assignment]
-        owner._cluster, owner._startup_s = SimpleNamespace(attempt=mine), None  # type: ignore[assignment]
-        owner._start: Any = SimpleNamespace(
-            history=run.journal().read_past(), thread=FolderThread(), candidate=False, run=run
-        )
-        monkeypatch.setattr(owner, "_offer", lambda: None)
-        await owner._open()
-        try:
-            assert owner._roster.wants_all() is not is_restart_of_the_job
-            if not is_restart_of_the_job:
-                await until_async(lambda: asked != [])
-                assert asked[0] == Attempt(job="7", restart=0, cycle=2)
-        finally:
-            owner._roster.close()
-            await owner._background.cancel_all()
-
-    asyncio.run(work())
+    owner = Owner(tmp_path)
+    owner._run, owner._crew = run, SimpleNamespace(has_outlived=True)  # type: ignore[assignment]
+    owner._cluster, owner._startup_s = SimpleNamespace(attempt=mine), None  # type: ignore[assignment]
+    owner._start: Any = SimpleNamespace(
+        history=run.journal().read_past(), thread=FolderThread(), candidate=False, run=run
+    )
+    monkeypatch.setattr(owner, "_offer", lambda: None)
+    await owner._open()
+    try:
+        assert owner._roster.wants_all() is not is_restart_of_the_job
+        if not is_restart_of_the_job:
+            await until_async(lambda: asked != [])
+            assert asked[0] == Attempt(job="7", restart=0, cycle=2)
+    finally:
+        owner._roster.close()
+        await owner._background.cancel_all()
 
 
-def test_no_replica_is_stopped_while_routers_of_the_job_before_may_use_it(
+async def test_no_replica_is_stopped_while_routers_of_the_job_before_may_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "SCALE_S", 0.005)
@@ -122,20 +116,15 @@ def test_no_replica_is_stopped_while_routers_of_the_job_before_may_use_it(
         return "" if gone else None
 
     monkeypatch.setattr(serving, "see_off", see_off)
-
-    async def work() -> None:
-        nonlocal gone
-        owner = Owner(tmp_path)
-        owner._take_over_from(SimpleNamespace(job="1"))  # type: ignore[arg-type]
-        scaling = asyncio.create_task(owner._scale(BOUNDS))
-        await until_async(lambda: asked > 60)  # several times idle_s
-        assert owner.on == 4 and owner.looks == [], "what its own routers have to do is not all that there is"
-        assert {call.wanted for call in owner.told.values()} == {4}
-        gone = True
-        await until_async(lambda: owner.on == 1)
-        assert owner.looks == [1] and {call.wanted for call in owner.told.values()} == {1}
-        scaling.cancel()
-        await asyncio.gather(scaling, return_exceptions=True)
-        await owner._background.cancel_all()
-
-    asyncio.run(work())
+    owner = Owner(tmp_path)
+    owner._take_over_from(SimpleNamespace(job="1"))  # type: ignore[arg-type]
+    scaling = asyncio.create_task(owner._scale(BOUNDS))
+    await until_async(lambda: asked > 60)  # several times idle_s
+    assert owner.on == 4 and owner.looks == [], "what its own routers have to do is not all that there is"
+    assert {call.wanted for call in owner.told.values()} == {4}
+    gone = True
+    await until_async(lambda: owner.on == 1)
+    assert owner.looks == [1] and {call.wanted for call in owner.told.values()} == {1}
+    scaling.cancel()
+    await asyncio.gather(scaling, return_exceptions=True)
+    await owner._background.cancel_all()

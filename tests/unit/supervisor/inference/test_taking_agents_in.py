@@ -1,7 +1,5 @@
 """Agents of inference are taken in one beside the other."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from types import SimpleNamespace
@@ -70,37 +68,30 @@ def agents(*answer: bool) -> dict[int, AgentLink]:
     return links
 
 
-def test_an_agent_that_does_not_answer_keeps_no_other_one_waiting() -> None:
-    async def work() -> None:
-        links = agents(False, True, True)
-        seen = Seen(links)
-        watching = asyncio.create_task(seen._take_in_agents())
-        await until_async(lambda: len(seen.told) == 2)
-        assert sorted(seen.told) == [(EventName.NODE_ANSWERS, "n1"), (EventName.NODE_ANSWERS, "n2")]
-        assert [wire.sent.count("replicas") for wire in map(lambda link: link.channel, links.values())] == [1] * 3
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-        await seen._background.cancel_all()
-
-    asyncio.run(work())
+async def test_an_agent_that_does_not_answer_keeps_no_other_one_waiting() -> None:
+    links = agents(False, True, True)
+    seen = Seen(links)
+    watching = asyncio.create_task(seen._take_in_agents())
+    await until_async(lambda: len(seen.told) == 2)
+    assert sorted(seen.told) == [(EventName.NODE_ANSWERS, "n1"), (EventName.NODE_ANSWERS, "n2")]
+    assert [wire.sent.count("replicas") for wire in map(lambda link: link.channel, links.values())] == [1] * 3
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    await seen._background.cancel_all()
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_an_agent_that_ends_meanwhile_is_started_again_and_one_that_is_silent_may_have_lost_its_node(
+async def test_an_agent_that_ends_meanwhile_is_started_again_and_one_that_is_silent_may_have_lost_its_node(
     is_closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmft.supervisor.inference.BEGIN_S", 0.2)
-
-    async def work() -> None:
-        links = agents(False)
-        seen = Seen(links)
-        if is_closed:
-            asyncio.get_running_loop().call_later(0.05, links[0].disconnected)
-        await seen._take_in(links[0])
-        if is_closed:
-            assert seen.lost == []  # it may come back by another connection
-            await seen._on_disconnect(links[0])
-        assert (seen.lost, seen.told) == ([("n0", is_closed)], [])
-
-    asyncio.run(work())
+    links = agents(False)
+    seen = Seen(links)
+    if is_closed:
+        asyncio.get_running_loop().call_later(0.05, links[0].disconnected)
+    await seen._take_in(links[0])
+    if is_closed:
+        assert seen.lost == []  # it may come back by another connection
+        await seen._on_disconnect(links[0])
+    assert (seen.lost, seen.told) == ([("n0", is_closed)], [])

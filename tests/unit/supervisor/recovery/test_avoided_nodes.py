@@ -1,7 +1,5 @@
 """What a placement avoids: the list, Slurm's answer, the request; and nothing of it ever stands in the way."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import threading

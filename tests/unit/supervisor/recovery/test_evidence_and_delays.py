@@ -1,7 +1,5 @@
 """What follows from a fault on purpose is journaled, and never reaches the exclusion list."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -108,7 +106,7 @@ def test_an_earlier_attempt_with_a_fault_says_nothing_of_later_ones(tmp_path):
     assert run.listed == ["repeated death"]
 
 
-def test_an_order_that_was_just_carried_out_counts_at_once(tmp_path):
+async def test_an_order_that_was_just_carried_out_counts_at_once(tmp_path):
     """It waits in the supervisor's journal, which is written beside everything else."""
     run = Run(tmp_path)
     give_order(run.folder.path, Order(fault=Fault.KILL, who="me", rank=0).as_json())
@@ -116,14 +114,11 @@ def test_an_order_that_was_just_carried_out_counts_at_once(tmp_path):
     async def call(_call: Any) -> Any:
         return SimpleNamespace(injected=(0,), refused=())
 
-    async def go() -> None:
-        link, background = SimpleNamespace(node=0, host="n1", channel=object(), call=call), Background(pytest.fail)
-        pool: Any = SimpleNamespace(links={0: link}, members=[link])
-        await Injections(run.config, run.start(), pool, background).look()
-        while background._tasks:
-            await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(go(), 20))
+    link, background = SimpleNamespace(node=0, host="n1", channel=object(), call=call), Background(pytest.fail)
+    pool: Any = SimpleNamespace(links={0: link}, members=[link])
+    await Injections(run.config, run.start(), pool, background).look()
+    while background._tasks:
+        await asyncio.sleep(0)
     assert run.accuse(PLANNED, Kind.HANG) == [ON_PURPOSE]
     assert run.listed == []
 

@@ -1,7 +1,5 @@
 """Where a run must not go on: what its journal demands, and which nodes of an allocation that leaves."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A verdict and a decision in; what the run changes about itself, and the decision that follows, out."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What the journal knows of a job's earlier starts: whether one was preempted, and whether this one is to train."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """The look at all ranks before a kill: whom it asks, what the journal tells of it, and how ``explain`` shows it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The supervisor's side of hang detection: all agents are asked once, and what sections took is remembered."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,14 +87,11 @@ def test_a_heartbeat_that_does_not_come_is_told_in_nvrxs_words(section, line, tm
     assert line in caplog.text and bool(line) == ("Did not get" in caplog.text)
 
 
-def test_the_reports_of_the_victims_change_nothing(tmp_path):
+async def test_the_reports_of_the_victims_change_nothing(tmp_path):
     agents = Agent("n1", stuck(0)), Agent("n2", stuck(1, stopped=True))
     found = made(tmp_path, *agents)
-
-    async def all_report() -> list[Any]:
-        return await asyncio.gather(*(found.investigate(agent, REPORT) for agent in agents))  # type: ignore[arg-type]
-
-    assert [hang is None for hang in asyncio.run(all_report())] == [False, True]
+    hangs = await asyncio.gather(*(found.investigate(agent, REPORT) for agent in agents))
+    assert [hang is None for hang in hangs] == [False, True]
     assert [agent.asked for agent in agents] == [1, 1]
     assert len(Journal(tmp_path).read()) == 1
 

@@ -1,7 +1,5 @@
 """What the supervisor concludes from its agents' reports: how far the attempt is, and what all of it is saved."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Sequence

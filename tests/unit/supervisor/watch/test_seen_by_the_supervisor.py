@@ -1,7 +1,5 @@
 """The supervisor's comparison of digests: whom it names, when it ends the attempt, what it marks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from concurrent.futures import Future

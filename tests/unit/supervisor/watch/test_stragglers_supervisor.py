@@ -1,7 +1,5 @@
 """The supervisor's side: reports of all nodes in, verdicts out; the past survives restarts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

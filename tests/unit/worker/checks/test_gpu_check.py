@@ -1,7 +1,5 @@
 """The check of a GPU: its speed is that of products that are done, and not only asked for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

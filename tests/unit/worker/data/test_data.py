@@ -1,7 +1,5 @@
 """Real text in, exact positions out."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The random state at the start of each iteration, where the generators' words cannot be looked at."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Iterator

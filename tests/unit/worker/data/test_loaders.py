@@ -1,7 +1,5 @@
 """Loaders that a checkpoint takes: torchdata's, slurmft's own, and any object with the two methods."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Runs end in an epoch after the first: the order of epoch 0 is that of a sampler that was told nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

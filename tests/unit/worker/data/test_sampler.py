@@ -1,11 +1,10 @@
 """Each sample of an epoch once, in one order, over any sequence of stops and world sizes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -45,7 +44,7 @@ def consumed(samples: int, global_batch: int, tail: str, sizes_and_steps: list[t
     return taken
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.integers(1, 60),
     st.integers(6, 20),

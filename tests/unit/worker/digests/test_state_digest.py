@@ -1,7 +1,5 @@
 """Digests of tensors: equal exactly when the bits are, for all kinds of tensors, in memory that does not grow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

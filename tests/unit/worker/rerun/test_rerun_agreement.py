@@ -3,14 +3,8 @@
 The scenarios run one after the other in one pair of processes; each rank writes down what it saw.
 """
 
-from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from ranks import SAVING, reports_of_ranks
 
 SCRIPT = """
 import itertools, json, sys
@@ -110,18 +104,10 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    root = tmp_path_factory.mktemp("two ranks")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(root), str(rank)],
-            env={**environment, "SLURMD_NODENAME": f"n{rank}", "RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    return [json.loads((root / f"report-{rank}.json").read_text()) for rank in (0, 1)]
+    return reports_of_ranks(
+        SCRIPT, tmp_path_factory.mktemp("two ranks"), ahead=SAVING,
+        own=lambda rank: {"SLURMD_NODENAME": f"n{rank}", "RANK": str(rank)},
+    )  # fmt: skip
 
 
 KINDS = [f"{when} torch.{dtype}" for when in ("soon", "late") for dtype in ("float32", "bfloat16")]

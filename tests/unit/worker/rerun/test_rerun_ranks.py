@@ -3,8 +3,6 @@
 All starts are forked from one process that has torch, one after the other; every test looks at what its own have left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

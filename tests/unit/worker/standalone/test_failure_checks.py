@@ -1,33 +1,33 @@
 """Asking the GPU and the network after a failure, and making the group anew: with real ranks over gloo."""
 
-from __future__ import annotations
-
-import os
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from of_each import of_each
+from ranks import reports_of_ranks
 
 import slurmft
 from slurmft.errors import UsageError
 from slurmft.ipc.pages import PAGE_VARIABLE
 
 RANK = """
-import sys, time
+import json, sys, time
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist
 from slurmft import detect_network_failure, handle_nccl_timeout
 
+folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+has_answered = folder / "answered"
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 answers = [detect_network_failure(timeout_seconds=10)]
-if sys.argv[1] == "hang" and dist.get_rank() == 1:
-    sys.stdin.readline()  # until the other one has its answer
-elif sys.argv[1] == "hang":
+if what == "hang" and rank == 1:
+    while not has_answered.exists():
+        time.sleep(0.005)
+elif what == "hang":
     answers.append(detect_network_failure(timeout_seconds=0.3))
+    has_answered.touch()
 else:
     for _ in range(2):
         answers.append(handle_nccl_timeout(retry_seconds=0.1))
@@ -35,39 +35,16 @@ else:
     total = torch.ones(1)
     dist.all_reduce(total)
     answers.append(total.item())
-print(answers, flush=True)
+(folder / f"report-{rank}.json").write_text(json.dumps(answers))
 """
 
 
-def _two_ranks(what: str, **variables: str) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, what],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            | variables,
-        )
-        for rank in "01"
-    ]
-    answers = []
-    for process in processes:  # the second one's input is closed when the first one has answered
-        answers.append(process.communicate(timeout=90)[0].strip())
-    return answers
+def test_two_ranks_make_their_group_anew_and_reach_each_other(tmp_path):
+    assert reports_of_ranks(RANK, tmp_path, 2, "anew", meet=True) == [[None, True, None, True, None, 2.0]] * 2
 
 
-def test_two_ranks_make_their_group_anew_and_reach_each_other():
-    assert _two_ranks("anew") == ["[None, True, None, True, None, 2.0]"] * 2
-
-
-def test_a_rank_that_does_not_take_part_is_a_timeout():
-    first, second = _two_ranks("hang")
-    assert first == "[None, 'TIMEOUT']" and second == "[None]"
+def test_a_rank_that_does_not_take_part_is_a_timeout(tmp_path):
+    assert reports_of_ranks(RANK, tmp_path, 2, "hang", meet=True) == [[None, "TIMEOUT"], [None]]
 
 
 def test_without_a_group_there_is_an_answer_and_nothing_is_made_anew(monkeypatch, caplog):

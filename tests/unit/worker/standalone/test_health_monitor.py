@@ -1,7 +1,5 @@
 """Progress, results, memory: what a loop may ask about itself."""
 
-from __future__ import annotations
-
 import errno
 import math
 

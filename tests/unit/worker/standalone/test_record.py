@@ -1,7 +1,5 @@
 """``@slurmft.record``: why a rank failed, written down without an agent, and never in the way of the exception."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A timer that must be reset, and signals that all ranks learn of."""
 
-from __future__ import annotations
-
 import io
 import os
 import queue

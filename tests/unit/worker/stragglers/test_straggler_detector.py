@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
+import os
 import pickle
 import statistics
+import sys
 import time
 import types
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 
 from slurmft.ipc.pages import RING, STEP, WORK, TimingPage
@@ -260,19 +262,22 @@ def train(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+TRAIN = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_straggler_detector import train
+train(int(sys.argv[2]), Path(sys.argv[1]))
+"""
+
+
 def test_own_work_is_told_apart_although_steps_are_equally_long(tmp_path):
     pages = {
         (name, rank): TimingPage.create(tmp_path / f"{name}-{rank}", rank=rank, generation=1)
         for name in VARIANTS
         for rank in range(2)
     }
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=train, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    run_ranks(TRAIN, tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
     for name, (_, micro_batches) in VARIANTS.items():
         quick, slow = (pages[name, rank].newest({}, 1) for rank in range(2))
         assert len(quick[WORK]) == len(slow[WORK]) == 5, name
