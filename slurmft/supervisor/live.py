@@ -22,7 +22,7 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import LiveView, RunFolder
 from slurmft.supervisor.cluster import Start
 from slurmft.supervisor.hangs import Hangs
-from slurmft.supervisor.observations import Observations, budget_of
+from slurmft.supervisor.observations import Observations, budget_after, past_ends
 from slurmft.supervisor.stops import SlowNodes
 
 # --- The supervisor's side of the process that publishes metrics and tells events (``reporting.metrics``) ---
@@ -192,10 +192,10 @@ class Live:
 
 def least_left(config: RunConfig, start: Start, first: int, saved: int | None) -> int:
     """Failures of one kind that the run survives yet without further progress: the least of all kinds."""
-    left = []
+    left, past = [], past_ends(start.history)
     for cause in BUDGETED:
         verdict = Verdict(cause=cause, reason="", first_step=first, saved_step=saved)
-        budget = budget_of(start.history, verdict, config, str(start.cluster.attempt))
+        budget = budget_after(past, verdict, config, str(start.cluster.attempt))
         retries = max(0, budget.max_failures - budget.failures_so_far)
         restarts = max(0, budget.max_restarts - budget.restarts_so_far)
         left.append(retries + restarts)
