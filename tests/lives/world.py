@@ -696,6 +696,8 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     patch.setattr(FolderThread, "__init__", lambda self: setattr(self, "unwritten", world.unwritten))
     patch.setattr(FolderThread, "submit", lambda self, work: _submit(world, work))
     patch.setattr(FolderThread, "call", lambda self, work, timeout_s: _call(world, work, timeout_s))
+    wrap = asyncio.wrap_future
+    patch.setattr(asyncio, "wrap_future", lambda work: work.awaited(timeline) if type(work) is Done else wrap(work))
 
     async def listen(self: AgentPool, host: str | None, listener: Any = None) -> int:
         port = max(world.network.listeners, default=1000) + 1
@@ -809,18 +811,47 @@ def _no_process(argv: Any, *_: Any, **__: Any) -> None:
     raise FileNotFoundError(f"no process in a life: {argv}")
 
 
-def _submit(world: World, work: Callable[[], Any]) -> Future[Any]:
+class Done:
+    """In the place of a ``Future`` that is done at once, which has locks."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._value, self._error = None, None
+        try:
+            self._value = work()
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
+            self._error = error
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def result(self, _: float | None = None) -> Any:
+        """What the work has returned; raises what it has raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def awaited(self, timeline: Timeline) -> asyncio.Future[Any]:
+        """As ``asyncio.wrap_future``: it comes a turn of the loop later."""
+        future = timeline.create_future()
+        timeline.call_soon(self._tell, future)
+        return future
+
+    def _tell(self, future: asyncio.Future[Any]) -> None:
+        if not future.cancelled():
+            future.set_result(self._value) if self._error is None else future.set_exception(self._error)
+
+
+def _submit(world: World, work: Callable[[], Any]) -> Future[Any] | Done:
     if world.is_gone():
         raise Killed
-    future: Future[Any] = Future()
     world.effect("work on the run folder")
     silent_s = world.silent_until_s - world.timeline.now_s
     if silent_s <= 0:
-        _do(future, work)
-    else:
-        process = PROCESS.get()
-        with inside(process):
-            world.timeline.call_later(silent_s + 1e-6 * (world.effects % 1000), _do, future, work)
+        return Done(work)
+    future: Future[Any] = Future()
+    with inside(PROCESS.get()):
+        world.timeline.call_later(silent_s + 1e-6 * (world.effects % 1000), _do, future, work)
     return future
 
 
