@@ -384,7 +384,9 @@ class World:
         for agent in self.agents:
             since_s = self.timeline.now_s - self.network.healed_s.get(agent.host, -HEALED_S)
             is_reached = not self.network.is_cut(agent.host) and since_s >= HEALED_S and not agent.process.stopped
-            if agent.is_there and agent.job is self.job and is_reached and agent.host not in self.network.slow:
+            # those of a killed supervisor are its guardian's, which tries once; Slurm ends the rest with the job
+            is_ours = agent.job is self.job and self.network.listeners[agent.port][0] is self.supervisor
+            if agent.is_there and is_ours and is_reached and agent.host not in self.network.slow:
                 self.violate("agents end before the requeue", f"{agent.process.name} lives")
 
     def _check_start(self, order: StartWorkers) -> None:
@@ -400,8 +402,9 @@ class World:
             self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
             return
-        started = [event for event in self.events() if event.event == EventName.ATTEMPT_STARTED]
-        if not started or started[-1].details.get("generation") != order.generation:
+        # an agent that was stopped may carry out an order of long ago when it goes on, and hears then that it is lost
+        started = [event.details for event in self.events() if event.event == EventName.ATTEMPT_STARTED]
+        if not any(facts.get("generation") == order.generation for facts in started):
             self.violate("entry before action", f"generation {order.generation} starts, and the journal does not know")
 
     def check_told(self, argv: Sequence[str]) -> None:
