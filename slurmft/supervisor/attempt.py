@@ -521,19 +521,21 @@ class AttemptRunner:
         await self._crew.reconnected(link)
         if self._over.is_set() or self._pool.links.get(link.node) is not link:
             return
-        own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
-        if self.stops.began and len(own) > 1 and not any(each.channel for each in own):
-            self._end_of_step(own)
-        else:
+        if not self._is_end_of_step():
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 
-    def _end_of_step(self, links: Sequence[AgentLink]) -> None:
-        """All agents have gone together: their step was ended, which says nothing about any node."""
-        self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
-        for link in links:
+    def _is_end_of_step(self) -> bool:
+        """Whether all agents have gone together: their step was ended, which says nothing about any node."""
+        own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
+        if not self.stops.began or len(own) < 2 or any(each.channel for each in own):
+            return False
+        if not self._over.is_set():  # else it is in the journal already
+            self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
+        for link in own:
             self._pool.drop(link)
             self._crew.reviver.lost(link, hung_up=True)
         self._over.set()
+        return True
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
@@ -564,6 +566,9 @@ class AttemptRunner:
 
     def _lose_the_gone(self, reason: str) -> None:
         """An agent did not take part in the start: its node was lost, unless it is still connected."""
+        if self._is_end_of_step():
+            self._launch_error = self._launch_error or reason
+            return
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
             self._lose(link, reason, hung_up=True)
