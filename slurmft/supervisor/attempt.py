@@ -507,7 +507,8 @@ class AttemptRunner:
 
     async def _on_connect(self, link: AgentLink) -> None:
         """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
-        if self._config.checkpoint.just_in_time and not self.stops.began:  # nothing newer has begun than what they have
+        is_newest = not self.stops.began or link.host in self.lost  # nothing newer has begun than what they have
+        if self._config.checkpoint.just_in_time and is_newest:
             await rescue(self._pool, [link], self._journal)
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
