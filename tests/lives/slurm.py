@@ -533,7 +533,8 @@ def next_job(world: World) -> Job | None:
 
 
 def look(world: World) -> None:
-    """Cron looks, on a login node."""
+    """Cron looks, on a login node; it may be killed before an effect of its own."""
+    from lives.world import Killed
     from slurmft.errors import SlurmftError
 
     with world.on_login_node():
@@ -542,3 +543,5 @@ def look(world: World) -> None:
                 world.note(f"cron: {line}")
         except (SlurmftError, OSError) as error:
             world.note(f"cron: {error}")
+        except Killed:
+            world.note("cron is killed")
