@@ -139,7 +139,7 @@ soak-roles: install ## a job of roles in which something is killed each minute (
 	@SLURMFT_SOAK_EVENTS=$(EVENTS) SLURMFT_SOAK_EVERY_S=$(EVERY_S) SLURMFT_SOAK_RESULTS=bench/results/roles.md \
 		$(BIN)/pytest -m soak tests/slurm/test_roles_storm.py
 
-lives: install ## simulated lives of runs, some 20 a second (SEEDS=0-99999); STORY=7 tells one
+lives: install ## simulated lives of runs, some 20 a second and core (SEEDS=0-99999); STORY=7 tells one
 	@PYTHONPATH=tests:tests/unit/support $(BIN)/python -m lives.many $(if $(STORY),--story $(STORY),$(SEEDS))
 
 SEEDS ?= 1000-1099

@@ -656,8 +656,10 @@ def bug_of(traceback: str) -> str:
     on other hardware, or where that cannot be seen."""
     frames = list(_FRAMES.finditer(traceback))
     words = _EXCEPTION.search(traceback, frames[-1].end()) if frames else None
+    if words is None:
+        return ""
     row = signature_of(traceback, loosely=True)
-    if words is None or (row is not None and row.remedy is not Remedy.STOP):
+    if row is not None and row.remedy is not Remedy.STOP:
         return ""
     return f"{words[1]} in {frames[-1][1]}"
 

@@ -412,7 +412,9 @@ def superfluous(history: Sequence[Event], attempt: Attempt, queued_at: float | N
     """
     mine = [(restart, event) for event in history for job, restart in [restart_of(event)]
             if job == attempt.job and restart < attempt.restart]  # fmt: skip
-    started = [restart for restart, event in mine if event.event == EventName.ATTEMPT_STARTED]
+    # a start that was killed at its very begin has left no entry of it, only the decision made in its place
+    begun = (EventName.ATTEMPT_STARTED, EventName.DECISION)
+    started = [restart for restart, event in mine if event.event in begun]
     if not started:
         return None
     last = [event for restart, event in mine if restart >= started[-1]]

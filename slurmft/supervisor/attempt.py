@@ -41,7 +41,14 @@ from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew, named
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
-from slurmft.supervisor.observations import HURRIED_READ_S, READ_S, Observations, budget_of, testimony_of
+from slurmft.supervisor.observations import (
+    HURRIED_READ_S,
+    READ_S,
+    Observations,
+    budget_after,
+    past_ends,
+    testimony_of,
+)
 from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
 from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmNotices, Stops
 from slurmft.system.background import Background
@@ -323,10 +330,10 @@ class Live:
 
 def least_left(config: RunConfig, start: Start, first: int, saved: int | None) -> int:
     """Failures of one kind that the run survives yet without further progress: the least of all kinds."""
-    left = []
+    left, past = [], past_ends(start.history)
     for cause in BUDGETED:
         verdict = Verdict(cause=cause, reason="", first_step=first, saved_step=saved)
-        budget = budget_of(start.history, verdict, config, str(start.cluster.attempt))
+        budget = budget_after(past, verdict, config, str(start.cluster.attempt))
         retries = max(0, budget.max_failures - budget.failures_so_far)
         restarts = max(0, budget.max_restarts - budget.restarts_so_far)
         left.append(retries + restarts)
@@ -592,7 +599,8 @@ class AttemptRunner:
 
     async def _on_connect(self, link: AgentLink) -> None:
         """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
-        if self._config.checkpoint.just_in_time and not self.stops.began:  # nothing newer has begun than what they have
+        is_newest = not self.stops.began or link.host in self.lost  # nothing newer has begun than what they have
+        if self._config.checkpoint.just_in_time and is_newest:
             await rescue(self._pool, [link], self._journal)
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
@@ -606,19 +614,21 @@ class AttemptRunner:
         await self._crew.reconnected(link)
         if self._over.is_set() or self._pool.links.get(link.node) is not link:
             return
-        own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
-        if self.stops.began and len(own) > 1 and not any(each.channel for each in own):
-            self._end_of_step(own)
-        else:
+        if not self._is_end_of_step():
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 
-    def _end_of_step(self, links: Sequence[AgentLink]) -> None:
-        """All agents have gone together: their step was ended, which says nothing about any node."""
-        self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
-        for link in links:
+    def _is_end_of_step(self) -> bool:
+        """Whether all agents have gone together: their step was ended, which says nothing about any node."""
+        own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
+        if not self.stops.began or len(own) < 2 or any(each.channel for each in own):
+            return False
+        if not self._over.is_set():  # else it is in the journal already
+            self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
+        for link in own:
             self._pool.drop(link)
             self._crew.reviver.lost(link, hung_up=True)
         self._over.set()
+        return True
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
@@ -648,6 +658,9 @@ class AttemptRunner:
 
     def _lose_the_gone(self, reason: str) -> None:
         """An agent did not take part in the start: its node was lost, unless it is still connected."""
+        if self._is_end_of_step():
+            self._launch_error = self._launch_error or reason
+            return
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
             self._lose(link, reason, hung_up=True)

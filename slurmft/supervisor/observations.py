@@ -59,10 +59,15 @@ EARLY_S = 600.0
 
 def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
     """The budget spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
+    return budget_after(past_ends(history), verdict, config, attempt)
+
+
+def budget_after(past: Sequence[PastEnd], verdict: Verdict, config: RunConfig, attempt: str) -> Budget:
+    """As ``budget_of``, after these ends."""
     section = config.fault_tolerance
     return budget_for(
         verdict,
-        past_ends(history),
+        past,
         retries=section.num_job_retries_on_failure,
         retries_of=section.retries,
         max_no_progress_cycles=section.max_no_progress_cycles,

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 from lives import slurm
-from lives.nodes import Agent
+from lives.nodes import HANG_S, Agent
 from lives.timeline import inside
 from lives.world import World
 from slurmft.policy.suspicion import ManualEntry
@@ -122,6 +122,8 @@ def cut_off(world: World) -> None:
     if agent is not None and agent.host not in world.off and agent.host != world.host:
         host, away_s = agent.host, world.chance.choice((0.3, 2.0, 8.0, 15.0, 40.0, 100.0))
         world.note(f"{host} is cut off for {away_s} s")
+        if away_s >= HANG_S:  # its ranks wait for the others, or for their data
+            world.accusable.add(("hang", host))
         world.network.cut(host)
         if world.slurm is not None:
             world.slurm.lose(host)

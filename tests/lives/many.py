@@ -3,6 +3,7 @@ faults with which it still fails; the story of one: ``make lives STORY=SEED``.
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import sys
@@ -12,6 +13,9 @@ from lives.life import life_of, lived, shortest, story
 
 MOST = 8
 """Faults in a life; ``make test`` has fewer, and shorter stories."""
+
+COLLECT_AFTER = 20_000
+"""New objects between two collections. With Python's 700, lives take a quarter longer; with no collection, memory."""
 
 EVERY_S = 30.0
 TOLD = 5
@@ -43,6 +47,8 @@ def main() -> int:
     if options.story is not None:
         print(tell(options.story))
         return 0
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
     first, _, last = options.seeds.partition("-")
     seeds, began, told_s, found = range(int(first), int(last or first) + 1), time.monotonic(), time.monotonic(), 0
     with multiprocessing.Pool(options.processes, maxtasksperchild=500) as pool:

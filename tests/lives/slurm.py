@@ -395,7 +395,16 @@ class Controller(FakeSlurm):
         job = self.state.jobs.get(job_id)
         if act in ("requeue", "requeuehold") and isinstance(job, Job) and not job.may_requeue:
             return "", "Job requeue is presently disabled for this job"
+        if isinstance(job, Job) and job.state == "CANCELLED":
+            self._excuse(job)
         return super()._act(act, job_id)
+
+    def _excuse(self, job: Job) -> None:
+        """A cancel between a look at a job and its requeue is undone: nobody can ask Slurm for both at once."""
+        seen, at_s = self._seen.get(job.job_id, (None, 0.0))
+        if seen is job and at_s <= self._world.stop_asked_s < at_s + RACE_S:
+            self._world.note(f"job {job.job_id} was cancelled after the last look at it")
+            self._world.stop_asked_s = 0.0
 
     def _update(self, job_id: str, changes: dict[str, str]) -> tuple[str, str]:
         job = self.state.jobs.get(job_id)
@@ -524,7 +533,8 @@ def next_job(world: World) -> Job | None:
 
 
 def look(world: World) -> None:
-    """Cron looks, on a login node."""
+    """Cron looks, on a login node; it may be killed before an effect of its own."""
+    from lives.world import Killed
     from slurmft.errors import SlurmftError
 
     with world.on_login_node():
@@ -533,3 +543,5 @@ def look(world: World) -> None:
                 world.note(f"cron: {line}")
         except (SlurmftError, OSError) as error:
             world.note(f"cron: {error}")
+        except Killed:
+            world.note("cron is killed")

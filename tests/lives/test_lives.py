@@ -61,6 +61,23 @@ def test_a_lost_node_costs_no_step(fault: Callable[..., None]) -> None:
     assert after == before
 
 
+def test_a_node_that_comes_back_while_another_is_waited_for_keeps_its_state() -> None:
+    """It was told to kill its workers as soon as it was there, and they had what nobody else had."""
+
+    def cut(host: str, seconds: float) -> Callable[[World], None]:
+        def fault(world: World) -> None:
+            world.accusable.add(("node lost", host))
+            world.network.cut(host)
+            world.timeline.call_later(seconds, world.network.heal, host)
+
+        return fault
+
+    faults = [(8.5, cut("n0", 15.0)), (9.0, cut("n1", 90.0))]
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "agent_timeout_s": 10.0}}
+    [(before, after)] = resumed(faults, nodes=2, spare_nodes=1, nproc_per_node=1, **settings)
+    assert after == before
+
+
 @pytest.mark.parametrize("effect", range(26, 37))
 def test_a_disk_that_fills_up_within_the_begin_of_an_attempt_is_waited_for(effect: int) -> None:
     """Full at its sign of life, which was an error of Python's: the batch script ended, and nothing went on."""

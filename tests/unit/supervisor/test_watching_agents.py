@@ -71,11 +71,39 @@ GONE, HERE = None, object()
 async def test_agents_that_go_together_are_the_end_of_their_step(
     channels: Sequence[object], began: bool, told: list[EventName]
 ) -> None:
+    events: list[EventName] = []
+    runner = watching(channels, began, events)
+    await runner._on_disconnect(runner._pool.links[0])
+    assert events == told
+    assert runner._over.is_set() == (told == [EventName.AGENTS_GONE])
+    assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])
+
+
+@pytest.mark.parametrize(
+    ("channels", "lost"),
+    [
+        pytest.param([GONE, GONE, GONE], [], id="the step was ended"),
+        pytest.param([GONE, HERE, GONE], ["n0", "n2"], id="others live"),
+    ],
+)
+async def test_agents_that_go_together_in_the_start_of_workers_blame_no_node(
+    channels: Sequence[object], lost: list[str]
+) -> None:
+    """A supervisor that was suspended for longer than their lease, just then, accused all of its nodes."""
+
+    runner = watching(channels, True, [])
+    runner._pool.members = list(runner._pool.links.values())
+    runner._lose_the_gone("the agent on n0 is not connected")
+    assert runner.lost == lost
+    assert bool(runner._launch_error) == (not lost)
+
+
+def watching(channels: Sequence[object], began: bool, events: list[EventName]) -> AttemptRunner:
+    """The part of an attempt that deals with lost agents; these have such connections."""
     links = [
         SimpleNamespace(node=node, host=f"n{node}", channel=channel, dropped=False, lender="", leaving=False)
         for node, channel in enumerate(channels)
     ]
-    events: list[EventName] = []
 
     async def at_once(_: object) -> None:
         return
@@ -88,16 +116,13 @@ async def test_agents_that_go_together_are_the_end_of_their_step(
         "_pool": SimpleNamespace(links=dict(enumerate(links)), members=[], drop=drop),
         "_crew": SimpleNamespace(reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None)),
         "stops": SimpleNamespace(began=began), "_over": asyncio.Event(), "lost": [], "_lost_early": [],
-        "_cluster": SimpleNamespace(lost=set()),
+        "_cluster": SimpleNamespace(lost=set()), "_launch_error": "",
+        "_background": SimpleNamespace(start=lambda work: work.close()),
         "_journal": SimpleNamespace(append=lambda event, **_: events.append(event)),
     }  # fmt: skip
     for name, part in parts.items():
         setattr(runner, name, part)
-    link: Any = links[0]
-    await runner._on_disconnect(link)
-    assert events == told
-    assert runner._over.is_set() == (told == [EventName.AGENTS_GONE])
-    assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])
+    return runner
 
 
 # --- At which names and addresses the agents of other nodes look for their supervisor ---

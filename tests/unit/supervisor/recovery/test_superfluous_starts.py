@@ -66,6 +66,8 @@ def test_an_earlier_start_was_preempted(lines: list[Line], expected: bool) -> No
          End.HANDED_ON),
         ([STARTED, GOES_ON, first("not continued", reason="preemption.continue_by is nothing")], End.NOT_CONTINUED),
         ([STARTED, STOP, ("7.1.0", "superfluous start", {})], End.STOPPED),
+        # killed at its very begin, and decided about by its guardian
+        ([first("supervisor lost"), GOES_ON, first("resubmitted", job="8")], End.HANDED_ON),
         # to train
         ([STARTED, GOES_ON, first("requeued")], None),
         ([STARTED, GOES_ON], None),
