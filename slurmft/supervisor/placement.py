@@ -29,7 +29,7 @@ from slurmft.policy.verdict import (
     Verdict,
 )
 from slurmft.scheduler import own_jobs, slurm
-from slurmft.scheduler.parsing import NamedNodes
+from slurmft.scheduler.parsing import NamedNodes, current_job
 from slurmft.scheduler.slurm import expand
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.journal import Event, EventName
@@ -255,10 +255,13 @@ def _to_avoid(
     config: RunConfig, exclusions: Exclusions | None, *, partition: str, suspects: Sequence[str] = (),
     named: NamedNodes,
 ) -> Avoidance:  # fmt: skip
+    needed = [each.nodes for each in components_of(config)]
+    if (job := current_job(os.environ)) is not None and job.part:
+        needed.append(job.node_count)  # a role's job goes elsewhere with all of its nodes, or not at all
     found = avoided_nodes.to_avoid(
         exclusions or Exclusions(),
         partition=partition or None,
-        nodes_needed=max(each.nodes for each in components_of(config)),
+        nodes_needed=max(needed),
         suspects=suspects,
         max_excluded_fraction=config.exclusions.max_excluded_fraction,
         rules=config.exclusions.rules(),

@@ -395,6 +395,17 @@ def test_a_slurm_that_does_not_answer_keeps_no_run_on_a_node_that_it_need_not_ha
     assert to_keep_off(config, partition="low", job=OwnJob("7"), history=HISTORY, allocated=nodes) == keep_off
 
 
+@pytest.mark.parametrize(("part", "keep_off"), [("", {"n2"}), ("n[1-2]", set())])
+def test_a_role_stays_where_its_job_could_not_do_without_the_node(run_in_slurm, monkeypatch, part, keep_off):
+    """The job needs three nodes, its role two: the role left for other nodes, and came back to the same, in vain."""
+    listed(run_in_slurm, seen("n2"))
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURMFT_NODES": part}.items():
+        monkeypatch.setenv(name, value)
+    config = run_in_slurm.model_copy(update={"nodes": 2})
+    found = to_keep_off(config, partition="low", job=OwnJob("7"), history=HISTORY, allocated=["n1", "n2"])
+    assert found == keep_off
+
+
 def test_what_cannot_be_kept_away_from_has_not_escaped(run_in_slurm):
     listed(run_in_slurm, seen("n1"), seen("n2"), seen("n3"))
     keep_off = to_keep_off(
