@@ -156,7 +156,7 @@ class CheckpointManager:
         )  # fmt: skip
         self._rescue: JustInTime | None = None
         self._steps = StepCopies(self.settings.peer_interval, self._snapshots, self._turn, self.directory)
-        self._is_saving, self._left_out = False, 0
+        self._is_saving, self._left_out, self._has_looked = False, 0, False
         SAVERS.join(self)
         self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
@@ -197,6 +197,14 @@ class CheckpointManager:
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         SAVERS.trains(model, optimizer)
         team, extra = Team(), self._extra if extra is None else extra
+        if not self._has_looked and loader is None and extra is None and team.is_lead:
+            self._has_looked = True
+            if name := savers.stream_read_now():
+                log.warning(
+                    "the training reads a stream (%s) that no checkpoint covers: after a restart it begins anew, "
+                    "unless the script finds its place; pass loader= to save() and load_latest()",
+                    name,
+                )
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
         may_skip = SAVERS.is_periodic and not urgent and self.settings.when_busy == "skip"

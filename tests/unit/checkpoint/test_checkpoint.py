@@ -355,6 +355,29 @@ def test_a_state_that_nothing_was_passed_for_is_a_warning(tmp_path, run, caplog)
     assert "no loader was passed" in caplog.text
 
 
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(100))
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "said"),
+    [
+        pytest.param(Numbers(), {}, 1, id="a stream"),
+        pytest.param(Numbers(), {"extra": {"at": 1}}, 0, id="a stream whose place the script saves"),
+        pytest.param(range(100), {}, 0, id="numbered samples"),
+    ],
+)
+def test_a_stream_that_no_checkpoint_covers_is_said_once(tmp_path, run, caplog, data, given, said):
+    reading = iter(torch.utils.data.DataLoader(data))
+    next(reading)
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(run.model, run.optimizer, step=step, **given)
+    assert caplog.text.count("reads a stream (Numbers) that no checkpoint covers") == said
+    del reading
+
+
 class Precise(torch.optim.Optimizer):
     """Moments of more precision than the weights, a counter, and both in a list and in a dict as well."""
 
