@@ -69,6 +69,7 @@ def run(tmp_path: Path):
         ("exec srun a", ["met srun a"]),
         ("env X=1 srun a", ["met srun a"]),
         ("sbatch -n2 x.sh", ["met sbatch -n2 x.sh"]),
+        (f"{sys.executable} -u $(command -p which torchrun) x.py", ["met torchrun x.py"]),
     ],
 )
 def test_calls_that_are_met(run, body: str, lines: list[str], shell: str):
