@@ -228,6 +228,7 @@ def test_idle_nodes_are_checked_in_pairs_and_what_is_found_is_evidence(site: Sit
     """Of five nodes two at a time; the short looks that follow agree, and the node goes."""
     site.forget()
     inject(site, "n1", next(fault for fault in FAULTS if fault.name == "Xid 48"), random.Random(3))
+    site.lab.wait_until_idle(60)  # also the node that was resumed a moment ago
     result = site.sweep("idle", "--check-idle", "40%", "--partition", "low")
     assert "n1 and n2 are looked at by job" in result.stdout, result.stdout + result.stderr
     folder = site.lab.folder / "results"

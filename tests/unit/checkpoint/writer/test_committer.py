@@ -134,7 +134,7 @@ def test_without_its_worker_a_save_waits_for_whoever_writes(tmp_path, monkeypatc
     monkeypatch.setattr(writer, "STILL_S", 2.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SHARDS))
     folder = tmp_path / stored_state.IDENTITY.folder_name
-    older = tmp_path / replace(stored_state.IDENTITY, step=1).folder_name
+    older = tmp_path / stored_state.IDENTITY._replace(step=1).folder_name
     receipts(folder)
     older.mkdir()
     (folder / index_file(3)).rename(tmp_path / "receipt")
@@ -165,7 +165,7 @@ def test_without_its_worker_a_save_is_left_to_a_newer_attempt(tmp_path, monkeypa
 
 
 def test_what_a_stop_waits_for_is_committed_first(tmp_path, monkeypatch):
-    identities = [replace(stored_state.IDENTITY, step=step, commit=step) for step in (1, 2, 3)]
+    identities = [stored_state.IDENTITY._replace(step=step, commit=step) for step in (1, 2, 3)]
     outbox, lane = Outbox(), CommitLane(ProgressPage.new())
     for identity in identities:
         folder = tmp_path / identity.folder_name

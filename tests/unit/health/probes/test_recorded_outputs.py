@@ -184,7 +184,7 @@ def test_a_listing_with_errors_names_no_gpu(tmp_path):
         ),
         ("NVRM: Xid (PCI:0000:03:00): 14, Channel 00000001", 14, WARNING),
         ("NVRM: Xid (0000:03:00): 48, An uncorrectable double bit error (DBE) has been detected", 48, CRITICAL),
-        ("NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.", None, OK),
+        ("NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.", 79, CRITICAL),
         ("NVRM: Xid (PCI:0000:3b:00): ", None, OK),
         ("NVRM: Xid (PCI:0000:3b:00): 99999999", None, OK),
         ("NVRM: Xid (PCI:../../etc): 79, x", None, OK),
