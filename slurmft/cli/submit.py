@@ -744,15 +744,17 @@ def run(*, config: Path, after_loss: int | None) -> int:
     # before the fork: the guardian may need it when files cannot be read any more
     with without_collections():
         from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
-        from slurmft.supervisor.agents import outlives_its_supervisor
+        from slurmft.supervisor.agents import outliving
         from slurmft.supervisor.guardian import guarded
 
     refuse_foreign_configuration(config)
     settings = functools.cache(lambda: load_given(config))
-    guarded(
-        [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
-        spares=lambda pid: outlives_its_supervisor(settings(), pid),
-    )
+    outlives = functools.cache(lambda: outliving(settings()))
+
+    def spares(pid: int) -> bool:
+        return outlives()(pid)  # the configuration is read when a supervisor is lost, and not before
+
+    guarded([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"], spares=spares)
     with without_collections():
         from slurmft.supervisor.run import recover, supervise
 

@@ -17,7 +17,6 @@ import ipaddress
 import os
 import re
 import secrets
-import ssl
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +46,8 @@ from slurmft.system.files import (
 from slurmft.system.processes import birth_of
 
 if TYPE_CHECKING:
+    import ssl
+
     from slurmft.policy.serving import Served
 
 # --- The files of an endpoint in its run folder, and the cluster of its routers ---
@@ -402,6 +403,8 @@ def context_for(run_folder: Path, hosts: Sequence[str]) -> ssl.SSLContext:
     Raises:
         UsageError: openssl is missing or cannot do it.
     """
+    import ssl  # a router's alone: verbs of a login node start without it
+
     with _workplace([*hosts, "localhost", "127.0.0.1", "::1"]) as folder:
         _openssl(folder, "req", "-new", *NEW_KEY, "-config", "settings", "-keyout", "router.key", "-out", "router.csr")
         _openssl(folder, "x509", "-req", "-in", "router.csr", "-CA", str(ca_file(run_folder).absolute()), "-CAkey",

@@ -19,9 +19,9 @@ import logging
 import math
 import os
 import re
+import secrets
 import socket
 import time
-import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -539,7 +539,7 @@ class _Writer:
 
     def _begin(self) -> None:
         host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:48]
-        self._prefix, self._pid, self._number = f"{host}-{uuid.uuid4().hex[:12]}", os.getpid(), 0
+        self._prefix, self._pid, self._number = f"{host}-{secrets.token_hex(6)}", os.getpid(), 0
         self._segment: SegmentWriter | None = None
         self._waiting: dict[str, int] = {}
         """Items that were put into each segment; those that are taken are taken off when there is no room."""

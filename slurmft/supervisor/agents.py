@@ -457,12 +457,12 @@ EXIT_UNKNOWN = 255
 """The end of a process that is another one's child."""
 
 
-def outlives_its_supervisor(config: RunConfig, pid: int) -> bool:
-    """Whether the process starts agents, or is one, of an inference run, or supervises a role; blocking."""
+def outliving(config: RunConfig) -> Callable[[int], bool]:
+    """By its id: whether a process starts agents, or is one, of an inference run, or supervises a role; blocking."""
     lives_on = {("run", str(RunFolder(role.config.run_folder).config)) for role in roles_of(config)}
     if config.inference is not None:
         lives_on.add(("agent", str(RunFolder(config.run_folder).config)))
-    return not lives_on.isdisjoint(itertools.pairwise(words_of(pid)))
+    return lambda pid: not lives_on.isdisjoint(itertools.pairwise(words_of(pid)))
 
 
 class Orphan:
@@ -532,10 +532,8 @@ def find_outlived(config: RunConfig, run: RunFolder, cluster: Cluster) -> Outliv
 
     Blocking; for a process that acts in the place of a lost supervisor, as a child of its guardian.
     """
-    guardian = os.getppid()
-    orphans = tuple(
-        Orphan(pid) for pid, _ in children_of(guardian) if pid != os.getpid() and outlives_its_supervisor(config, pid)
-    )
+    guardian, outlives = os.getppid(), outliving(config)
+    orphans = tuple(Orphan(pid) for pid, _ in children_of(guardian) if pid != os.getpid() and outlives(pid))
     if not orphans:
         return None
     if config.roles:

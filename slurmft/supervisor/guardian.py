@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -30,7 +29,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.system import processes
-from slurmft.system.processes import children_of
+from slurmft.system.processes import adopt_orphans, children_of
 
 # --- Signals to the supervisor itself: handled while it listens, kept pending otherwise; none ends the process ---
 # A blocked mask alone would not do: any thread that was started while the mask was open takes the signal, and its
@@ -119,7 +118,6 @@ CLEAN_UP_S = 5.0
 _GUARD_VARIABLE = "SLURMFT_GUARD"
 _LOSSES_VARIABLE = "SLURMFT_GUARD_LOSSES"
 _LOST_VARIABLE = "SLURMFT_GUARD_LOST"
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def guarded(after_loss: Sequence[str], spares: Callable[[int], bool] = lambda pid: False) -> None:
@@ -134,7 +132,7 @@ def guarded(after_loss: Sequence[str], spares: Callable[[int], bool] = lambda pi
     if os.environ.get(_GUARD_VARIABLE) == str(os.getppid()):
         keep_signals()
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     block_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     sys.stdout.flush()

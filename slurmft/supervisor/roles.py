@@ -82,6 +82,11 @@ class _Live:
         return self.process is not None and not self.is_over
 
     @property
+    def has_steps(self) -> bool:
+        """Whether it is a trainer, as far as it has shown."""
+        return bool((self.run.progress() or {}).get("step"))
+
+    @property
     def is_ready(self) -> bool:
         """Whether those that need it may begin: an endpoint has routers, where requests wait for a replica."""
         if self.process is None:
@@ -305,7 +310,7 @@ class RolesAttempt:
         ask. All at once when time is short."""
         stages: tuple[list[_Live], list[_Live], list[_Live]] = ([], [], [])
         for each in self._roles.values():
-            stages[2 if each.role.is_endpoint else 1 - bool((each.run.progress() or {}).get("step"))].append(each)
+            stages[2 if each.role.is_endpoint else 1 - each.has_steps].append(each)
         is_late = time.monotonic() > self._until_s - GRACE_S
         # none that trains, or none that could feed it: what waits for items, also before its first step, may end
         if is_late or not all(any(each.is_alive for each in stage) for stage in stages[:2]):

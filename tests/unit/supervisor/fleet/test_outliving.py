@@ -24,7 +24,7 @@ from slurmft.supervisor.agents import (
     ask_unread,
     call_each,
     find_outlived,
-    outlives_its_supervisor,
+    outliving,
 )
 from slurmft.system.processes import words_of
 
@@ -49,9 +49,9 @@ def agent(tmp_path):
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_agents_of_an_inference_run_outlive_its_supervisor(tmp_path, agent, inference):
-    assert outlives_its_supervisor(config_of(tmp_path, inference=inference), agent.pid) is inference
-    assert not outlives_its_supervisor(config_of(tmp_path / "another", inference=inference), agent.pid)
-    assert not outlives_its_supervisor(config_of(tmp_path, inference=inference), os.getpid())
+    assert outliving(config_of(tmp_path, inference=inference))(agent.pid) is inference
+    assert not outliving(config_of(tmp_path / "another", inference=inference))(agent.pid)
+    assert not outliving(config_of(tmp_path, inference=inference))(os.getpid())
 
 
 def test_an_orphan_ends(agent):
