@@ -24,7 +24,10 @@ from slurmft.cli.main import VERBS, cli
 from slurmft.config.base import section_of
 from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
+from slurmft.policy import life
+from slurmft.policy.judge import WorkerEnd
 from slurmft.policy.symptoms import SIGNATURES, Remedy, Signature
+from slurmft.policy.verdict import Cause
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
@@ -68,6 +71,8 @@ def pages() -> dict[str, str]:
         "../packaging/man/slurmft.1": "\n".join(_manual()) + "\n",
         "reference/public-names.md": _page("Public names", _public_names()),
         "reference/causes.md": _page("Causes in text", _causes()),
+        "concepts/life-of-an-attempt.md": _page("The life of an attempt", _life()),
+        "images/life.svg": _picture_of_life(),
     }
 
 
@@ -366,6 +371,93 @@ def _signatures(rows: Iterable[Signature]) -> str:
         lines.append(f"| {what} | {row.category.value} | {cause} | {row.suspected.value} | {row.remedy.value} | "
                      f"{row.source}: `` {example} `` |")  # fmt: skip
     return "\n".join(lines)
+
+
+# ---- the life of an attempt ------------------------------------------------------------------------------------------
+
+_EXAMPLES: tuple[life.Event, ...] = (
+    life.Began(), life.LaunchFailed("x"), life.AgentEndedEarly("n0", "Exited"), life.AgentLost("n0", True, "x"),
+    life.LostInStart(("n0",), "x"), life.StepEnded(), life.ProcessesEnded((1,), expected=False),
+    life.WorkerEnded(WorkerEnd(rank=0, node="n0", code=1), all_ended=False),
+    life.WorkerEnded(WorkerEnd(rank=0, node="n0", code=0), all_ended=True), life.Hung("x"), life.NodesBroken(("n0",)),
+    life.Ended(), life.OwnSignal("SIGTERM"), life.EndingKnown("SIGTERM", is_ending=True), life.SignalDue("SIGTERM"),
+    life.Signalled("SIGTERM", "n0"), life.CauseFound(Cause.PREEMPTED, 20.0, 0.0),
+    life.Asked(Cause.REQUEUED_BY_USER, "x"), life.Noticed(Cause.RECLAIMED, "x", 60.0), life.TakenOver("x"),
+    life.SlurmEnds(30.0),
+)  # fmt: skip
+"""One event of each kind; of a worker's end, a failure and the last one."""
+
+
+def _spaced(kind: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
+
+
+def _moves() -> dict[tuple[life.Phase, life.Phase], list[str]]:
+    """Two phases -> the events that lead from one to the other, as the machine does with an example of each."""
+    found: dict[tuple[life.Phase, life.Phase], list[str]] = {}
+    for phase, event in itertools.product(life.Phase, _EXAMPLES):
+        before = life.State(phase=phase, began=phase is not life.Phase.MUSTER)
+        after, _ = life.step(before, event, 0.0)
+        is_last = isinstance(event, life.WorkerEnded) and event.all_ended
+        name = "last worker ended" if is_last else _spaced(type(event))
+        if after.phase is not phase and name not in found.setdefault((phase, after.phase), []):
+            found[phase, after.phase].append(name)
+    return found
+
+
+def _picture_of_life() -> str:
+    """Phases from left to right; what leads from one to the next stands on the arrow, and to the last one below."""
+    at = {phase: 20 + 240 * number for number, phase in enumerate(life.Phase)}
+    moves, shapes, y = _moves(), list[str](), 190
+    for phase, x in at.items():
+        shapes.append(f'<rect x="{x}" y="40" width="110" height="44" rx="8" fill="#ffffff" stroke="#5a6b7b"/>')
+        shapes.append(f'<text x="{x + 55}" y="67" text-anchor="middle" font-weight="600">{phase.value}</text>')
+    for (phase, to), names in moves.items():
+        left, right = at[phase] + 110, at[to]
+        if right - left < 200:
+            shapes.append(f'<path d="M{left} 62 H{right - 6}" stroke="#5a6b7b" fill="none" marker-end="url(#to)"/>')
+            shapes += [f'<text x="{(left + right) / 2}" y="{78 + 16 * row}" text-anchor="middle" font-size="12">{name}'
+                       "</text>" for row, name in enumerate(names)]  # fmt: skip
+        else:
+            middle = at[phase] + 55
+            shapes.append(f'<path d="M{middle} 84 V{y} H{right + 55} V90" stroke="#5a6b7b" fill="none" '
+                          'marker-end="url(#to)"/>')  # fmt: skip
+            shapes.append(f'<text x="{middle + 10}" y="{y - 6}" font-size="12">{", ".join(names)}</text>')
+            y += 40
+    told = "; ".join(f"{phase.value} to {to.value}: {', '.join(names)}" for (phase, to), names in moves.items())
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 870 {y}" font-family="system-ui, sans-serif" ' \
+           f'font-size="15" role="img" aria-label="{told}">'  # fmt: skip
+    arrow = '<defs><marker id="to" markerWidth="8" markerHeight="8" refX="4" refY="4" orient="auto">' \
+            '<path d="M0 0 L8 4 L0 8 z" fill="#5a6b7b"/></marker></defs>'  # fmt: skip
+    ground = f'<rect width="870" height="{y}" rx="12" fill="#f6f8fa"/>'
+    return "\n".join([head, arrow, ground, '<g fill="#1f2a36">', *shapes, "</g>", "</svg>"]) + "\n"
+
+
+def _life() -> Iterator[str]:
+    yield _paragraphs(
+        """`slurmft/policy/life.py` is a pure machine: `step(state, event, now)` gives the next state and what is to be
+        done. The supervisor feeds it with what happens, and carries its actions out; whether an attempt has failed,
+        stops or is over is decided nowhere else, for training, Ray, batches, endpoints and roles alike. What follows
+        from its end is [a verdict](verdicts-and-exclusions.md), and a decision."""
+    )
+    phases = ", ".join(phase.value for phase in life.Phase)
+    yield f"![What leads from one phase to the other: {phases}](../images/life.svg)"
+    yield _paragraphs(
+        """Beside its phase an attempt may be stopping, for one stop: the first that is asked for begins the save, and a
+        later one can only change what follows it. A user's stop counts whenever it comes."""
+    )
+    yield "## Phases"
+    tree = next(node for node in _tree("slurmft.policy.life").body if getattr(node, "name", "") == "Phase")
+    assert isinstance(tree, ast.ClassDef)
+    texts = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Expr)][1:]
+    yield "| phase | |\n|---|---|\n" + "\n".join(
+        f"| {phase.value} | {_prose(text)} |" for phase, text in zip(life.Phase, texts, strict=True)
+    )
+    for title, kinds in (("What happens", life.Event), ("What is done", life.Action)):
+        yield f"## {title}"
+        yield "| | |\n|---|---|\n" + "\n".join(
+            f"| {_spaced(kind)} | {_prose(inspect.getdoc(kind) or '')} |" for kind in kinds.__args__
+        )
 
 
 def _tree(module: str) -> ast.Module:

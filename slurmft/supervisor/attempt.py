@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +18,11 @@ from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.pages import RESCUE_S
+from slurmft.policy import life
 from slurmft.policy.hangs import WorkerLook, used
-from slurmft.policy.judge import Blame, Circumstances, ends_attempt, judge
+from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import BUDGETED, Cause, Evidence, ExitAction, Kind, Suspect, Verdict, codes_of
+from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.slurm import expand, in_order
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
@@ -212,7 +212,7 @@ class Reclaimed:
     @property
     def broken(self) -> Mapping[str, str]:
         """Nodes of the attempt on which nothing can be computed any more, and why."""
-        hosts = [link.host for link in self._crew.pool.members] if self._stops.began else []
+        hosts = [link.host for link in self._crew.pool.members] if self._stops.state.began else []
         return {host: self._faults[host] for host in hosts if host in self._faults}
 
     def note(self, link: AgentLink, report: messages.NoticeReport) -> None:
@@ -226,7 +226,7 @@ class Reclaimed:
             self._faults.setdefault(link.host, report.what)
         elif link in self._crew.pool.members or not self._crew.pool.members:
             cause = Cause.RESIZED if self._can_stay() else Cause.RECLAIMED
-            self._stops.on_notice(cause, f"{link.host}: {report.what}", left_s=report.left_s)
+            self._stops.feed(life.Noticed(cause, f"{link.host}: {report.what}", report.left_s))
 
     def _can_stay(self) -> bool:
         """Whether the run goes on in this allocation: it outlives the node, and the supervisor's is another one."""
@@ -363,8 +363,6 @@ LAUNCH_LOOK_S = 0.5
 START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
-ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
-
 log = logging.getLogger(__name__)
 
 
@@ -382,27 +380,27 @@ class AttemptRunner:
             done_before=start.reached,
         )  # fmt: skip
         self._slurm = SlurmNotices(self._cluster, start.journal)
-        self._launch_error = ""
-        self.lost: list[str] = []
-        """Nodes of this attempt whose agents are gone."""
-        self._lost_early: list[str] = []
-        """Nodes whose agents were gone before there was anything to do for them."""
-
-        self._over = asyncio.Event()
-        self._folder = AttemptFolder(start, on_superseded=self._over.set)
         self._background = Background(self._on_error)
+        begin, journal = self._background.start, start.journal
         self.stops = Stops(
-            config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
-        )
+            config, start, self._pool, self._seen, self._slurm, background=self._background,
+            carried_out={
+                life.NoteFailure: lambda note: self._note_failure(note.end),
+                life.NoteAgentsGone: lambda note: journal.append(EventName.AGENTS_GONE, exit_codes=list(note.codes)),
+                life.EndPeers: lambda peers: begin(self._end_peers(grace_of_peers(peers.end))),
+                life.EndHung: lambda hung: begin(self._end_hung(hung.reason)),
+                life.LeaveNodes: lambda leave: begin(self._leave_nodes(leave.reason)),
+                life.EndVictims: lambda victims: begin(self._end_victims(victims.reason)),
+            },
+        )  # fmt: skip
+        self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
         self._hangs = Hangs(config, start, self._pool)
         self._injections = Injections(config, start, self._pool, self._background)
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
         self._reclaimed = Reclaimed(config, start, crew, self.stops, sender)
         self._slow = SlowNodes(config, start, self._seen, self.stops, sender=sender)
-        self._digests = Digests(config, start, self._seen, self.stops, sender, over=self._over)
+        self._digests = Digests(config, start, self._seen, self.stops, sender)
         self._live = Live(config, start, self._seen, self._hangs, self._slow)
-        self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
-        self._failed = False
         self._look: asyncio.Future[LastLook] | None = None
         self._keeping: asyncio.Future[None] | None = None
         self._node_states: Mapping[str, str] = {}
@@ -418,15 +416,14 @@ class AttemptRunner:
         with self._crew.working_for(self, self._start):
             try:
                 await self._launch()
-                await self._over.wait()
+                await self.stops.over.wait()
                 await self.stops.cause_is_known()
-                if self.lost:
+                if self.stops.state.lost and not self.stops.state.problem:
                     self._node_states = await asyncio.to_thread(self._cluster.node_states)
             except AgentLost as error:
                 self._lose_the_gone(str(error))
             except (LaunchError, StorageError, OSError) as error:
-                self._launch_error = str(error)
-                self.lost += self._lost_early
+                self.stops.feed(life.LaunchFailed(str(error)))
             finally:
                 await self._wind_down()
         if self._escaped is not None:
@@ -446,9 +443,8 @@ class AttemptRunner:
         await self._wait_for_agents()
         if takes_over and self._config.checkpoint.just_in_time:  # its workers may wait for dead ones
             await rescue(self._pool, list(self._pool.links.values()), self._journal)
-        if self._over.is_set():
-            return
-        await self._start_workers()
+        if not self.stops.over.is_set():
+            await self._start_workers()
 
     async def _wait_for_agents(self) -> None:
         """Return when all agents have reported, or the attempt is over.
@@ -460,7 +456,7 @@ class AttemptRunner:
             return
         timeout_s = self._config.fault_tolerance.launch_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        waits = [asyncio.create_task(self._pool.complete.wait()), asyncio.create_task(self._over.wait())]
+        waits = [asyncio.create_task(self._pool.complete.wait()), asyncio.create_task(self.stops.over.wait())]
         try:
             while not any(wait.done() for wait in waits):
                 if time.monotonic() > deadline_s:
@@ -472,24 +468,17 @@ class AttemptRunner:
                     )
                 await asyncio.wait(waits, timeout=LAUNCH_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 # srun waits for all others, which wait for this one
-                if (end := await self._crew.folder.ended_agent()) is not None:
-                    self._agent_ended_early(*end)
+                if (end := await self._crew.folder.ended_agent()) is not None and not self._crew.is_complete:
+                    node, how = end
+                    words = "" if how == life.TERMINATED else self._crew.folder.last_words()
+                    self.stops.feed(life.AgentEndedEarly(node, how, words))
         finally:
             for wait in waits:
                 wait.cancel()
 
-    def _agent_ended_early(self, node: str, how: str) -> None:
-        if self._over.is_set() or self._pool.complete.is_set() or self.stops.planned is not None:
-            return
-        if how == "Terminated":  # TERM ends an agent that is still starting; that is not a failure
-            self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
-        else:
-            words = self._crew.folder.last_words()
-            raise LaunchError(f"the agent on {node} ended before it had reported: {how}{words}")
-
     async def _start_workers(self) -> None:
-        members = await self._crew.enlist(self._start, self._over)
-        if self._over.is_set():
+        members = await self._crew.enlist(self._start, self.stops.over)
+        if self.stops.over.is_set():
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
         [reserved] = await self._pool.call_each(members[:1], [messages.Port()], timeout_s=CALL_TIMEOUT_S)
@@ -497,9 +486,9 @@ class AttemptRunner:
         self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
         await self._hangs.recall()
-        if self._over.is_set():
+        if self.stops.over.is_set():
             return
-        self.stops.began = True
+        self.stops.feed(life.Began())
         self._order = messages.StartWorkers(
             suspect_gpus=tuple(sorted(suspects)),
             **facts_for_workers(self._start.history, self._config, nodes=len(members)),
@@ -521,14 +510,14 @@ class AttemptRunner:
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
         self._injections.simulate()
-        await self._leave_broken_nodes()
+        self.stops.feed(life.NodesBroken(self._reclaimed.broken))
         await self._crew.rehearse()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes that cannot prove to have as many other GPUs are treated as suspects, too."""
         self._journal.append(EventName.EXCLUSION_ESCAPED, nodes=hosts, gpus=sorted(gpus))
         self._escaped = without_other_gpus(hosts, gpus)
-        self._over.set()
+        self.stops.feed(life.Ended())
 
     # What is reported to us
 
@@ -552,7 +541,7 @@ class AttemptRunner:
                     self._crew.note(link, report)
                 case messages.NoticeReport():
                     self._reclaimed.note(link, report)
-                    self._background.start(self._leave_broken_nodes())
+                    self.stops.feed(life.NodesBroken(self._reclaimed.broken))
                 case messages.SignalReport(name=name):
                     self._resizing.leave(link) if link.lender else self.stops.on_signal(name, link.host)
                 case messages.Connected():
@@ -561,45 +550,37 @@ class AttemptRunner:
                     self._background.start(self._on_disconnect(link))
 
     def _on_exit(self, link: AgentLink, report: messages.WorkerExited) -> None:
-        if report.rank in self._seen.ends:
-            return
-        end = self._seen.note_exit(link.host, report)
-        planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
-        if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
-            self._journal.append(EventName.WORKER_FAILED, rank=end.rank, node=link.host, code=end.code, error=end.error)
-            if not self._failed:
-                self._background.start(self._kill_peers(grace_of_peers(end)))
-            self._failed = True
-        if self._seen.all_ended:
-            self._over.set()
+        if report.rank not in self._seen.ends:
+            end = self._seen.note_exit(link.host, report)
+            self.stops.feed(life.WorkerEnded(end, self._seen.all_ended))
+
+    def _note_failure(self, end: WorkerEnd) -> None:
+        self._journal.append(EventName.WORKER_FAILED, rank=end.rank, node=end.node, code=end.code, error=end.error)
 
     async def _on_hang(self, link: AgentLink, report: messages.HangReport) -> None:
-        if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, report)) is None:
-            return
-        if not self._failed and not self._over.is_set():
-            self._failed = True
-            self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
+        if self.stops.state.phase is life.Phase.WORK and (hang := await self._hangs.investigate(link, report)):
+            self.stops.feed(life.Hung(hang.reason))
 
-    async def _leave_broken_nodes(self) -> None:
-        """End the attempt: the ranks there will fail or hang, and what they compute until then may be wrong."""
-        broken = self._reclaimed.broken
-        if not broken or self._failed or self._over.is_set() or self.stops.planned is not None:
-            return
-        self._failed = True
-        await self._kill_workers(f"{', '.join(broken)} cannot be used any more")
+    async def _end_hung(self, reason: str) -> None:
+        self._hangs.narrow(await self._kill_workers(reason, overdue=self._hangs.overdue))
+
+    async def _leave_nodes(self, reason: str) -> None:
+        """The ranks there will fail or hang, and what they compute until then may be wrong."""
+        await self._kill_workers(reason)
         await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
-        self._over.set()  # a worker that is stuck in the driver does not end
+        self.stops.feed(life.Ended())  # a worker that is stuck in the driver does not end
 
-    async def _kill_peers(self, grace_s: float) -> None:
+    async def _end_peers(self, grace_s: float) -> None:
         await self._last_look()
         await self._rescue()
         await asyncio.sleep(grace_s)
-        if not self._over.is_set():
+        if not self.stops.over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
 
     async def _on_connect(self, link: AgentLink) -> None:
         """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
-        is_newest = not self.stops.began or link.host in self.lost  # nothing newer has begun than what they have
+        state = self.stops.state
+        is_newest = not state.began or link.host in state.lost  # nothing newer has begun than what they have
         if self._config.checkpoint.just_in_time and is_newest:
             await rescue(self._pool, [link], self._journal)
         if link not in self._pool.members:
@@ -612,7 +593,7 @@ class AttemptRunner:
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
         await self._crew.reconnected(link)
-        if self._over.is_set() or self._pool.links.get(link.node) is not link:
+        if self.stops.over.is_set() or self._pool.links.get(link.node) is not link:
             return
         if not self._is_end_of_step():
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
@@ -620,29 +601,21 @@ class AttemptRunner:
     def _is_end_of_step(self) -> bool:
         """Whether all agents have gone together: their step was ended, which says nothing about any node."""
         own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
-        if not self.stops.began or len(own) < 2 or any(each.channel for each in own):
+        if not self.stops.state.began or len(own) < 2 or any(each.channel for each in own):
             return False
-        if not self._over.is_set():  # else it is in the journal already
-            self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
+        self.stops.feed(life.StepEnded())
         for link in own:
             self._pool.drop(link)
             self._crew.reviver.lost(link, hung_up=True)
-        self._over.set()
         return True
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
         if link.dropped:
             return
-        is_member = link in self._pool.members and self.stops.began
+        is_member = link in self._pool.members and self.stops.state.began
         self._drop(link, reason, hung_up=hung_up, spare=not is_member)
-        if is_member:
-            self.lost.append(link.host)
-            if not self._over.is_set():
-                self._over.set()  # first: from now on the errors of the others say nothing
-                self._background.start(self._kill_victims(reason))
-        elif not self.stops.began:
-            self._lost_early.append(link.host)
+        self.stops.feed(life.AgentLost(link.host, is_member, reason))
 
     def _drop(self, link: AgentLink, reason: str, *, hung_up: bool, spare: bool) -> None:
         self._pool.drop(link)
@@ -652,35 +625,29 @@ class AttemptRunner:
         name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
         self._journal.append(name, node=link.host, spare=spare, reason=reason)
 
-    async def _kill_victims(self, reason: str) -> None:
+    async def _end_victims(self, reason: str) -> None:
         await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
 
     def _lose_the_gone(self, reason: str) -> None:
         """An agent did not take part in the start: its node was lost, unless it is still connected."""
         if self._is_end_of_step():
-            self._launch_error = self._launch_error or reason
+            self.stops.feed(life.Ended(reason))
             return
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
             self._lose(link, reason, hung_up=True)
-        self.lost, self._launch_error = [link.host for link in gone], "" if gone else reason
+        self.stops.feed(life.LostInStart(tuple(link.host for link in gone), reason))
 
     async def _watch_processes(self) -> None:
         codes = await self._crew.all_ended()
-        if not self._over.is_set():
+        if not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)  # reports that are on their way
-        if not self._over.is_set():
+        if not self.stops.over.is_set():
             await self._slurm.is_ending()
-            self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
-            if not self._seen.any_started and self._slurm.outside is None:
-                if set(codes) & set(ENDED_BY_TERM):
-                    # agents that were still starting are ended by a TERM like any process; it was not their failure
-                    self.stops.on_signal("SIGTERM", "agents that were still starting")
-                    return
-                last_words = self._crew.folder.last_words()
-                self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
-            self._over.set()
+            is_expected = self._seen.any_started or self._slurm.outside is not None
+            words = "" if is_expected else self._crew.folder.last_words()
+            self.stops.feed(life.ProcessesEnded(codes, is_expected, words))
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""
@@ -689,15 +656,15 @@ class AttemptRunner:
     def on_silence(self, link: AgentLink, silent_s: float, timeout_s: float) -> None:
         """Lose an agent that is silent for longer than it may be."""
         # state is kept even when it is over, and that waits for all that are not silent
-        if self._over.is_set() and (self._keeping is None or self._keeping.done()):
+        if self.stops.over.is_set() and (self._keeping is None or self._keeping.done()):
             return
         if silent_s > self._crew.roster.patience_s(link, timeout_s):
             self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _watch_requests(self) -> None:
-        while not self._over.is_set():
+        while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
-            ready = self.stops.planned is None and self.stops.began
+            ready = self.stops.planned is None and self.stops.state.began
             await self._folder.tell_progress(self._seen, self._slow, self._hangs)
             await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
@@ -729,9 +696,9 @@ class AttemptRunner:
     # The end
 
     async def _wind_down(self) -> None:
-        self._over.set()
-        if self.stops.began and not self._seen.all_ended:
-            if self.lost:
+        self.stops.feed(life.Ended())
+        if self.stops.state.began and not self._seen.all_ended:
+            if self.stops.state.lost:
                 await self._rescue()
             await self._pool.tell_all(messages.Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
@@ -744,12 +711,13 @@ class AttemptRunner:
         self._folder.leave(self._seen, self._slow, self._hangs)
 
     def _verdict(self) -> Verdict:
+        state, planned = self.stops.state, self.stops.planned
         # a save that still worked does not undo a cancellation
         binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
-        orderly = self.stops.planned is not None and self._seen.all_ended
+        orderly = planned is not None and self._seen.all_ended
         outside = self._slurm.outside if binding or not orderly else None
         ends, places = list(self._seen.ends.values()), self._pool.places(self._config.nproc_per_node)
-        within_s = READ_S if self.stops.planned is None and self._slurm.outside is None else HURRIED_READ_S
+        within_s = READ_S if planned is None and self._slurm.outside is None else HURRIED_READ_S
         return judge(
             ends,
             world_size=self._seen.world_size,
@@ -757,26 +725,25 @@ class AttemptRunner:
                 reached=self._seen.reached(),
                 saved=self._digests.trusted(self._seen.saved()),
                 corruption=self._digests.found,
-                planned=self.stops.planned,
+                planned=planned,
                 planned_reason=self.stops.reason,
-                only_ignored_signals=self.stops.signals == {self._config.preemption.signal} != {"SIGTERM"},
+                only_ignored_signals=state.signals == {self._config.preemption.signal} != {"SIGTERM"},
                 planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects, *self._digests.convicted),
-                lost_nodes=tuple(self.lost),
+                lost_nodes=state.lost,
                 broken=self._reclaimed.broken,
                 hang=self._hangs.found,
                 node_states=self._node_states,
-                launch_error=self._launch_error,
+                launch_error=state.problem,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
                 heard=testimony_of(self._start, ends, places, within_s=within_s),
-                complete_codes=self._complete_codes,
-                only_lead=self._config.ignore_nonlead_status,
+                complete_codes=state.rules.complete_codes,
+                only_lead=state.rules.only_lead,
             ),
         )
 
     def _on_error(self, error: BaseException) -> None:
-        self._launch_error = self._launch_error or f"internal error: {error!r}"
-        self._over.set()
+        self.stops.feed(life.Ended(f"internal error: {error!r}"))
 
 
 # --- ray ---
@@ -803,7 +770,7 @@ class RayAttempt(AttemptRunner):
     @property
     def is_open(self) -> bool:
         """Whether nodes may be added now."""
-        return self._order is not None and self.stops.planned is None and not self._over.is_set()
+        return self._order is not None and self.stops.planned is None and not self.stops.over.is_set()
 
     @property
     def first_nodes(self) -> int:
@@ -813,7 +780,7 @@ class RayAttempt(AttemptRunner):
     def _on_exit(self, link: AgentLink, report: messages.WorkerExited) -> None:
         if report.rank == 0:
             super()._on_exit(link, report)
-            self._over.set()  # the others serve it, and are ended now
+            self.stops.feed(life.Ended())  # the others serve it, and are ended now
             return
         self._seen.note_exit(link.host, report)
         if self.is_open and link in self._pool.members:

@@ -36,9 +36,9 @@ from slurmft.inference.requests import Batch, folder_of, load, prepare
 from slurmft.inference.trials import Added, Known, add, add_values, rows
 from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
+from slurmft.policy import life
 from slurmft.policy.decide import BegunAgain
 from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, NodeDeaths, gangs_of
-from slurmft.policy.stop import REQUEUE_COST_S
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import Event, EventName
@@ -46,10 +46,9 @@ from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, CallFailed
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
-from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.handover import Lenders, end_lenders
 from slurmft.supervisor.placement import EvidenceSender
-from slurmft.supervisor.stops import SlurmNotices
+from slurmft.supervisor.stops import Life, SlurmNotices
 from slurmft.system.background import Background, end_child
 from slurmft.system.processes import die_with_parent
 
@@ -61,19 +60,16 @@ COMMIT_MARGIN_S = 3.0
 LOOK_S = 0.02
 
 
-class InferenceStops:
-    """Carries out at most one stop; the first one counts, but for a user's wish to end the run.
-
-    Args:
-        over: set when the stop is complete.
-    """
+class InferenceStops(Life):
+    """The life of an attempt whose agents finish what is in flight."""
 
     def __init__(
-        self, config: RunConfig, start: Start, pool: AgentPool, slurm: SlurmNotices, *, over: asyncio.Event,
-        background: Background,
-    ) -> None:  # fmt: skip
-        self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
-        self._pool, self._slurm, self._over, self._background = pool, slurm, over, background
+        self, config: RunConfig, start: Start, pool: AgentPool, slurm: SlurmNotices, background: Background
+    ) -> None:
+        super().__init__(config, start, slurm, background, {
+            life.BeginStop: lambda begin: background.start(self._drain(begin.left_s)),
+        })  # fmt: skip
+        self._pool = pool
         self.coordinator: Coordinator | Roster | None = None
         """None before there is anything to stop."""
 
@@ -84,49 +80,11 @@ class InferenceStops:
         """Those of them that have finished, and reported everything."""
 
         self._drain_until_s: float | None = None
-        self.planned: Cause | None = None
-        self.reason = ""
-        self.ends_at_s: float | None = None
-        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
 
-    def on_own_signal(self, name: str) -> None:
-        """The supervisor itself got a signal."""
-        if self._cluster.name == "local" and name == "SIGINT":
-            self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
-        else:
-            self._background.start(self._judge_own_signal(name))
-
-    def on_signal(self, name: str, where: str) -> None:
-        """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
-        if self.planned is None:
-            self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
-            log_signal("Received signal %d, initiating graceful stop", name)
-            self._background.start(self._stop_for_signal(time.monotonic()))
-
-    def stop_for(self, cause: Cause, reason: str) -> None:
-        """Begin a stop that has no deadline of Slurm's."""
-        if self.planned is None:
-            self.planned, self.reason = cause, reason
-            self._background.start(self._drain(self._section.stop_timeout_s))
-        elif cause is Cause.STOPPED_BY_USER:  # a stop is under way; only the later action changes
-            self.planned, self.reason = cause, reason
-            self._journal.append(EventName.WILL_NOT_CONTINUE, reason=reason)
-
-    async def _judge_own_signal(self, name: str) -> None:
-        await self._slurm.is_ending()
-        self.on_signal(name, "the supervisor")
-
-    async def _stop_for_signal(self, at_s: float) -> None:
+    def _ask_cause(self, ask: life.AskCause) -> None:
         if isinstance(self.coordinator, Coordinator):  # an endpoint goes on while a successor may come
             self.coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
-        cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
-        if self._slurm.outside is None and self._cluster.name != "local":
-            self._background.start(self._slurm.look_again())
-        if self.planned is not Cause.STOPPED_BY_USER:
-            self.planned = cause
-        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
-            self.ends_at_s = at_s + left_s + REQUEUE_COST_S
-        await self._drain(left_s)
+        super()._ask_cause(ask)
 
     async def _drain(self, left_s: float) -> None:
         cause = self.planned
@@ -139,14 +97,14 @@ class InferenceStops:
             self._tell_to_drain(within_s)
             # Slurm's own end may become known only now, and is sooner
             while (
-                not self._over.is_set()
+                not self.over.is_set()
                 and self.joined - self.drained
                 and (time.monotonic() < min(deadline_s, self._slurm.kill_at_s))
             ):
                 await asyncio.sleep(LOOK_S)
             await self.coordinator.commit_now(COMMIT_MARGIN_S)
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
-        self._over.set()
+        self.feed(life.Ended())
 
     def took_in(self, link: AgentLink) -> None:
         """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
@@ -309,12 +267,9 @@ class InferenceAttempt:
         self._cluster: Cluster = start.cluster
         self._run, self._journal, self._pool = start.run, start.journal, crew.pool
         self._slurm = SlurmNotices(self._cluster, start.journal)
-        self._over = asyncio.Event()
-        self._folder = AttemptFolder(start, on_superseded=self._over.set)
         self._background = Background(self._on_error)
-        self.stops = InferenceStops(
-            config, start, self._pool, self._slurm, over=self._over, background=self._background
-        )
+        self.stops = InferenceStops(config, start, self._pool, self._slurm, self._background)
+        self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
         self._ledger: Ledger | None = None
         self._coordinator: Coordinator | Roster | None = None
         self._joined: dict[int, AgentLink] = {}
@@ -354,6 +309,7 @@ class InferenceAttempt:
             try:
                 await self._open()
                 await self._work()
+                await self.stops.cause_is_known()
             except (SlurmftError, OSError) as error:
                 self._problem = str(error)
             finally:
@@ -387,7 +343,7 @@ class InferenceAttempt:
     async def _work(self) -> None:
         assert self._coordinator is not None
         is_mustered = False  # once: whether agents that are lost come back is looked after from then on
-        while not self._over.is_set():
+        while not self.stops.over.is_set():
             if self._coordinator.requests.finished and (is_mustered or self._is_complete):
                 await self._finish()
                 continue
@@ -404,7 +360,7 @@ class InferenceAttempt:
                 await self._first_agent()
                 continue
             finished = asyncio.ensure_future(self._coordinator.committed.wait())
-            over = asyncio.ensure_future(self._over.wait())
+            over = asyncio.ensure_future(self.stops.over.wait())
             await asyncio.wait([finished, over], return_when=asyncio.FIRST_COMPLETED)
             self._coordinator.committed.clear()
             finished.cancel()
@@ -413,7 +369,7 @@ class InferenceAttempt:
     async def _first_agent(self) -> None:
         timeout_s = self._config.fault_tolerance.launch_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        while not self._joined and not self._over.is_set():
+        while not self._joined and not self.stops.over.is_set():
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"no agent reported within {timeout_s:.0f} s (fault_tolerance.launch_timeout_s)",
                                   hint=f"see srun.err in {self._folder.path}")  # fmt: skip
@@ -439,7 +395,7 @@ class InferenceAttempt:
             await self._in_folder(lambda: forget_all(folder_of(self._run.path)))
             self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(file or folder), answers=found.answers,
                                  errors=found.errors)  # fmt: skip
-            self._over.set()
+            self.stops.feed(life.Ended())
             return
         log.error("%d answers cannot be read back and are asked for again, the first: request %d", len(found), found[0])
         self._journal.append(EventName.ANSWERS_UNREADABLE, count=len(found), first=found[0])
@@ -448,7 +404,7 @@ class InferenceAttempt:
 
     async def _write_parts(self) -> None:
         """Give those who look at the output meanwhile what is complete."""
-        while self._parts is not None and not self._over.is_set():
+        while self._parts is not None and not self.stops.over.is_set():
             await asyncio.sleep(PARTS_S)
             async with self._writes_output:
                 if self._output is not None:
@@ -462,7 +418,7 @@ class InferenceAttempt:
 
     async def _take_in_agents(self) -> None:
         """Take agents in as they report."""
-        while not self._over.is_set():
+        while not self.stops.over.is_set():
             for node, link in list(self._pool.links.items()):
                 if link.channel is not None and not link.dropped and self._joined.get(node) is not link:
                     self._joined[node] = link  # also on a new connection: the one before may have lost reports
@@ -472,7 +428,7 @@ class InferenceAttempt:
             why = "" if self._gangs is None else self._gangs.too_few(time.monotonic())
             if why and self.stops.planned is None:
                 self._problem, self._is_short = why, True
-                self._over.set()
+                self.stops.feed(life.Ended())
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""
@@ -480,7 +436,7 @@ class InferenceAttempt:
 
     def on_silence(self, link: AgentLink, silent_s: float, _timeout_s: float) -> None:
         """Lose an agent that is silent for longer than it may be."""
-        if not self._over.is_set() and silent_s > self._crew.reconnect_s:
+        if not self.stops.over.is_set() and silent_s > self._crew.reconnect_s:
             self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _take_in(self, link: AgentLink) -> None:
@@ -504,7 +460,7 @@ class InferenceAttempt:
             log.error("%s", error)
             self._coordinator.lose(link.node)
             if not self._coordinator.agents:
-                self._over.set()
+                self.stops.feed(life.Ended())
             return
         except AgentLost as error:
             if link.channel is not None:  # else it may come back by another connection, which is waited for
@@ -561,18 +517,18 @@ class InferenceAttempt:
         current = self._pool.links.get(link.node)
         if current is not link and current is not None and current.is_same(link):
             return  # it is taken in by its new connection
-        if not self._over.is_set():  # another process may be connected by now: it is taken in as a new agent
+        if not self.stops.over.is_set():  # another process may be connected by now: it is taken in as a new agent
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 
     async def _watch_processes(self) -> None:
         codes = await self._crew.all_ended()
         while await self._are_begun_again():
             codes = await self._crew.all_ended()
-        if not self._over.is_set():
+        if not self.stops.over.is_set():
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             if self.stops.planned is None and self._slurm.outside is None:
                 self._problem = self._problem or f"all agents ended, with {codes}{self._folder.last_words()}"
-            self._over.set()
+            self.stops.feed(life.Ended())
 
     async def _are_begun_again(self) -> bool:
         """All own agents have ended: whether one that took part is being started again in its place."""
@@ -586,7 +542,7 @@ class InferenceAttempt:
             return False
         until_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
         while time.monotonic() < until_s and any(self._joined.get(node) is link for node, link in own.items()):
-            if self._over.is_set():
+            if self.stops.over.is_set():
                 return False
             await asyncio.sleep(POLL_S)  # their connections have time to come back, then they are lost
         self._begun_again = self._begun_again.once_more()
@@ -615,9 +571,9 @@ class InferenceAttempt:
                     # once all is answered, engines end because we end them
                     if self._coordinator.on_report(link.node, report) and not self._coordinator.requests.finished:
                         self._tell(link, report)
-            if self._coordinator.all_down and self.stops.planned is None and not self._over.is_set():
+            if self._coordinator.all_down and self.stops.planned is None and not self.stops.over.is_set():
                 self._problem = f"no replica is left: {self._last_death}"
-                self._over.set()
+                self.stops.feed(life.Ended())
 
     def _tell(self, link: AgentLink, report: messages.InferenceReport) -> None:
         match report:
@@ -659,7 +615,7 @@ class InferenceAttempt:
 
     async def _watch_requests(self) -> None:
         told_s = 0.0
-        while not self._over.is_set():
+        while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
             if time.monotonic() - told_s > PROGRESS_S:
                 told_s = time.monotonic()
@@ -690,7 +646,7 @@ class InferenceAttempt:
             await self._superseded(owner)
 
     async def _superseded(self, _owner: Owner) -> None:
-        self._over.set()
+        self.stops.feed(life.Ended())
 
     def _write_progress(self) -> None:
         if isinstance(self._coordinator, Coordinator):
@@ -705,7 +661,7 @@ class InferenceAttempt:
     # The end
 
     async def _wind_down(self) -> None:
-        self._over.set()
+        self.stops.feed(life.Ended())
         if self._coordinator is not None:
             await self._pool.tell_all(messages.Kill())
             await self._coordinator.commit_now(COMMIT_MARGIN_S)
@@ -744,7 +700,7 @@ class InferenceAttempt:
     def _on_error(self, error: BaseException) -> None:
         self._problem = self._problem or f"internal error: {error!r}"
         log.error("internal error", exc_info=error)
-        self._over.set()
+        self.stops.feed(life.Ended())
 
 
 # --- One attempt of a sweep: a batch that may grow while it is worked on, on the nodes of as many jobs as it needs ---
@@ -857,7 +813,7 @@ class SweepAttempt(InferenceAttempt):
             await self._ask_for_trials(function)
         except (SlurmftError, ValueError, OSError) as error:
             self._asking_failed = f"trials.next: {function}: {error}"
-            self._over.set()
+            self.stops.feed(life.Ended())
 
     async def _ask_for_trials(self, function: str) -> None:
         """Ask the user's function for trials, as long as there is room for them, until it has no more."""
@@ -916,7 +872,7 @@ class SweepAttempt(InferenceAttempt):
         kept = mine, 0.0
         while True:
             await asyncio.sleep(GROWN_S)
-            if self.stops.planned is not None or self._over.is_set():
+            if self.stops.planned is not None or self.stops.over.is_set():
                 return
             links = list(self._joined.values())
             own = pilots.own(links) // size

@@ -22,6 +22,7 @@ from typing import Any
 from slurmft.config.run import Role, RunConfig, roles_of
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file
+from slurmft.policy import life
 from slurmft.policy.decide import MAX_BEGUN_AGAIN, BegunAgain, RoleEnd, role_begins_again
 from slurmft.policy.verdict import EXIT_TEMPORARY, EXIT_USAGE, Action, Cause, Verdict
 from slurmft.scheduler.parsing import PART_VARIABLE
@@ -35,7 +36,7 @@ from slurmft.supervisor.cluster import LocalCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import CLEAN_UP_S, end_left_behind, guardians
 from slurmft.supervisor.placement import EvidenceSender
-from slurmft.supervisor.stops import SlurmNotices
+from slurmft.supervisor.stops import Life, SlurmNotices
 from slurmft.system.background import Background
 from slurmft.system.files import appending, replace_atomically
 from slurmft.system.processes import adopt_orphans, was_given, words_of
@@ -101,25 +102,14 @@ class RolesAttempt:
         self._config, self._start, self._run, self._journal = config, start, start.run, start.journal
         self._outlived = crew.outlived_roles
         self._slurm = SlurmNotices(start.cluster, start.journal)
-        self._over = asyncio.Event()
-        self._folder = AttemptFolder(start, on_superseded=self._over.set)
         self._background = Background(self._on_error)
-        self.ends_at_s: float | None = None
-        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
-
+        self.stops = Life(config, start, self._slurm, self._background, {life.BeginStop: self._begin_stop})
+        self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
         self._roles: dict[str, _Live] = {}
-        self.planned: Cause | None = None
-        self._reason, self._problem = "", ""
         self._blamed: _Live | None = None
         """The role that cannot go on here."""
 
-        self._until_s = float("inf")
         self._told_s = 0.0
-
-    @property
-    def stops(self) -> RolesAttempt:
-        """What hears signals, and knows of the stop that is under way."""
-        return self
 
     async def run(self) -> Verdict:
         """Run the attempt to its end, and say why it has ended."""
@@ -130,8 +120,9 @@ class RolesAttempt:
             self._take_over()
             self._background.start(self._slurm.read_terms())
             await self._watch()
+            await self.stops.cause_is_known()
         except (SlurmftError, OSError) as error:
-            self._problem = str(error)
+            self.stops.feed(life.LaunchFailed(str(error)))
         finally:
             await self._end_all()
             await self._background.cancel_all()
@@ -162,23 +153,23 @@ class RolesAttempt:
     # --- the loop ---
 
     async def _watch(self) -> None:
-        while not self._over.is_set():
+        while not self.stops.over.is_set():
             await self._look_at_requests()
             await asyncio.to_thread(self._tell_progress)
             for each in self._roles.values():
                 if each.process is not None and each.code is None and each.process.returncode is not None:
                     each.has_left = not await asyncio.to_thread(_end_left_behind, each.role.name, CLEAN_UP_S)
                     self._ended(each, each.process.returncode)
-            if self.planned is None:
+            if self.stops.planned is None:
                 await self._begin_those_that_may()
             else:
                 if all(each.is_over for each in self._roles.values() if each.process is not None):
                     return
                 self._end_in_order()
-                if time.monotonic() > self._until_s + GRACE_S:
+                if time.monotonic() > self.stops.state.up_at_s + GRACE_S:
                     return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), LOOK_S)
+                await asyncio.wait_for(self.stops.over.wait(), LOOK_S)
 
     async def _begin_those_that_may(self) -> None:
         for each in self._roles.values():
@@ -237,21 +228,21 @@ class RolesAttempt:
             code = next((int(each.details.get("exit_code", code)) for each in reversed(_events(live))
                          if each.event == EventName.DECISION), code)  # fmt: skip
         live.code = 0 if is_done else code if code >= 0 else 128 - code
-        begins_again = self.planned is None and not is_done and self._may_begin_again(live)
+        begins_again = self.stops.planned is None and not is_done and self._may_begin_again(live)
         again = {"begins_again": f"{live.begun_again.times} of {MAX_BEGUN_AGAIN}"} if begins_again else {}
         self._journal.append(EventName.ROLE_ENDED, role=live.role.name, code=live.code, done=is_done, **again)
-        if self.planned is not None:
+        if self.stops.planned is not None:
             return
         if begins_again:
             log.warning("role %s has ended with %d and begins again alone", live.role.name, live.code)
             live.process, live.code, live.told = None, None, set()
         elif not is_done:
             last = _last_verdict(live)
-            self._problem = f"role {live.role.name}: {last.get('reason') or f'its supervisor ended with {live.code}'}"
+            why = last.get("reason") or f"its supervisor ended with {live.code}"
             self._blamed = live
-            self._stop(Cause.UNKNOWN, self._problem)
+            self.stops.stop_for(Cause.UNKNOWN, f"role {live.role.name}: {why}")
         elif live.role.ends_run and all(each.is_over for each in self._roles.values() if each.role.ends_run):
-            self._stop(Cause.FINISHED, f"role {live.role.name} has finished")
+            self.stops.stop_for(Cause.FINISHED, f"role {live.role.name} has finished")
 
     def _may_begin_again(self, live: _Live) -> bool:
         """Whether a role that has ended begins again alone; it is counted then."""
@@ -272,37 +263,19 @@ class RolesAttempt:
 
     # --- stops ---
 
-    def on_own_signal(self, name: str) -> None:
-        """The supervisor itself got a signal."""
-        if self._start.cluster.name == "local" and name == "SIGINT":
-            self._stop(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
-        elif self.planned is None:
-            self._background.start(self._stop_for_signal(name, time.monotonic()))
-
-    async def _stop_for_signal(self, name: str, at_s: float) -> None:
-        cause, left_s = await self._slurm.cause_and_time(self._config.preemption, at_s)
-        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
-            self.ends_at_s = at_s + left_s
-        self._stop(cause, f"{name} at the supervisor", left_s)
-
     async def _look_at_requests(self) -> None:
-        found = await self._folder.requests(ready=self.planned is None)
+        found = await self._folder.requests(ready=self.stops.planned is None)
         for kind, cause in (("KILL", Cause.STOPPED_BY_USER), ("REQUEUE", Cause.REQUEUED_BY_USER)):
             if kind in found:
-                self._stop(cause, f"asked for by {found[kind]}")
+                self.stops.stop_for(cause, f"asked for by {found[kind]}")
         if "SAVE" in found:
             for each in self._roles.values():
                 if not each.is_over and not each.role.is_endpoint:
                     each.run.request("SAVE", found["SAVE"])
 
-    def _stop(self, cause: Cause, reason: str, left_s: float | None = None) -> None:
-        if self.planned is not None:
-            if cause is Cause.STOPPED_BY_USER:
-                self.planned, self._reason = cause, reason
-            return
-        left_s = self._config.preemption.stop_timeout_s if left_s is None else left_s
-        self.planned, self._reason, self._until_s = cause, reason, time.monotonic() + left_s
-        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value, reason=reason, seconds_left=round(left_s, 3))
+    def _begin_stop(self, begin: life.BeginStop) -> None:
+        self._journal.append(EventName.STOP_REQUESTED, cause=begin.stop.cause.value, reason=begin.stop.reason,
+                             seconds_left=round(begin.left_s, 3))  # fmt: skip
         self._end_in_order()
 
     def _end_in_order(self) -> None:
@@ -311,7 +284,7 @@ class RolesAttempt:
         stages: tuple[list[_Live], list[_Live], list[_Live]] = ([], [], [])
         for each in self._roles.values():
             stages[2 if each.role.is_endpoint else 1 - each.has_steps].append(each)
-        is_late = time.monotonic() > self._until_s - GRACE_S
+        is_late = time.monotonic() > self.stops.state.up_at_s - GRACE_S
         # none that trains, or none that could feed it: what waits for items, also before its first step, may end
         if is_late or not all(any(each.is_alive for each in stage) for stage in stages[:2]):
             stop_taking(self._run.path / "queues")
@@ -353,22 +326,21 @@ class RolesAttempt:
                 self._run.write_progress(**{**facts, "attempt": str(self._folder.attempt)})
             owner = self._run.owner()
             if owner is not None and owner.generation > self._start.generation:
-                self._over.set()
+                self.stops.feed(life.Ended())
 
     def _on_error(self, error: BaseException) -> None:
-        self._problem = self._problem or f"{type(error).__name__}: {error}"
-        self._over.set()
+        self.stops.feed(life.Ended(f"{type(error).__name__}: {error}"))
 
     def _verdict(self) -> Verdict:
-        steps = self._steps()
-        if (blamed := self._blamed) is not None and self.planned is not Cause.STOPPED_BY_USER:
+        steps, planned, reason = self._steps(), self.stops.planned, self.stops.reason
+        if (blamed := self._blamed) is not None and planned is not Cause.STOPPED_BY_USER:
             last = _last_verdict(blamed)
             cause = Cause(last["cause"]) if last.get("cause") in set(Cause) else Cause.WORKER_ERROR
             code = 0 if blamed.code in (None, EXIT_TEMPORARY) else blamed.code
-            return Verdict(cause=cause, reason=self._problem, exit_code=code, node=str(last.get("node", "")), **steps)
-        if self._problem:
-            return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem, exit_code=EXIT_USAGE, **steps)
-        return Verdict(cause=self.planned or Cause.FINISHED, reason=self._reason or "all roles have finished", **steps)
+            return Verdict(cause=cause, reason=reason, exit_code=code, node=str(last.get("node", "")), **steps)
+        if problem := self.stops.state.problem:
+            return Verdict(cause=Cause.LAUNCH_FAILURE, reason=problem, exit_code=EXIT_USAGE, **steps)
+        return Verdict(cause=planned or Cause.FINISHED, reason=reason or "all roles have finished", **steps)
 
     def _steps(self) -> dict[str, Any]:
         trains = [each for each in self._roles.values() if not each.role.is_endpoint]

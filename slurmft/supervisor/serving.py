@@ -22,6 +22,7 @@ from slurmft.errors import SlurmError, StorageError
 from slurmft.inference import endpoint
 from slurmft.inference.coordinator import Roster
 from slurmft.ipc.messages import InferenceReport, RenewReplica, ReplicaDied, ReplicaPhase, RouterPhase
+from slurmft.policy import life
 from slurmft.policy.serving import LEAST_DRAIN_S, Bounds, Scale, waits_for
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler.slurm import expand
@@ -251,8 +252,7 @@ class ServingStops(InferenceStops):
 
     async def leave_to(self, owner: Owner, run: RunFolder, roster: Roster) -> None:
         """Have ``owner``'s replicas answer what comes here, finish what is in flight, and end."""
-        self.planned = self.planned or Cause.REQUEUED_BY_USER
-        self.reason = f"job {owner.job} has taken the endpoint over"
+        self.feed(life.TakenOver(f"job {owner.job} has taken the endpoint over"))
         self._journal.append(EventName.HANDED_OVER, job=owner.job, generation=owner.generation)
         began_s = time.monotonic()
         try:
@@ -268,13 +268,13 @@ class ServingStops(InferenceStops):
         roster.retire()
         while not self._is_late(deadline_s) and roster.cluster.routers:
             await asyncio.sleep(LOOK_S)
-        self._over.set()
+        self.feed(life.Ended())
 
     async def _drain(self, left_s: float) -> None:
         began_s = time.monotonic()
         if self.giver is not None and self.planned in _AWAITED:
             self.giver.want(self.reason)
-            while not self._over.is_set() and not self.superseded and self.planned in _AWAITED:
+            while not self.over.is_set() and not self.superseded and self.planned in _AWAITED:
                 now_s = time.monotonic()
                 left = min(began_s + left_s, self._slurm.kill_at_s) - now_s
                 if not waits_for(self.giver.successor, since_s=now_s - began_s, left_s=left, whole_s=left_s):
@@ -325,9 +325,7 @@ class ServingAttempt(InferenceAttempt):
 
     def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         super().__init__(config, start, sender, crew)
-        self.stops: ServingStops = ServingStops(
-            config, start, self._pool, self._slurm, over=self._over, background=self._background
-        )
+        self.stops: ServingStops = ServingStops(config, start, self._pool, self._slurm, self._background)
         self._routers: set[int] = set()
         """Nodes whose routers are known to listen."""
 
@@ -409,7 +407,7 @@ class ServingAttempt(InferenceAttempt):
 
     def _is_calm(self) -> bool:
         giver = self.stops.giver
-        return self.stops.planned is None and not self._over.is_set() and not (giver and giver.is_under_way)
+        return self.stops.planned is None and not self.stops.over.is_set() and not (giver and giver.is_under_way)
 
     def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         if self._update is not None and link.node in self._joined:
@@ -479,7 +477,7 @@ class ServingAttempt(InferenceAttempt):
         if self.stops.superseded:
             return
         if not await self._in_folder(lambda: is_heir(self._run, self._cluster.attempt.job, owner)):
-            self._over.set()
+            self.stops.feed(life.Ended())
             return
         self.stops.superseded = True
         self._background.start(self.stops.leave_to(owner, self._run, self._roster))
@@ -489,9 +487,9 @@ class ServingAttempt(InferenceAttempt):
         if why := await self._in_folder(candidacy.why_over):
             self.is_called_off = True
             self._problem = why
-            self._over.set()
+            self.stops.feed(life.Ended())
             return
-        if self.stops.planned is not None or self._over.is_set():
+        if self.stops.planned is not None or self.stops.over.is_set():
             return
         readiness, least = (
             self._roster.readiness(),

@@ -17,10 +17,10 @@ from slurmft.config.sections import PreemptionConfig
 from slurmft.errors import StorageError
 from slurmft.ipc.messages import Commit, DigestsReport, LookNow, Looks, PassOnTerm, Propose, TimingsReport, Withdraw
 from slurmft.ipc.pages import StopAction
-from slurmft.policy import stop
+from slurmft.policy import life, stop
 from slurmft.policy.judge import Corruption
 from slurmft.policy.reruns import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.verdict import Cause, Evidence, Kind, Suspect
+from slurmft.policy.verdict import Cause, Evidence, ExitAction, Kind, Suspect, codes_of
 from slurmft.storage.checkpoint_names import Doubt, note_doubt, note_verified
 from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.supervisor.agents import PEER_GRACE_S, AgentLost, AgentPool, kill_workers
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from slurmft.supervisor.stragglers import StragglerWatch
 
 # --- Slurm's state of the supervisor's own job: whether and why Slurm ends it, and how long is left ---
-
-LOOK_AGAIN_S = 1.0
 
 
 class SlurmNotices:
@@ -90,7 +88,7 @@ class SlurmNotices:
 
     async def look_again(self) -> None:
         """Ask once more: Slurm signals a job a moment before its state shows the end."""
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(life.LOOK_AGAIN_S)
         await self.is_ending()
 
 
@@ -146,7 +144,7 @@ def _looks(replies: Sequence[Looks]) -> list[stop.Look]:
     return [stop.Look(*look) for reply in replies for look in reply.looks]
 
 
-# --- Stops of an attempt: requests for one, its deadline, and the save at an agreed step before it ---
+# --- The life of an attempt; its stops: requests for one, its deadline, and the save at an agreed step before it ---
 
 POLL_S = 0.25
 CAUSE_PATIENCE_S = 15.0
@@ -159,49 +157,45 @@ SHARE_OF_WORKERS = 0.7
 """Of the time of a stop, where folders are kept (``sync:``); what they do not use is for the upload, too."""
 
 
-class Stops:
-    """Carries out at most one stop, and any number of saves on demand.
+class Machine:
+    """Feeds the machine of one attempt (``policy.life``), and has its actions carried out.
 
     Args:
-        over: set when the attempt has ended; a stop sets it where there is nothing to wait for.
+        carried_out: what is done for each kind of action.
     """
 
-    def __init__(
-        self, config: RunConfig, start: Start, pool: AgentPool, seen: Observations, slurm: SlurmNotices,
-        *, over: asyncio.Event, background: Background,
-    ) -> None:  # fmt: skip
-        self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
-        self._pool, self._seen, self._slurm = pool, seen, slurm
-        self._over, self.background = over, background
-        self._folder = start.run.attempts / str(start.cluster.attempt)
-        self._timer: asyncio.Timeout | None = None
-        self._agreement = asyncio.Lock()
+    def __init__(self, rules: life.Rules, carried_out: Mapping[type, Callable[[Any], object]]) -> None:
+        self.state, self._carried_out = life.State(rules), carried_out
+        self.over = asyncio.Event()
+        """Set when the attempt is over."""
+
         self._told = asyncio.Event()
-        """The journal has the stop, its cause and its deadline."""
+        """A stop, its cause and its deadline are known."""
 
-        self._own_signals = 0
-        self.began = False
-        """The attempt's workers are being started; before, agents answer for those of the last one."""
+    def feed(self, event: life.Event) -> None:
+        """Let this have happened now."""
+        self.state, actions = life.step(self.state, event, time.monotonic())
+        if self.state.phase is life.Phase.OVER:
+            self.over.set()  # first: from now on the errors of the others say nothing
+        if any(isinstance(action, life.BeginStop) for action in actions):
+            self._told.set()
+        for action in actions:
+            self._carried_out[type(action)](action)
 
-        self.planned: Cause | None = None
-        self.reason = ""
-        self.ends_at_s: float | None = None
+    @property
+    def planned(self) -> Cause | None:
+        """The cause of the stop that is under way."""
+        return self.state.stop.cause if self.state.stop is not None else None
+
+    @property
+    def reason(self) -> str:
+        """Why it is under way."""
+        return self.state.stop.reason if self.state.stop is not None else ""
+
+    @property
+    def ends_at_s(self) -> float | None:
         """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
-
-        self.signals: set[str] = set()
-        """Those that workers have got."""
-
-        self._share = SHARE_OF_WORKERS if config.sync else 1.0
-        self._up_at_s = math.inf
-        slurm.on_ending = lambda: self._end_by(slurm.kill_at_s)
-
-    def time_is_up_s(self) -> float:
-        """Monotonic time at which everything of this stop must be done; infinite while there is none."""
-        return min(self._up_at_s, self._slurm.kill_at_s)
-
-    def _workers_until(self, at_s: float, since_s: float) -> float:
-        """The workers' share of the time until ``at_s``; the rest is for the upload of kept folders."""
-        return at_s if math.isinf(at_s) else since_s + self._share * (at_s - since_s)
+        return self.state.ends_at_s
 
     async def cause_is_known(self) -> None:
         """Return when a stop that is under way has found out its cause, or takes too long to."""
@@ -209,106 +203,121 @@ class Stops:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), CAUSE_PATIENCE_S)
 
+
+class Life(Machine):
+    """The machine of an attempt that asks Slurm why it stops."""
+
+    def __init__(
+        self, config: RunConfig, start: Start, slurm: SlurmNotices, background: Background,
+        carried_out: Mapping[type, Callable[[Any], object]], *, steps_are_signalled: bool = False,
+    ) -> None:  # fmt: skip
+        self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
+        self._slurm, self.background = slurm, background
+        rules = life.Rules(
+            signal=self._section.signal, stop_timeout_s=self._section.stop_timeout_s,
+            is_local=start.cluster.name == "local", steps_are_signalled=steps_are_signalled,
+            complete_codes=codes_of(ExitAction.COMPLETE, config.exit_actions), only_lead=config.ignore_nonlead_status,
+        )  # fmt: skip
+        super().__init__(rules, {
+            life.AskWhetherEnding: lambda ask: background.start(self._ask_whether_ending(ask.name)),
+            life.AwaitWorkersWord: lambda wait: background.start(self._await_workers_word(wait.name)),
+            life.AskCause: self._ask_cause,
+            life.WillNotContinue: lambda will: self._journal.append(EventName.WILL_NOT_CONTINUE, reason=will.reason),
+            life.EndBy: lambda _: None,
+            **carried_out,
+        })  # fmt: skip
+        slurm.on_ending = lambda: self.feed(life.SlurmEnds(slurm.kill_at_s))
+
     def on_own_signal(self, name: str) -> None:
         """The supervisor itself got a signal."""
-        self._own_signals += 1
-        if self._own_signals == 1:
-            self.background.start(self._judge_own_signal(name))
-
-    async def _judge_own_signal(self, name: str) -> None:
-        """Slurm signals the batch step only when it ends the job; a user may at any time."""
-        is_ctrl_c = name == "SIGINT" != self._section.signal
-        if self._cluster.name == "local" and is_ctrl_c and self.planned is None:
-            self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
-        elif not self.began or not await self._slurm.is_ending():
-            self._own_signals = 0
-            self.on_signal(name, "the supervisor")
-        else:  # steps that were begun after Slurm's signal to all of them have not got it
-            await asyncio.sleep(LOOK_AGAIN_S)
-            if self.planned is None:
-                self.on_signal(name, "the supervisor")
+        self.feed(life.OwnSignal(name))
 
     def on_signal(self, name: str, where: str) -> None:
         """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
-        self.signals.add(name)
-        if self.planned is None:
-            self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
-            log_signal("Received signal %d, initiating graceful stop", name)
-            self.background.start(self._stop_for_signal(name, where, time.monotonic()))
-        elif self.planned is Cause.RESIZED:  # the save is under way; only the later action changes
-            self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
+        self.feed(life.Signalled(name, where))
+
+    def stop_for(self, cause: Cause, reason: str) -> None:
+        """Begin a stop that has no deadline of Slurm's; where one is under way, only the later action may change."""
+        self.feed(life.Asked(cause, reason))
+
+    async def _ask_whether_ending(self, name: str) -> None:
+        self.feed(life.EndingKnown(name, await self._slurm.is_ending()))
+
+    async def _await_workers_word(self, name: str) -> None:
+        await asyncio.sleep(life.LOOK_AGAIN_S)
+        self.feed(life.SignalDue(name))
+
+    def _ask_cause(self, ask: life.AskCause) -> None:
+        log_signal("Received signal %d, initiating graceful stop", ask.name)
+        self.background.start(self._find_cause(ask.at_s))
+
+    async def _find_cause(self, at_s: float) -> None:
+        cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
+        if self._slurm.outside is None and self._cluster.name != "local":
+            self.background.start(self._slurm.look_again())
+        self.feed(life.CauseFound(cause, left_s, at_s))
+
+
+class Stops(Life):
+    """The life of an attempt whose workers save at an agreed step; and any number of saves on demand."""
+
+    def __init__(
+        self, config: RunConfig, start: Start, pool: AgentPool, seen: Observations, slurm: SlurmNotices,
+        *, background: Background, carried_out: Mapping[type, Callable[[Any], object]],
+    ) -> None:  # fmt: skip
+        own = {life.BeginStop: self._begin, life.EndBy: lambda end: self._end_by(end.at_s)}
+        super().__init__(config, start, slurm, background, {**own, **carried_out}, steps_are_signalled=True)
+        self._pool, self._seen = pool, seen
+        self._folder = start.run.attempts / str(start.cluster.attempt)
+        self._timer: asyncio.Timeout | None = None
+        self._agreement = asyncio.Lock()
+        self._stopping: asyncio.Task[None] | None = None
+        self._signal = ""
+        self._share = SHARE_OF_WORKERS if config.sync else 1.0
+
+    def time_is_up_s(self) -> float:
+        """Monotonic time at which everything of this stop must be done; infinite while there is none."""
+        return self.state.up_at_s
+
+    def _workers_until(self, at_s: float, since_s: float) -> float:
+        """The workers' share of the time until ``at_s``; the rest is for the upload of kept folders."""
+        return at_s if math.isinf(at_s) else since_s + self._share * (at_s - since_s)
 
     def on_request(self, kind: str, who: str) -> None:
         """Handle a request for KILL, REQUEUE or SAVE."""
-        if kind == "KILL" and self.planned is not None:  # a stop is under way; only the later action changes
-            self.planned, self.reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
-            self._journal.append(EventName.WILL_NOT_CONTINUE, reason=self.reason)
-        elif kind == "REQUEUE" and self.planned is Cause.RESIZED:
-            self.planned, self.reason = Cause.REQUEUED_BY_USER, f"requeued by {who}"
-        elif self.planned is not None:
-            return
-        elif kind == "KILL":
+        if kind == "KILL":
             self.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
         elif kind == "REQUEUE":
             self.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
-        else:
+        elif self.planned is None:
             self.background.start(self._save_now(who))
 
-    def on_notice(self, cause: Cause, reason: str, *, left_s: float) -> None:
-        """A node will be gone in ``left_s`` seconds: stop before that, even if a stop is under way."""
-        stop_s = max(1.0, left_s - stop.REQUEUE_COST_S)
-        if self.planned is None:
-            self.stop_for(cause, reason, within_s=stop_s)
-            return
-        if (
-            self.planned is Cause.RESIZED and cause is not Cause.RESIZED
-        ):  # the save is under way; only the later action changes
-            self.planned, self.reason = cause, reason
-        self._end_by(time.monotonic() + stop_s)
-
-    def stop_for(self, cause: Cause, reason: str, *, within_s: float = math.inf) -> None:
-        """Begin a stop that has no deadline of Slurm's."""
-        self.planned = cause
-        stopping = asyncio.create_task(self._agreed_stop())
-        left_s = min(within_s, self._section.stop_timeout_s)
-        self.background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
-
     def _end_by(self, at_s: float) -> None:
-        self._up_at_s = min(self._up_at_s, at_s)
         at_s = self._workers_until(at_s, time.monotonic())
         if self._timer is not None and (self._timer.when() or 0.0) > at_s:
             with contextlib.suppress(RuntimeError):  # its time was up meanwhile
                 self._timer.reschedule(at_s)
 
-    async def _stop_for_signal(self, name: str, where: str, at_s: float) -> None:
+    def _ask_cause(self, ask: life.AskCause) -> None:
         # the save must not wait for Slurm's answers: they only say why, and how long there is
-        stopping = asyncio.create_task(self._agreed_stop())
-        cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
-        if self._slurm.outside is None and self._cluster.name != "local":
-            self.background.start(self._slurm.look_again())
-        if self.planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
-            cause = Cause.STOPPED_BY_USER
-        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
-            self.ends_at_s = at_s + left_s + stop.REQUEUE_COST_S
-        await self._stop(cause, f"{name} at {where}", stopping, at_s=at_s, left_s=left_s)
-        log.info("exiting program after receiving %s.", name)
+        self._stopping, self._signal = asyncio.create_task(self._agreed_stop()), ask.name
+        super()._ask_cause(ask)
 
-    async def _stop(
-        self, cause: Cause, reason: str, stopping: asyncio.Task[None], *, at_s: float, left_s: float
-    ) -> None:
-        """Save at an agreed step and end the workers; by force when the time is up, which runs from ``at_s`` on."""
-        at = time.time() - (time.monotonic() - at_s)
-        if cause is not Cause.RESIZED:
-            self.planned = cause
-        self.reason = self.reason or reason
-        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value, reason=reason, signal_at=at,
-                             seconds_left=round(left_s, 3))  # fmt: skip
-        self._told.set()
+    def _begin(self, begin: life.BeginStop) -> None:
+        at = time.time() - (time.monotonic() - begin.at_s)
+        self._journal.append(EventName.STOP_REQUESTED, cause=begin.stop.cause.value, reason=begin.stop.reason,
+                             signal_at=at, seconds_left=round(begin.left_s, 3))  # fmt: skip
+        if begin.saves:
+            self._stopping = asyncio.create_task(self._agreed_stop())
+        self.background.start(self._end_in_time(begin.at_s, begin.left_s))
+
+    async def _end_in_time(self, at_s: float, left_s: float) -> None:
+        """Have the workers saved and ended; by force when the time is up, which runs from ``at_s`` on."""
+        assert self._stopping is not None
         try:
-            self._up_at_s = min(self._up_at_s, at_s + left_s)
             async with asyncio.timeout_at(self._workers_until(self.time_is_up_s(), at_s)) as self._timer:
-                await stopping
-                await self._over.wait()
+                await self._stopping
+                await self.over.wait()
             left_s = min(left_s, self._slurm.kill_at_s - at_s)
             if (facts := self._seen.save_of_stop(since_s=at_s, left_s=left_s)) is not None:
                 self._journal.append(EventName.STOP_SAVED, **facts)
@@ -320,14 +329,16 @@ class Stops:
             look.conclude(self._journal)
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
             await asyncio.sleep(PEER_GRACE_S)
-            self._over.set()  # a node that is cut off cannot report that its workers are gone
+            self.feed(life.Ended())  # a node that is cut off cannot report that its workers are gone
+        if self._signal:
+            log.info("exiting program after receiving %s.", self._signal)
 
     async def _agreed_stop(self) -> None:
-        if not self.began or (not self._seen.any_started and not await self._workers_run()):
-            self._over.set()  # nothing runs yet
+        if not self.state.began or (not self._seen.any_started and not await self._workers_run()):
+            self.feed(life.Ended())  # nothing runs yet
             return
         told = False
-        while not self._over.is_set():
+        while not self.over.is_set():
             async with self._agreement:
                 try:
                     plan = await agree(self._pool, StopAction.SAVE_AND_STOP)
@@ -341,7 +352,7 @@ class Stops:
                 # no worker uses a session (yet): the signal is all that they can handle
                 await self._pool.tell_all(PassOnTerm())
             elif isinstance(plan, stop.ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
-                self.signals.add("SIGTERM")
+                self.on_signal("SIGTERM", "the supervisor, at last")
                 await self._pool.tell_all(PassOnTerm(at_last=True))
             if not told:
                 await self._told.wait()
@@ -362,7 +373,7 @@ class Stops:
                 plan = await agree(self._pool, StopAction.SAVE)
                 self._journal.append(EventName.SAVE_REQUESTED, who=who, **describe(plan))
                 tick = getattr(plan, "tick", None)  # there is none where no worker uses a session: nothing is saved
-                while tick is not None and not self._over.is_set():
+                while tick is not None and not self.over.is_set():
                     if self._seen.all_answered(tick):
                         break
                     await asyncio.sleep(POLL_S)
@@ -385,10 +396,10 @@ class Digests:
 
     def __init__(
         self, config: RunConfig, start: Start, seen: Observations, stops: Stops,
-        sender: EvidenceSender, *, over: asyncio.Event,
+        sender: EvidenceSender,
     ) -> None:  # fmt: skip
         self._config, self._start, self._seen, self._stops = config, start, seen, stops
-        self._sender, self._over = sender, over
+        self._sender = sender
         self._steps: dict[int, dict[int, Digest]] = {}
         self._nodes: dict[int, str] = {}
         self._agreed: dict[int, tuple[Digest, ...]] = {}
@@ -470,7 +481,8 @@ class Digests:
             known=is_known, trusted_step=trusted, reason=reason, **({"digests": values} if values else {}),
         )  # fmt: skip
         log.error("SILENT DATA CORRUPTION: %s; on from step %d or before", reason, trusted)
-        self._over.set()  # at once: whatever the ranks would still save, or keep just in time, may be spoilt
+        # at once: whatever the ranks would still save, or keep just in time, may be spoilt
+        self._stops.feed(life.Ended())
 
     def _verify(self) -> None:
         """Note that the newest saved state is one on which all replicas agreed."""

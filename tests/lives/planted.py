@@ -272,7 +272,7 @@ PLANTED: dict[str, Planted] = {
         _put(AgentLink, "has_told", lambda *_: True), "every life ends", RANK),
     "hangs are not looked into": Planted(_put(Hangs, "investigate", _nothing), "every life ends", HANG),
     "workers that are to end are not killed": Planted(
-        _put(AttemptRunner, "_kill_peers", _nothing), "every life ends", RANK),
+        _put(AttemptRunner, "_end_peers", _nothing), "every life ends", RANK),
     # silence, leases, connections
     "a connection that broke is a lost node at once": Planted(
         _put(Crew, "reconnected", _nothing), "no evidence", RESET),

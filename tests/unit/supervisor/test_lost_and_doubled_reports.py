@@ -23,11 +23,12 @@ from slurmft.ipc.messages import (
     SignalReport,
     WorkerExited,
 )
-from slurmft.policy.verdict import Cause
+from slurmft.policy import life
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.agents import AgentLink, AgentPool
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.observations import Observations
+from slurmft.supervisor.stops import Machine
 
 GENERATION, NODES = 3, 2
 NOTICE = NoticeReport(source="cloud", what="maintenance", ends=False, left_s=60.0, at=1.0)
@@ -63,13 +64,14 @@ class Supervised:
         def note(link: AgentLink, report: Report) -> None:
             self.done.append(f"{link.host} {report}")
 
+        stops: Any = Machine(life.Rules(), {
+            life.NoteFailure: lambda note: self.done.append(f"{note.end.rank} failed"), life.EndPeers: lambda _: None,
+            life.AskCause: lambda ask: self.done.append(f"{ask.name}: asks why"),
+        })  # fmt: skip
+        stops.on_signal = lambda name, host: stops.feed(life.Signalled(name, host))
         parts: dict[str, Any] = {
-            "_pool": self.pool, "_seen": self.seen, "_journal": journal, "_failed": False, "_over": asyncio.Event(),
+            "_pool": self.pool, "_seen": self.seen, "_journal": journal, "stops": stops,
             "_crew": SimpleNamespace(note=note), "_reclaimed": SimpleNamespace(note=note, broken={}),
-            "stops": SimpleNamespace(
-                planned=None, on_signal=lambda name, host: self.done.append(f"{name} at {host}"), cause=Cause.UNKNOWN
-            ),
-            "_config": SimpleNamespace(ignore_nonlead_status=False), "_complete_codes": frozenset(),
             "_background": SimpleNamespace(start=lambda work: work.close()),
         }  # fmt: skip
         for name, part in parts.items():
@@ -95,7 +97,8 @@ class Supervised:
 
         asyncio.run(handle())
         ended = {rank: (end.code, end.step) for rank, end in self.seen.ends.items()}
-        return ended, self.seen.saved(), self.seen.reached(), sorted(self.done), self.runner._over.is_set()
+        stops = self.runner.stops
+        return ended, self.seen.saved(), self.seen.reached(), sorted(self.done), stops.over.is_set(), stops.state
 
 
 def as_told(folder: Path) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from slurmft.config.sections import FaultToleranceConfig
+from slurmft.policy import life
 from slurmft.policy.stop import longest_silence_s
 from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import EventName
@@ -18,6 +19,7 @@ from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import log_signal
+from slurmft.supervisor.stops import Machine
 
 AGENTS = 2048
 
@@ -75,7 +77,7 @@ async def test_agents_that_go_together_are_the_end_of_their_step(
     runner = watching(channels, began, events)
     await runner._on_disconnect(runner._pool.links[0])
     assert events == told
-    assert runner._over.is_set() == (told == [EventName.AGENTS_GONE])
+    assert runner.stops.over.is_set() == (told == [EventName.AGENTS_GONE])
     assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])
 
 
@@ -94,8 +96,8 @@ async def test_agents_that_go_together_in_the_start_of_workers_blame_no_node(
     runner = watching(channels, True, [])
     runner._pool.members = list(runner._pool.links.values())
     runner._lose_the_gone("the agent on n0 is not connected")
-    assert runner.lost == lost
-    assert bool(runner._launch_error) == (not lost)
+    assert list(runner.stops.state.lost) == lost
+    assert bool(runner.stops.state.problem) == (not lost)
 
 
 def watching(channels: Sequence[object], began: bool, events: list[EventName]) -> AttemptRunner:
@@ -112,11 +114,15 @@ def watching(channels: Sequence[object], began: bool, events: list[EventName]) -
         link.dropped = True
 
     runner = AttemptRunner.__new__(AttemptRunner)
+    stops = Machine(life.Rules(), {
+        life.NoteAgentsGone: lambda _: events.append(EventName.AGENTS_GONE), life.EndVictims: lambda _: None,
+    })  # fmt: skip
+    if began:
+        stops.feed(life.Began())
     parts: dict[str, Any] = {
         "_pool": SimpleNamespace(links=dict(enumerate(links)), members=[], drop=drop),
         "_crew": SimpleNamespace(reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None)),
-        "stops": SimpleNamespace(began=began), "_over": asyncio.Event(), "lost": [], "_lost_early": [],
-        "_cluster": SimpleNamespace(lost=set()), "_launch_error": "",
+        "stops": stops, "_cluster": SimpleNamespace(lost=set()),
         "_background": SimpleNamespace(start=lambda work: work.close()),
         "_journal": SimpleNamespace(append=lambda event, **_: events.append(event)),
     }  # fmt: skip

@@ -11,10 +11,12 @@ from waiting import until_async
 from slurmft.config.sections import FaultToleranceConfig
 from slurmft.ipc.channel import UNANSWERED, Channel, connect
 from slurmft.ipc.messages import Done, Failed, as_reply
+from slurmft.policy import life
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.agents import AgentPool
 from slurmft.supervisor.crew import BROKEN_S, Crew
 from slurmft.supervisor.inference import InferenceAttempt
+from slurmft.supervisor.stops import Machine
 
 SECRET = b"s" * 32
 
@@ -46,16 +48,17 @@ class Supervised:
         crew, self.attempt = Crew.__new__(Crew), InferenceAttempt.__new__(InferenceAttempt)
         crew.pool, crew._settled_s = self.pool, time.monotonic() + 60 if takes_over else 0.0
         crew.reviver = SimpleNamespace(lost=lambda *_, **__: None)  # type: ignore[assignment]
-        self.over = asyncio.Event()
         parts: dict[str, Any] = {
             "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig()), "_crew": crew, "_pool": self.pool,
-            "_cluster": SimpleNamespace(size=lambda _: 1, lost=set(), attempt="7.0.1"), "_over": self.over,
+            "_cluster": SimpleNamespace(size=lambda _: 1, lost=set(), attempt="7.0.1"),
             "_journal": SimpleNamespace(append=lambda event, **_: self.events.append(event)), "_joined": {},
             "_coordinator": self.coordinator, "_start": SimpleNamespace(generation=2), "_lost": [], "_problem": "",
             "_gangs": None,
             "_background": SimpleNamespace(start=lambda work: self.tasks.append(asyncio.ensure_future(work))),
-            "stops": SimpleNamespace(joined=set(), planned=None),
+            "stops": (stops := Machine(life.Rules(), {})),
         }  # fmt: skip
+        stops.joined = set()  # type: ignore[attr-defined]
+        self.over = stops.over
         for name, part in parts.items():
             setattr(self.attempt, name, part)
         self.tasks: list[asyncio.Future[Any]] = []

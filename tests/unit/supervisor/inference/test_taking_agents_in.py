@@ -46,8 +46,8 @@ class Seen(InferenceAttempt):
         self._pool.links = links
         self._gangs = None
         self._crew: Any = SimpleNamespace(reconnect_s=1.0, reconnected=self._at_once)
-        self._over, self._joined, self._background = asyncio.Event(), {}, Background()
-        self.stops: Any = SimpleNamespace(joined=set())
+        self._joined, self._background = {}, Background()
+        self.stops: Any = SimpleNamespace(joined=set(), over=asyncio.Event())
         self._coordinator: Any = SimpleNamespace(join=lambda node, host, send: 1)
         self._journal: Any = SimpleNamespace(append=lambda event, node, **_: self.told.append((event, node)))
 

@@ -14,12 +14,13 @@ from rank_facts import training
 
 from slurmft.ipc.messages import DigestsReport, RankDigests, WorkerFacts
 from slurmft.operations.control import overview
+from slurmft.policy import life
 from slurmft.policy.verdict import Cause
 from slurmft.storage.checkpoint_names import read_digests
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.observations import Observations
-from slurmft.supervisor.stops import Digests
+from slurmft.supervisor.stops import Digests, Machine
 
 
 class World:
@@ -30,7 +31,6 @@ class World:
         self.accused: list[str] = []
         self.stops: list[Cause] = []
         self.saved: int | None = None
-        self.over = asyncio.Event()
         self.folder = folder
 
         def append(name: str, **details: Any) -> None:
@@ -46,11 +46,15 @@ class World:
             thread=SimpleNamespace(submit=submit),
         )  # fmt: skip
         seen = SimpleNamespace(world_size=ranks, reached=lambda: (0, 0), saved=lambda: self.saved)
-        stops = SimpleNamespace(planned=None, stop_for=lambda cause, reason: self.stops.append(cause))
+        machine = Machine(life.Rules(), {life.BeginStop: lambda begin: self.stops.append(begin.stop.cause)})
+        self.over = machine.over
+        stops = SimpleNamespace(
+            planned=None, feed=machine.feed, stop_for=lambda cause, reason: machine.feed(life.Asked(cause, reason))
+        )
         sender = SimpleNamespace(add=lambda found: self.accused.extend(one.suspect.node for one in found))
         config: Any = SimpleNamespace(checkpoint_dir=folder)
         rest: list[Any] = [start, seen, stops, sender]
-        self.digests = Digests(config, *rest, over=self.over)
+        self.digests = Digests(config, *rest)
 
     def tell(self, step: int, *values: int, group: int = 1) -> None:
         for rank, value in enumerate(values):
