@@ -171,7 +171,7 @@ def serve(
     if settings.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
     if update:
-        from slurmft.operations.control import engine_keys, update_engine
+        from slurmft.operations.endpoints import engine_keys, update_engine
 
         if sbatch_options or wait or cluster != "auto":
             raise UsageError("--update takes no options of a submission", hint="only --dry-run and --set")
@@ -181,7 +181,7 @@ def serve(
         say(update_engine(settings, say))
         return 0
     if not dry_run:
-        from slurmft.operations.control import prepare_endpoint
+        from slurmft.operations.endpoints import prepare_endpoint
 
         folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
         own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.serving.tls_own else ""
@@ -202,7 +202,7 @@ def serve(
 def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, forward: int | None) -> int:
     """Print the address of a router of the endpoint RUN that lives."""
     from slurmft.inference.endpoint import ca_file, headers_file
-    from slurmft.operations.control import living_url
+    from slurmft.operations.endpoints import living_url
 
     if not (headers := headers_file(run.path)).is_file():
         raise UsageError(f"run {run.path.name} is no endpoint", hint="slurmft serve starts one")

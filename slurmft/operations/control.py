@@ -10,27 +10,14 @@ import logging
 import math
 import os
 import shlex
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from slurmft.errors import LaunchError, RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
-from slurmft.inference.endpoint import (
-    HighAvailabilityCluster,
-    State,
-    ask,
-    headers_file,
-    prepare,
-    prepare_authority,
-    read_handover,
-    read_update,
-    write_update,
-)
+from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.verdict import EXIT_TEMPORARY, GOES_ON, Action, Cause
 from slurmft.scheduler import own_jobs, slurm
@@ -173,12 +160,10 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
     state, detail = _state(run, owner, done, run.own_jobs(newest=NEWEST_SHOWN), records)
     if progress.problem:
         detail = f"{detail} ({progress.problem})"
-    if state == "running" and (waits := _successor_waits(run, owner)):
-        detail = f"{detail}; handover: {waits}"
     if state == "running" and progress.replicas:
         detail = f"{detail}; {one_line(progress.replicas)}"
-    if state == "running" and (update := _update_told(run)):
-        detail = f"{detail}; {update}"
+    if state == "running" and (run.path / "serving").is_dir():
+        detail = "; ".join(filter(None, (detail, *_told_of_endpoint(run, owner))))
     if state == "running" and progress.copied is not None and progress.copied > (progress.saved_step or 0):
         detail = f"{detail}; step {progress.copied} is in memory on all nodes"
     failed = max(0, progress.failed_saves or 0) if state == "running" else 0
@@ -201,20 +186,17 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
     )
 
 
-def _successor_waits(run: RunFolder, owner: Owner | None) -> str:
-    """Why the successor of an endpoint has no nodes, and what follows; empty where there is none, or it has some."""
-    handover = read_handover(run.path)
-    return handover.waits if handover is not None and owner is not None and handover.predecessor == owner.job else ""
+def _told_of_endpoint(run: RunFolder, owner: Owner | None) -> Iterator[str]:
+    """Why its successor has no nodes, and what follows; a rolling update that is under way, or has gone back."""
+    from slurmft.inference.endpoint import State, read_handover, read_update  # other runs have no use for it
 
-
-def _update_told(run: RunFolder) -> str:
-    """A rolling update that is under way, or has gone back; empty where there is none."""
-    update = read_update(run)
-    if update is None or update.state is State.DONE:
-        return ""
-    if update.state is State.BACK:
-        return f"update {update.number} went back to the old engine: {update.reason}"
-    return f"update {update.number}: {update.renewed} of {update.total} replicas have the new engine"
+    handover, update = read_handover(run.path), read_update(run)
+    if handover is not None and owner is not None and handover.predecessor == owner.job and handover.waits:
+        yield f"handover: {handover.waits}"
+    if update is not None and update.state is State.BACK:
+        yield f"update {update.number} went back to the old engine: {update.reason}"
+    elif update is not None and update.state is not State.DONE:
+        yield f"update {update.number}: {update.renewed} of {update.total} replicas have the new engine"
 
 
 def _refuse_odd(path: Path) -> None:
@@ -624,129 +606,6 @@ def _seconds_since(run: RunFolder, name: str, job: str = "") -> float:
     told = (event for event in run.journal().read() if event.event == name)
     return time.time() - max((each.seconds() for each in told if not job or each.details.get("job") == job),
                              default=-math.inf)  # fmt: skip
-
-
-# --- An endpoint from outside of its job: its secrets, which router lives, as a client finds out, and its updates ---
-
-TRY_S = 2.0
-LOOK_AT_UPDATE_S = 0.2
-ALIVE_S = 10.0
-"""How often an update that waits for its end looks whether the run has one."""
-
-
-def prepare_endpoint(settings: RunConfig) -> Path:
-    """Make the run folder and the secrets of the endpoint; returns the file with the header that has the token.
-
-    Raises:
-        UsageError: the user's token cannot be used, or no certificate be made.
-        StorageError: the run folder cannot be written.
-    """
-    if settings.serving is None:
-        raise TypeError("this configuration has no section inference.serving")
-    run = RunFolder(settings.run_folder)
-    run.create()
-    prepare(run.path, settings.serving.token_file)
-    if settings.serving.tls_own:
-        prepare_authority(run.path)
-    return headers_file(run.path)
-
-
-def living_url(run: RunFolder, *, within_s: float = 0.0) -> str:
-    """The address of a router that takes connections.
-
-    Raises:
-        LaunchError: there is none within these seconds.
-        StorageError: ``endpoints.json`` cannot be read or believed.
-    """
-    deadline_s = time.monotonic() + within_s
-    while True:
-        cluster = HighAvailabilityCluster.read(run.path)
-        for url in [url for router in cluster.routers for url in router.urls]:
-            if _answers(url):
-                return url
-        if time.monotonic() >= deadline_s:
-            names = ", ".join(each.node for each in cluster.routers)
-            what = f"none of its routers answers ({names})" if names else "it has no router at the moment"
-            raise LaunchError(f"the endpoint {run.path.name} cannot be reached: {what}",
-                              hint=f"slurmft status {run.path}; slurmft explain {run.path}")  # fmt: skip
-        time.sleep(LOOK_AT_UPDATE_S)
-
-
-def _answers(url: str) -> bool:
-    parts = urlsplit(url)
-    try:
-        socket.create_connection((parts.hostname or "", parts.port or 0), timeout=TRY_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def engine_keys(settings: RunConfig) -> list[str]:
-    """The settings that an update to ``settings`` changes.
-
-    Raises:
-        UsageError: none, or one that only another submission can change.
-        StorageError: there is no such run.
-    """
-    run = RunFolder(settings.run_folder)
-    if not run.config.is_file():
-        raise UsageError(f"{run.path} is no endpoint yet", hint="slurmft serve without --update starts it")
-    run.refuse_foreign()
-    from slurmft.config.run import load  # more than other verbs need
-    from slurmft.policy.serving import changed_keys, refused_keys
-
-    changed = changed_keys(load(run.config).model_dump(mode="json"), settings.model_dump(mode="json"))
-    if refused := refused_keys(changed):
-        raise UsageError(
-            f"an update changes the engine alone, but these differ as well: {', '.join(refused)}",
-            hint=f"slurmft stop {run.path}, and serve again",
-        )
-    if not changed:
-        raise UsageError(f"{run.path.name} has this engine already")
-    return changed
-
-
-def update_engine(settings: RunConfig, tell: Callable[[str], None]) -> str:
-    """Have the endpoint's replicas replaced; what has become of it, in words.
-
-    Raises:
-        UsageError: that cannot be updated, or an update is under way.
-        LaunchError: it went back to the old engine, or the run ended first.
-        StorageError: the run folder cannot be read or written.
-    """
-    keys, run = engine_keys(settings), RunFolder(settings.run_folder)
-    if not is_alive(run):
-        raise UsageError(f"run {run.path.name} is not running", hint="slurmft serve without --update starts it")
-    asked, told = ask(run, settings.as_yaml()), ""
-    tell(f"update {asked.number} of {run.path.name}: {', '.join(keys)}")
-    looked_s = time.monotonic()
-    while True:
-        time.sleep(LOOK_AT_UPDATE_S)
-        seen = read_update(run)
-        if seen is None or seen.number != asked.number:
-            raise StorageError(f"update {asked.number} of {run.path.name} is not recorded any more")
-        if seen.state is State.DONE:
-            return f"update {seen.number} is done: all {seen.total} replicas have the new engine"
-        if seen.state is State.BACK:
-            raise LaunchError(f"update {seen.number} went back to the old engine: {seen.reason}",
-                              hint=f"slurmft explain {run.path}")  # fmt: skip
-        words = f"{seen.renewed} of {seen.total} replicas have the new engine"
-        if seen.state is State.ROLLING and words != told:
-            told = words
-            tell(words)
-        if time.monotonic() - looked_s > ALIVE_S:
-            looked_s = time.monotonic()
-            if not is_alive(run):
-                _undo(run, asked.number)
-                raise LaunchError(f"run {run.path.name} ended before update {asked.number} was done; "
-                                  "its next start has the old engine")  # fmt: skip
-
-
-def _undo(run: RunFolder, number: int) -> None:
-    with run.lock():
-        found = read_update(run)
-        if found is not None and found.number == number and found.is_open:
-            write_update(run, replace(found, state=State.BACK, reason="the run ended"))
 
 
 # --- Inside a job that lends its nodes: agents there report to the run's supervisor, as long as both live ---

@@ -245,7 +245,9 @@ def submitted(
     else:
         settings = load_given(Path(what), list(_as_overrides(keys)))
     if settings.serving is not None:
-        control.prepare_endpoint(settings)
+        from slurmft.operations.endpoints import prepare_endpoint  # of no use to other runs
+
+        prepare_endpoint(settings)
     elif settings.trials is not None:
         raise UsageError("a sweep is submitted by slurmft trials CONFIG")
     elif settings.inference is not None:

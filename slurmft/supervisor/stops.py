@@ -198,10 +198,11 @@ class Machine:
         return self.state.ends_at_s
 
     async def cause_is_known(self) -> None:
-        """Return when a stop that is under way has found out its cause, or takes too long to."""
-        if self.planned is not None:  # a slow answer of Slurm must not lose the cause
+        """Return when it is known what a signal came for, or that takes too long."""
+        if self.planned is Cause.SIGNALLED:  # a slow answer of Slurm must not lose the cause
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._told.wait(), CAUSE_PATIENCE_S)
+                async with asyncio.timeout(CAUSE_PATIENCE_S):
+                    await self._told.wait()
 
 
 class Life(Machine):

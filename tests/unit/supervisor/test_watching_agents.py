@@ -13,6 +13,7 @@ import pytest
 from slurmft.config.sections import FaultToleranceConfig
 from slurmft.policy import life
 from slurmft.policy.stop import longest_silence_s
+from slurmft.policy.verdict import Cause
 from slurmft.scheduler.parsing import SlurmJob
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.attempt import AttemptRunner
@@ -203,3 +204,25 @@ def test_a_signal_is_logged_in_megatrons_words_whatever_its_name(name: str, numb
     with caplog.at_level("INFO"):
         log_signal("Received signal %d, initiating graceful stop", name)
     assert f"Received signal {number}, initiating graceful stop" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("events", "waits"),
+    [
+        pytest.param([life.Signalled("SIGTERM", "n0")], True, id="a signal"),
+        pytest.param([life.Signalled("SIGTERM", "n0"), life.CauseFound(Cause.SIGNALLED, 9.0, 0.0)], False, id="a user"),
+        pytest.param([life.Signalled("SIGTERM", "n0"), life.Asked(Cause.STOPPED_BY_USER, "x")], False, id="a stop"),
+        pytest.param([life.TakenOver("x")], False, id="taken over by another job"),
+        pytest.param([life.Ended()], False, id="no stop"),
+    ],
+)
+async def test_the_end_waits_for_the_cause_of_a_signal_alone(events: Sequence[life.Event], waits: bool) -> None:
+    machine = Machine(life.Rules(), dict.fromkeys((life.AskCause, life.BeginStop, life.WillNotContinue), bool))
+    for event in events:
+        machine.feed(event)
+    task = asyncio.create_task(machine.cause_is_known())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert task.done() is not waits
+    machine.feed(life.CauseFound(Cause.PREEMPTED, 9.0, 0.0))
+    await task
