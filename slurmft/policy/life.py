@@ -364,7 +364,7 @@ def step(state: State, event: Event, now: float) -> Next:
             is_first = state.phase is Phase.MUSTER
             return replace(state, phase=Phase.WORK if is_first else state.phase, began=True), ()
         case LaunchFailed(reason):
-            return _over(replace(state, problem=reason, lost=(*state.lost, *state.lost_early)))
+            return _over(replace(state, problem=reason, lost=_with(state.lost, *state.lost_early)))
         case Ended(problem):
             return _over(replace(state, problem=state.problem or problem))
         case AgentEndedEarly():
@@ -389,6 +389,10 @@ def _over(state: State, *actions: Action) -> Next:
     return (state, ()) if state.phase is Phase.OVER and actions else (replace(state, phase=Phase.OVER), actions)
 
 
+def _with(nodes: tuple[str, ...], *more: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*nodes, *more)))
+
+
 def _ended_early(state: State, event: AgentEndedEarly, now: float) -> Next:
     if state.phase is not Phase.MUSTER or state.stop is not None:
         return state, ()
@@ -400,10 +404,10 @@ def _ended_early(state: State, event: AgentEndedEarly, now: float) -> Next:
 
 def _lost(state: State, event: AgentLost) -> Next:
     if not state.began:
-        return replace(state, lost_early=(*state.lost_early, event.node)), ()
+        return replace(state, lost_early=_with(state.lost_early, event.node)), ()
     if not event.is_member:
         return state, ()
-    state = replace(state, lost=(*state.lost, event.node))
+    state = replace(state, lost=_with(state.lost, event.node))
     return _over(state, EndVictims(event.reason)) if state.phase is not Phase.OVER else (state, ())
 
 

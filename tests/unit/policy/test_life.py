@@ -1,14 +1,10 @@
 """The machine of an attempt: a table of what follows from what, and what holds in every order of events."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
-from drawn import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from slurmft.policy import life
 from slurmft.policy.judge import WorkerEnd
@@ -131,71 +127,100 @@ def test_nodes_that_are_lost() -> None:
     assert after(WORK, life.LostInStart((), "x"))[0].problem == "x"
 
 
-# --- Every order of events ---
+# --- Every order of events: all states that can be reached, from each of them all that may happen ---
 
-NODES, NAMES = st.sampled_from(["n0", "n1", "n2"]), st.sampled_from(["SIGTERM", "SIGINT", "SIGUSR1"])
-EVENTS = st.one_of(
-    st.builds(life.Began), st.just(life.Ended()), st.builds(life.Ended, st.just("broken")),
-    st.builds(life.LaunchFailed, st.just("no")), st.builds(life.StepEnded), st.builds(life.Hung, st.just("x")),
-    st.builds(life.AgentEndedEarly, NODES, st.sampled_from([life.TERMINATED, "Exited"])),
-    st.builds(life.AgentLost, NODES, st.booleans(), st.just("x")),
-    st.builds(life.LostInStart, st.lists(NODES, unique=True).map(tuple), st.just("x")),
-    st.builds(life.ProcessesEnded, st.lists(st.sampled_from([0, 1, 143])), st.booleans()),
-    st.builds(life.WorkerEnded, st.sampled_from([GOOD, BAD]), st.booleans()),
-    st.builds(life.NodesBroken, st.lists(NODES)), st.builds(life.OwnSignal, NAMES),
-    st.builds(life.Signalled, NAMES, NODES),
-    st.builds(life.Asked, st.sampled_from([USER, RESIZED, REQUEUED, Cause.STRAGGLER]), st.just("x")),
-    st.builds(life.Noticed, st.sampled_from([RESIZED, Cause.RECLAIMED]), st.just("x"), st.floats(0, 300)),
-    st.builds(life.SlurmEnds, st.floats(0, 1000)),
+EVENTS: tuple[life.Event, ...] = (
+    life.Began(), life.Ended(), life.Ended("broken"), life.LaunchFailed("no"), life.StepEnded(), life.Hung("x"),
+    life.AgentEndedEarly("n0", life.TERMINATED), life.AgentEndedEarly("n0", "Exited"),
+    life.AgentLost("n0", True, "x"), life.AgentLost("n0", False, "x"), life.LostInStart((), "x"),
+    life.LostInStart(("n0",), "x"), life.ProcessesEnded((1,), False), life.ProcessesEnded((143,), False),
+    life.ProcessesEnded((0,), True), life.WorkerEnded(BAD, False), life.WorkerEnded(BAD, True),
+    life.WorkerEnded(GOOD, True), life.NodesBroken(("n0",)), life.OwnSignal("SIGTERM"),
+    life.Signalled("SIGTERM", "n0"), life.Asked(USER, "x"), life.Asked(RESIZED, "x"), life.Asked(REQUEUED, "x"),
+    life.Noticed(RESIZED, "x", 60.0), life.Noticed(Cause.RECLAIMED, "x", 60.0), life.SlurmEnds(30.0),
 )  # fmt: skip
 ORDER = list(Phase)
 ENDING = (life.EndPeers, life.EndHung, life.LeaveNodes)
-ASKING = (life.OwnSignal, life.Signalled, life.Asked, life.Noticed)
+ONCE = (life.BeginStop, life.EndVictims, life.WillNotContinue, life.AskCause)
+ENDS = {
+    life.Ended, life.LaunchFailed, life.StepEnded, life.Hung, life.AgentEndedEarly, life.AgentLost, life.LostInStart,
+    life.ProcessesEnded, life.WorkerEnded, life.NodesBroken,
+}  # fmt: skip
 
 
-def answer_to(action: life.Action, data: st.DataObject) -> life.Event | None:
+@dataclass(frozen=True)
+class Seen:
+    """A state that can be reached, and what of its past matters."""
+
+    state: State
+    awaited: frozenset[life.Event] = frozenset()
+    """What will be answered, sooner or later."""
+
+    done: frozenset[type] = frozenset()
+    is_asked: bool = False
+    """A stop has been asked for."""
+
+    by_user: bool = False
+
+
+class Where(NamedTuple):
+    """In which state what happened: told only where something does not hold."""
+
+    event: life.Event
+    before: State
+
+
+def answers_to(action: life.Action) -> Sequence[life.Event]:
     match action:
         case life.AskWhetherEnding(name):
-            return life.EndingKnown(name, data.draw(st.booleans()))
+            return [life.EndingKnown(name, True), life.EndingKnown(name, False)]
         case life.AwaitWorkersWord(name):
-            return life.SignalDue(name)
+            return [life.SignalDue(name)]
         case life.AskCause(_, at_s):
-            return life.CauseFound(data.draw(st.sampled_from([Cause.SIGNALLED, Cause.PREEMPTED])), 20.0, at_s)
-    return None
+            return [life.CauseFound(Cause.SIGNALLED, 20.0, at_s), life.CauseFound(Cause.PREEMPTED, 20.0, at_s)]
+    return []
 
 
-@settings(max_examples=examples(900), deadline=None)
-@given(data=st.data(), rules=st.builds(
-    Rules, is_local=st.booleans(), steps_are_signalled=st.booleans(), stop_timeout_s=st.just(60.0)))  # fmt: skip
-def test_in_every_order(data: st.DataObject, rules: Rules) -> None:
-    state, done, now, fed = State(rules), Counter[type](), 0.0, []
-    awaited: list[life.Event] = []
-    given_events = data.draw(st.lists(EVENTS, max_size=25))
-    while given_events or awaited:
-        is_answer = awaited and (not given_events or data.draw(st.booleans()))
-        event: Any = awaited.pop(0) if is_answer else given_events.pop(0)
-        now += data.draw(st.floats(0, 10))
-        before, (state, actions) = state, step(state, event, now)
-        fed.append(event)
-        done.update(type(action) for action in actions)
-        awaited += [found for action in actions if (found := answer_to(action, data)) is not None]
-        assert ORDER.index(state.phase) >= ORDER.index(before.phase), "phases do not come again"
-        assert state.up_at_s <= before.up_at_s, "no deadline moves away"
-        assert state.signals >= before.signals and state.began >= before.began
-        if before.stop is not None:
-            assert state.stop is not None, "no stop is forgotten"
-            assert state.stop.cause is USER or before.stop.cause is not USER, "stop means stop"
-        if life.EndVictims in map(type, actions):
-            assert (before.phase, state.phase) != (Phase.OVER, Phase.OVER) and state.lost
-    is_asked = [each for each in fed if isinstance(each, ASKING)]
-    assert done[life.BeginStop] <= 1
-    assert (state.stop is None) == (done[life.BeginStop] == 0), "each stop is begun, once"
-    assert state.stop is not None or not is_asked, "nothing that asks for a stop is lost"
-    assert sum(done[kind] for kind in ENDING) <= 1, "what is left is ended once"
-    assert done[life.EndVictims] <= 1 and done[life.WillNotContinue] <= 1
-    if any(isinstance(each, life.Asked) and each.cause is USER for each in fed):
-        assert state.stop is not None and state.stop.cause is USER, "a user's word counts, whenever it comes"
-    if state.phase in (Phase.FAILED, Phase.OVER):
-        ends = (life.WorkerEnded, life.Hung, life.NodesBroken, life.Ended, life.LaunchFailed, life.StepEnded,
-                life.AgentLost, life.LostInStart, life.ProcessesEnded, life.AgentEndedEarly)  # fmt: skip
-        assert any(isinstance(each, ends) for each in fed), "it does not end by itself"
+def follow(seen: Seen, event: life.Event) -> Seen:
+    """What follows, and whether that may be."""
+    before, (state, actions) = seen.state, step(seen.state, event, 0.0)
+    where = Where(event, before)
+    is_asked = seen.is_asked or isinstance(event, life.OwnSignal | life.Signalled | life.Asked | life.Noticed)
+    by_user = seen.by_user or (isinstance(event, life.Asked) and event.cause is USER)
+    kinds = [type(action) for action in actions]
+    assert ORDER.index(state.phase) >= ORDER.index(before.phase), f"phases do not come again: {where}"
+    assert state.phase is before.phase or type(event) in {*ENDS, life.Began}, f"it does not end by itself: {where}"
+    assert state.up_at_s <= before.up_at_s, f"no deadline moves away: {where}"
+    assert state.signals >= before.signals and state.began >= before.began, where
+    if before.stop is not None:
+        assert state.stop is not None, f"no stop is forgotten: {where}"
+        assert state.stop.cause is USER or before.stop.cause is not USER, f"stop means stop: {where}"
+    if life.EndVictims in kinds:
+        assert state.phase is Phase.OVER is not before.phase and state.lost, where
+    for kind in ONCE:
+        assert kinds.count(kind) + (kind in seen.done) <= 1, f"{kind.__name__} twice: {where}"
+    ending = [kind for kind in ENDING if kind in kinds or kind in seen.done]
+    assert len(ending) <= 1, f"what is left is ended once: {where}"
+    others = {each for each in seen.awaited if type(each) is not type(event)}
+    awaited = frozenset(others | {answer for action in actions for answer in answers_to(action)})
+    if not awaited:
+        begun = life.BeginStop in kinds or life.BeginStop in seen.done
+        assert (state.stop is None) is not begun, f"each stop is begun: {where}"
+        assert state.stop is not None or not is_asked, f"no stop is lost: {where}"
+    assert not by_user or (state.stop and state.stop.cause is USER), f"a user's word counts: {where}"
+    done = seen.done | {kind for kind in kinds if kind in (*ONCE, *ENDING)}
+    return Seen(replace(state, problem="x" * bool(state.problem)), awaited, done, is_asked, by_user)
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(is_local=True), Rules(steps_are_signalled=False)])
+def test_in_every_order(rules: Rules) -> None:
+    begin, events = Seen(State(rules)), (*EVENTS, life.OwnSignal("SIGINT" if rules.is_local else "SIGTERM"))
+    reached, front = {begin}, [begin]
+    while front:
+        seen = front.pop()
+        for event in (*events, *seen.awaited):
+            if (found := follow(seen, event)) not in reached:
+                reached.add(found)
+                front.append(found)
+    assert len(reached) > 1000
+    assert {each.state.phase for each in reached} == {*Phase}
