@@ -127,9 +127,7 @@ class Continuation:
             how = "resubmit"
         if how in ("auto", "requeue") and (done := self._requeue(verdict)):
             return done
-        if how in ("auto", "resubmit") and self._resubmit():
-            return "resubmitted"
-        return ""
+        return self._resubmit() if how in ("auto", "resubmit") else ""
 
     def begin_after_another(self) -> bool:
         """Whether another process has requeued or cancelled the job.
@@ -202,24 +200,27 @@ class Continuation:
         own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
 
-    def _resubmit(self) -> bool:
+    def _resubmit(self) -> str:
         job_id, script = self._cluster.job.job_id, self._run.script
         try:
             next_job = self._successor(successor_options(self._config, script, self._cluster))
+        except own_jobs.JobCancelled as error:
+            self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
+            return "cancelled"
         except (SlurmError, OSError) as error:
             self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
             log.warning("no successor could be submitted: %s", error)
-            return False
+            return ""
         self._journal.append(EventName.RESUBMITTED, job=next_job, after=job_id)
         in_folder(self._start, lambda: self._note_successor(next_job))
-        return True
+        return "resubmitted"
 
     def _successor(self, options: Sequence[str]) -> str:
         if self._placement is None:
             return self._sbatch(options)
         try:
             return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
-        except SlurmUnavailable:
+        except (SlurmUnavailable, own_jobs.JobCancelled):
             raise
         except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
             if self._placement.excluded == self._placement.own:
@@ -234,8 +235,9 @@ class Continuation:
         self._journal.append(EventName.RESUBMITTING, command=shlex.join(command))
         self._flush()
         return own_jobs.submit_successor(
-            script, after=job, options=options, environment=os.environ, patience_s=self._patience_s(),
-            known=in_folder(self._start, self._run.own_jobs) or [], tried=self._began_to_resubmit(),
+            script, after=job, restart=self._cluster.attempt.restart, options=options, environment=os.environ,
+            patience_s=self._patience_s(), known=in_folder(self._start, self._run.own_jobs) or [],
+            tried=self._began_to_resubmit(),
         )  # fmt: skip
 
     def _note_successor(self, job_id: str) -> None:
