@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from lives import slurm
 from lives.nodes import HANG_S, Agent
-from lives.timeline import inside
+from lives.timeline import Thread, inside
 from lives.world import World
 from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
@@ -311,8 +311,8 @@ def give_number_again(world: World) -> None:
 def look_in_between(world: World) -> None:
     """Cron looks while everything goes on."""
     if world.slurm is not None and not world.is_full and world.silent_until_s < world.timeline.now_s:
-        with inside(None):
-            slurm.look(world)
+        with inside(None):  # while it waits for Slurm, all others go on
+            Thread(world.timeline, slurm.look, (world,), world.timeline.create_future()).go_on()
 
 
 def cancel_job(world: World) -> None:

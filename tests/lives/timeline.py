@@ -28,8 +28,8 @@ class Stuck(AssertionError):
 class Process:
     """Whatever can be killed or stopped as one."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, host: str) -> None:
+        self.name, self.host = name, host
         self.alive, self.stopped = True, False
         self.connections: list[End] = []
         self.waiting: list[Callable[[], object]] = []
@@ -167,6 +167,9 @@ class Timeline(asyncio.BaseEventLoop):
     def time(self) -> float:
         """Seconds."""
         return self.now_s
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+        """Nothing: signals of a life are calls."""
 
     def end(self) -> None:
         """Close what is left of all tasks, so that nothing of them runs when they are collected; and the loop."""

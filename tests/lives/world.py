@@ -1,7 +1,8 @@
 """One life of a run: the real supervisor on a simulated machine, with faults, and what must hold whatever happens.
 
-The supervisor is the product's own, from ``supervise`` to the end of the run. Time, network, agents and their training
-are ``timeline`` and ``nodes``; the run folder is real, in memory. A seed makes the same life each time.
+The supervisor is the product's own, from ``supervise`` to the end of the run, and so are the agents, but for the
+processes of their workers. Time and network are ``timeline``, workers and their training ``nodes``; the run folder is
+real, in memory. A seed makes the same life each time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from lives.nodes import Agent, Training
+from lives.nodes import Agent, Training, simulate_agents
 from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
@@ -48,6 +49,7 @@ from slurmft.supervisor.agents import AgentPool
 from slurmft.supervisor.cluster import LOCAL_JOB_VARIABLE, LOCAL_RESTART_VARIABLE, LocalCluster
 from slurmft.system import processes
 
+LOGIN = processes.Process("login", 1, "1")
 START_S = 1_700_000_000.0
 LONGEST_S = 2 * 3600.0
 FOLDER_S = 10.0
@@ -156,7 +158,6 @@ class World:
         self.accusable: set[tuple[str, str]] = set()
         """Kinds of evidence, and nodes that a fault has given reason for."""
 
-        self.dialing = ""
         self.saved, self.saved_by = 0, 0
         """The newest step on the disk, and the generation that has saved it."""
 
@@ -204,7 +205,7 @@ class World:
         """Whose supervisor runs."""
 
         self._lost: list[int] = []
-        self._me = processes.Process("login", 1, "1")
+        self._me = LOGIN
         self._ignores_signals = False
         self._ended_by_slurm = False
 
@@ -226,9 +227,9 @@ class World:
 
     # what agents and workers ask of it
 
-    def process(self, name: str) -> Process:
+    def process(self, name: str, host: str = "") -> Process:
         """A new process."""
-        self._processes.append(Process(name))
+        self._processes.append(Process(name, host))
         return self._processes[-1]
 
     def next_pid(self) -> int:
@@ -268,7 +269,7 @@ class World:
     def begin_agent(self, node: int, host: str, folder: Path) -> Agent:
         """Start an agent, which finds its supervisor by this folder; it ends at once on a node that is off."""
         port = max(self.network.listeners, default=0)
-        agent = Agent(self, node, host, port=port, secret=(folder / "secret").read_bytes())
+        agent = Agent(self, node, host, port=port, folder=folder, secret=(folder / "secret").read_bytes())
         self.agents.append(agent)
         self.note(f"{agent.process.name} starts" + (", in vain" if host in self.off else ""))
         if host in self.off:  # as of Slurm: a step on a node that is gone, and not noticed yet, fails after 6 s
@@ -397,7 +398,7 @@ class World:
             if others:
                 self.violate("one continuation", f"generation {order.generation} starts, and jobs {others} wait")
         barred = self.excluded & set(expand(order.nodelist))
-        knows = self.slurm is None or self.slurm.mood != "silent" or self.slurm.mood_lasts <= 0  # which can be avoided
+        knows = self.slurm is None or self.slurm.mood_lasts <= 0  # which can be avoided
         if barred and knows and not any(event.event in SAYS_WHY for event in self.events()):
             self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
@@ -490,15 +491,9 @@ class World:
         self.supervisor = self.job = None
         return code
 
-    @contextmanager
-    def on_login_node(self) -> Iterator[None]:
-        """What is done in here is done by cron, or a person, there."""
-        before, self._me = self._me, processes.Process("login", 1, "1")
-        try:
-            with inside(None):
-                yield
-        finally:
-            self._me = before
+    def me(self) -> processes.Process:
+        """The process around: the supervisor's, or what cron or a person does on a login node."""
+        return self._me if PROCESS.get() is not None else LOGIN
 
     def live(self) -> int:
         """Run supervisors until the run has ended for good; returns the last exit code.
@@ -684,7 +679,9 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     patch.setattr(run_module, "LoopThread", lambda _: Loop(world))
 
     async def open_connection(host: str, port: int, **_: Any) -> Any:
-        return await world.network.dial(host, port, world.dialing)
+        process = PROCESS.get()
+        assert process is not None
+        return await world.network.dial(host, port, process.host)
 
     patch.setattr(asyncio, "open_connection", open_connection)
     patch.setattr(journal_module, "datetime", type("Wall", (_Wall,), {"world": world}))
@@ -693,6 +690,7 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     else:
         _simulate_slurm(world, world.slurm, patch)
     _simulate_disk(world, patch)
+    simulate_agents(world, patch)
     for function, name in ((ExclusionList.__init__, "clock"),):
         patch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, name: world.wall_s})
     patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
@@ -737,9 +735,9 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     patch.setattr(own_jobs, "keep_ahead", lambda *_: None)
     for module in (slurm, act_module, run_module):
         patch.setattr(module, "ignoring_signals", world.ignoring_signals)
-    patch.setattr(processes, "me", lambda: world._me)
-    patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world._me.pid, world._me.birth))
-    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world._me.host))
+    patch.setattr(processes, "me", world.me)
+    patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world.me().pid, world.me().birth))
+    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world.me().host))
     patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
     world.timeline.may_sleep = lambda: controller.mood_lasts > 0 or world.silent_until_s > world.timeline.now_s
     signs: dict[str, float] = {}
