@@ -728,10 +728,21 @@ class AttemptEnd:
         code = self._carry_out(verdict, decision)
         if code is not None:
             keep_ended(self.config, self._end, self.cluster, self.journal, self.start.history)
+            if self.has_stopped:
+                self._take_kill(decision)
         if not self._flush():
             for event in self.journal.unwritten():
                 log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
         return code
+
+    def _take_kill(self, decision: Decision) -> None:
+        """A request for a stop outlives an attempt that could not finish it, a decision that is in no journal yet, and
+        a supervisor that is ended before Slurm knows that nothing follows."""
+        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
+        if outside is not None and outside[0] is Cause.REQUEUED:  # the next start finds the KILL, and ends
+            self.journal.append(EventName.REQUEUED_MEANWHILE, reason=outside[1])
+        elif not self.journal.unwritten():
+            in_folder(self.start, lambda: self.run.take_request("KILL"))
 
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.RESTART or self._stays:
@@ -740,14 +751,6 @@ class AttemptEnd:
         self._dismiss()
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
-        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
-        if outside is not None and outside[0] is Cause.REQUEUED:
-            self.journal.append(
-                EventName.REQUEUED_MEANWHILE, reason=outside[1]
-            )  # the next start finds the KILL, and ends
-        # only now: a stop must outlive an attempt that could not finish it, and a decision that is in no journal yet
-        elif not self.journal.unwritten():
-            in_folder(self.start, lambda: self.run.take_request("KILL"))
         if decision.action is Action.STOP:
             return decision.exit_code
         done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}

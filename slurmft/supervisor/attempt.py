@@ -520,6 +520,8 @@ class AttemptRunner:
             self._escape(stuck, suspects)
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
+        if self._failed:  # an agent that was away has begun its own only after the others were killed
+            await self._kill_workers("a rank has failed before all were started")
         self._injections.simulate()
         await self._leave_broken_nodes()
         await self._crew.rehearse()
@@ -667,11 +669,16 @@ class AttemptRunner:
         self.lost, self._launch_error = [link.host for link in gone], "" if gone else reason
 
     async def _watch_processes(self) -> None:
-        codes = await self._crew.all_ended()
-        if not self._over.is_set():
-            await asyncio.sleep(POLL_S)  # reports that are on their way
-        if not self._over.is_set():
+        while True:
+            codes = await self._crew.all_ended()
+            if not self._over.is_set():
+                await asyncio.sleep(POLL_S)  # reports that are on their way
+            if self._over.is_set():
+                return
             await self._slurm.is_ending()
+            if not self._crew.lives:  # agents may have been started again while Slurm took its time
+                break
+        if not self._over.is_set():
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             if not self._seen.any_started and self._slurm.outside is None:
                 if set(codes) & set(ENDED_BY_TERM):
