@@ -748,17 +748,16 @@ class AttemptEnd:
         if decision.action is Action.RESTART or self._stays:
             wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
+        if decision.action is Action.FINISH:  # first: agents may take long to end, and the job may be ended meanwhile
+            done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
+            patiently(
+                lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
+                patience_s=DONE_PATIENCE_S,
+            )
         self._dismiss()
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
-        if decision.action is Action.STOP:
-            return decision.exit_code
-        done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
-        patiently(
-            lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
-            patience_s=DONE_PATIENCE_S,
-        )
-        return 0
+        return decision.exit_code
 
     def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
         """The decision, as far as there are nodes for it. A run that may not go on here, and cannot elsewhere, ends."""

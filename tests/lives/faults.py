@@ -317,7 +317,10 @@ def look_in_between(world: World) -> None:
 
 def cancel_job(world: World) -> None:
     """Its user cancels the job."""
-    if world.slurm is not None and not world.stop_asked_s and (jobs := world.slurm.mine()):
+    jobs = [] if world.slurm is None or world.stop_asked_s else world.slurm.mine()
+    if (
+        world.slurm is not None and jobs and {job.job_id for job in jobs} <= set(world.run.jobs())
+    ):  # else it cannot know
         world.note("scancel")
         world.stop_asked_s = world.timeline.now_s
         for job in jobs:

@@ -177,8 +177,8 @@ def _judge(world: World, code: int) -> None:
     if code == 0 and not world.stop_asked_s and world.run.done() is None:
         world.violate("the run ends complete", "it ends well, and no mark of it is in the run folder")
     known = {event.details.get("generation") for event in events if event.event == EventName.ATTEMPT_STARTED}
-    if world.folder_is_well and not known.issuperset(world.starts):
-        world.violate("the journal is whole", f"generations {sorted({*world.starts} - known)} are not in it")
+    if unknown := {*world.starts} - known - world.never_written if world.folder_is_well else set():
+        world.violate("the journal is whole", f"generations {sorted(unknown)} are not in it")
     if world.slurm is not None and len(left := world.slurm.mine()) > 0 and world.run.done() is not None:
         world.violate("one continuation", f"jobs {[job.job_id for job in left]} are left of a complete run")
     # a job that is gone before slurmft has begun in it looks like one that its user has cancelled in the queue

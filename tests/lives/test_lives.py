@@ -144,6 +144,32 @@ def test_a_stop_outlives_a_supervisor_that_could_not_tell_slurm_yet(at_s: float)
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("effect", range(1, 26))
+def test_a_start_whose_disk_fills_up_while_it_takes_the_run_over_is_not_its_own_successor(effect: int) -> None:
+    """It tried again, and found the run taken over by itself, in a job that Slurm had lost."""
+
+    def fill(world: World) -> None:
+        world.full_at, world.full_s = world.effects + effect, 0.5
+
+    faults = [(0.08, give_number_again), (0.12, fill)]
+    world = lived(faults, until=20, in_slurm=SLURM, nodes=2, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_a_run_that_is_complete_is_so_before_its_agents_have_ended() -> None:
+    """One that ended slowly had the mark of it wait, until Slurm ended the job."""
+
+    def end_job(world: World) -> None:
+        assert world.slurm is not None and world.job is not None
+        world.network.slow[world.job.nodes[-1]] = 2.5
+        world.slurm.errs = True
+        world.slurm.lose_job(world.job, after_s=1.5)
+
+    faults = [(1.0, once(lambda world: world.saved == world.until, end_job))]
+    world = lived(faults, until=20, in_slurm=SLURM, nodes=1, spare_nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
 def once(holds: Callable[[World], bool], fault: Callable[[World], None]) -> Callable[[World], None]:
     """The fault, as soon as this holds."""
 

@@ -212,6 +212,9 @@ class World:
         self.unwritten: deque[tuple[Event, str]] = deque()
         """Of the journal: what the present supervisor still has to write."""
 
+        self.never_written: set[int] = set()
+        """Generations that the journal was never told of: their supervisor ended before the run folder was well."""
+
         self.written: dict[str, float] = {}
         """When files of the run folder were written."""
 
@@ -549,6 +552,8 @@ class World:
         else:
             self.supervisor.kill()
         self._ignores_signals = False
+        begun = [event.details for event, _ in self.unwritten if event.event == EventName.ATTEMPT_STARTED]
+        self.never_written |= {facts["generation"] for facts in begun}
         self.unwritten = deque()
         guardian._kept.clear()
         guardian._listeners.clear()
