@@ -28,6 +28,9 @@ HEARD_S = 5.0
 """How long after its node can be reached again an agent has got its orders."""
 
 HANG_LOOK_S = 0.5
+ALONE_S = 10.0
+"""Beyond its lease, an agent may take so long to end."""
+
 HANG_S = 40.0
 BEGIN_S = 90.0
 """A step that takes longer is reported as a hang, and a rank that has not begun by then."""
@@ -104,6 +107,10 @@ class Workers:
     def start(self, ranks: range, *_: Any, **__: Any) -> None:
         """Begin the training of these ranks."""
         world = self._agent.world
+        if any(worker.alive for worker in self.by_rank.values()):
+            world.violate(
+                "nothing of an older generation", f"workers of {self._agent.process.name} begin beside others"
+            )
         self.by_rank = {rank: Worker(rank, world.until, moved_s=world.timeline.now_s) for rank in ranks}
         world.training_of(self._agent.order).join(self._agent)
 
@@ -142,6 +149,7 @@ class Hangs:
 
     def __init__(self, _: Any, report: Any) -> None:
         self._report, self._workers = report, list[Worker]()
+        self.agent: Agent
 
     def begin(self, workers: list[Worker], **_: Any) -> None:
         """Watch these from now on."""
@@ -159,8 +167,11 @@ class Hangs:
 
     async def run(self) -> None:
         """Report each hang once; a rank that waits for others holds a section, too."""
+        alone_s = 0.0
         while True:
             await asyncio.sleep(HANG_LOOK_S)
+            alone_s = alone_s + HANG_LOOK_S if self.agent.world.is_alone(self.agent) else 0.0
+            self.agent.check(alone_s)
             for worker in self._workers:
                 held_s = asyncio.get_running_loop().time() - worker.moved_s
                 if worker.alive and held_s > (HANG_S if worker.resumed >= 0 else BEGIN_S) and not worker.told:
@@ -185,7 +196,7 @@ class Own(agent_module.Agent):
         self.agent = agent
         environment = {"SLURMFT_NODE_INDEX": str(agent.node), "SLURMD_NODENAME": agent.host}
         super().__init__(agent.world.config, folder.name, environment)
-        self._birth = str(agent.pid)
+        self._birth, self._hangs.agent = str(agent.pid), agent  # type: ignore[attr-defined]
         self._where = SimpleNamespace(read=lambda: ([agent.supervisor], agent.port, secret))  # type: ignore[assignment]
 
     async def _start(self, call: StartWorkers) -> Started:
@@ -305,8 +316,16 @@ class Agent:
         self.memory = max([self.memory, *living])
         return self.memory
 
+    def check(self, alone_s: float) -> None:
+        """What must hold of it at each moment; no supervisor could be heard for so long."""
+        self.world.check_workers(self)
+        lease_s = self.world.config.fault_tolerance.supervisor_lease_s
+        if alone_s > lease_s + ALONE_S and self.is_there:
+            self.world.violate("agents end", f"{self.process.name} lives {alone_s:.0f} s after its supervisor")
+
     def note_signal(self, name: str) -> None:
         """A signal from Slurm."""
+        self.world.asked["SIGTERM"] = self.world.timeline.now_s
         self._own._note_own_signal(name)
 
     def tell_again(self) -> None:
@@ -338,10 +357,13 @@ class Training:
         self.world, self.generation, self.nodes = world, order.generation, order.nodes
         self.agents: list[Agent] = []
         self.step = self.began_at = -1
+        self.joined_s = world.timeline.now_s
         self.is_over = False
 
     def join(self, agent: Agent) -> None:
         """One node's workers have started."""
+        if agent in self.agents:
+            self.world.violate("once", f"{agent.process.name} starts generation {self.generation} again")
         self.agents.append(agent)
         if len(self.agents) == self.nodes:
             with self.world.outside():
@@ -392,6 +414,7 @@ class Training:
                 worker.moved_s = world.timeline.now_s
             if self.step % world.save_every == 0:
                 self._save()
+                world.check_answered(self)
         if self.step >= world.until and self._can_step():
             self._save()
             self._finish(State.FINISHED)
@@ -408,6 +431,7 @@ class Training:
             if workers[0].action == StopAction.SAVE_AND_STOP:
                 self._finish(State.STOPPED)
                 return True
+            self.world.asked.pop("SAVE", None)
             for worker in workers:
                 worker.proposed = NEVER
         return False
@@ -431,8 +455,10 @@ class Training:
 
         Ranks that wait for one that has ended fail of it after a while, or hang for good.
         """
-        fails_s = self.world.timeline.now_s + self.world.chance.choice(self.world.peers_fail_s)
+        began_s = self.world.timeline.now_s
+        fails_s = began_s + self.world.chance.choice(self.world.peers_fail_s)
         while not self._can_step():
+            self.world.check_stalled(self, began_s)
             if any(agent.generation != self.generation for agent in self.agents):
                 return False
             workers = self.workers()

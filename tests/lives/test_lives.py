@@ -170,6 +170,20 @@ def test_a_run_that_is_complete_is_so_before_its_agents_have_ended() -> None:
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("effect", range(12, 22))
+def test_an_end_that_is_judged_twice_spends_one_retry(effect: int) -> None:
+    """Its supervisor was killed between the verdict and the decision: both verdicts counted from then on."""
+
+    def kill_soon(world: World) -> None:
+        world.killed_at = world.effects + effect
+
+    faults = [(2.5, kill_rank), (2.5, kill_soon), (4.5, kill_rank), (6.5, kill_rank)]
+    section = {**PATIENT, "num_in_job_restarts": 0, "retry_delay_s": 0}
+    settings = {"checkpoint": {"interval_steps": 10, "just_in_time": False}, "fault_tolerance": section}
+    world = lived(faults, until=20, nodes=1, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
 def once(holds: Callable[[World], bool], fault: Callable[[World], None]) -> Callable[[World], None]:
     """The fault, as soon as this holds."""
 

@@ -74,6 +74,16 @@ STOP_KNOWN_S = 5.0
 """A supervisor that lives, and whose run folder answers, has seen a request for a stop by then."""
 
 
+ANSWERED_S = 15.0
+"""A request, or a signal, that comes while nothing is wrong is answered by then."""
+
+OLD_S = 10.0
+"""By then nothing of an older generation runs any more, while nothing is wrong."""
+
+ENDED_S, FOUND_S = 45.0, 150.0
+"""A rank that has ended has ended its attempt by then; one that hangs, or whose node is silent, by then."""
+
+
 class Killed(BaseException):
     """The supervisor has got a SIGKILL: nothing of it runs any more."""
 
@@ -161,7 +171,9 @@ class World:
         self.saved, self.saved_by = 0, 0
         """The newest step on the disk, and the generation that has saved it."""
 
-        self.kept = -1
+        self.asked: dict[str, float] = {}
+        """Kinds of requests and signals that are not answered yet, and when they came."""
+
         self.violations: list[str] = []
         self.journal: list[str] = []
         self.supervisor: Process | None = None
@@ -211,6 +223,12 @@ class World:
 
         self.unwritten: deque[tuple[Event, str]] = deque()
         """Of the journal: what the present supervisor still has to write."""
+
+        self.begun: list[int] = []
+        """Generations that the present supervisor has started."""
+
+        self.to_decide: set[int] = set()
+        """Those whose supervisor has come to its end, with the run folder well."""
 
         self.never_written: set[int] = set()
         """Generations that the journal was never told of: their supervisor ended before the run folder was well."""
@@ -294,6 +312,7 @@ class World:
             if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
+            self.begun.append(order.generation)
             if 0 < self.most_starts < len(self._trainings):
                 self.timeline.until_s = self.timeline.now_s  # enough is seen
         return self._trainings[order.generation]
@@ -311,7 +330,7 @@ class World:
     @property
     def newest(self) -> int:
         """The generation that was started last."""
-        return max(self._trainings)
+        return max(self._trainings, default=0)
 
     def resumed(self, training: Training) -> int:
         """The step that a training begins with: the newest that is on the disk, or was kept in memory of its nodes."""
@@ -362,6 +381,46 @@ class World:
     def disturb(self) -> None:
         """From now on an agent may miss its supervisor for a while."""
         self.disturbed_s = self.timeline.now_s
+
+    def has_been_well(self, since_s: float) -> bool:
+        """Whether nothing has kept the supervisor, Slurm or the run folder from their work since then."""
+        last_s = max(self.disturbed_s, self.resumed_s, self.silent_until_s, self.full_until_s, self.stale_until_s)
+        is_there = self.supervisor is not None and self.supervisor.alive and not self.is_suspended
+        return is_there and last_s <= since_s and (self.slurm is None or not self.slurm.errs)
+
+    def check_answered(self, training: Training) -> None:
+        """A training goes on: no request waits for its answer."""
+        now_s = self.timeline.now_s
+        all_there = self.network.is_whole and not any(agent.process.stopped for agent in self.agents if agent.is_there)
+        for kind, at_s in self.asked.items():
+            if training.joined_s < at_s < now_s - ANSWERED_S and all_there and self.has_been_well(at_s):
+                self.violate("requests are answered", f"{kind} came {now_s - at_s:.0f} s ago, and the training goes on")
+
+    def check_stalled(self, training: Training, since_s: float) -> None:
+        """A training cannot go on, and has not ended yet."""
+        since_s = max(since_s, self.disturbed_s)
+        can_be_heard = self.network.is_whole and not any(agent.process.stopped for agent in training.agents)
+        has_failed = any(worker.exit_code for worker in training.workers())
+        bound_s = ENDED_S if can_be_heard and has_failed else FOUND_S
+        is_newest = training.generation == self.newest
+        if is_newest and self.timeline.now_s - since_s > bound_s and self.has_been_well(since_s):
+            self.violate("in time", f"generation {training.generation} cannot go on, for {bound_s} s")
+
+    def check_workers(self, agent: Agent) -> None:
+        """An agent that is connected has no worker of an older generation."""
+        if (
+            agent.generation < self.newest
+            and any(worker.alive for worker in agent.workers.values())
+            and agent.is_connected
+            and self.network.is_whole
+            and self.has_been_well(self.timeline.now_s - OLD_S)
+        ):
+            self.violate("nothing of an older generation", f"{agent.process.name} has one of {agent.generation}")
+
+    def is_alone(self, agent: Agent) -> bool:
+        """Whether no supervisor can reach it."""
+        supervisor = self.network.listeners[agent.port][0]
+        return not supervisor.alive or (agent.host != agent.supervisor and self.network.is_cut(agent.host))
 
     def check_lease(self, agent: Agent) -> None:
         """An agent ends, as it has heard of no supervisor for its lease."""
@@ -547,6 +606,9 @@ class World:
     def _end_of_supervisor(self, how: str, *, quietly: bool = False) -> None:
         self.note(f"the supervisor {how}")
         assert self.supervisor is not None
+        if self.folder_is_well and how.startswith(("ends with", "starts anew")):
+            self.to_decide.update(self.begun)
+        self.begun.clear()
         if quietly:  # its node is gone, and the end is not reported
             self.supervisor.alive = False
         else:
@@ -561,6 +623,7 @@ class World:
     def signal_supervisor(self) -> None:
         """SIGTERM."""
         if self.supervisor is not None and self.supervisor.alive and not self._ignores_signals:
+            self.asked["SIGTERM"] = self.timeline.now_s
             guardian._note(signal.SIGTERM, None)
 
     @contextmanager
