@@ -703,10 +703,10 @@ def successor_command(script: Path, *, after: OwnJob, options: Sequence[str] = (
 
 
 def submit_successor(
-    script: Path, *, after: OwnJob, options: Sequence[str], environment: Mapping[str, str], patience_s: float,
-    known: Sequence[OwnJob] = (), tried: bool = False,
+    script: Path, *, after: OwnJob, restart: int, options: Sequence[str], environment: Mapping[str, str],
+    patience_s: float, known: Sequence[OwnJob] = (), tried: bool = False,
 ) -> str:  # fmt: skip
-    """Submit ``script`` to start when job ``after`` has ended; returns the new job id.
+    """Submit ``script`` to start when job ``after``, at its ``restart``, has ended; returns the new job id.
 
     A try that got no answer, or whose supervisor was killed, may have arrived all the same, and two successors are
     worse than none: each further try looks for the job of an earlier one first; the first as well when ``tried``.
@@ -715,6 +715,7 @@ def submit_successor(
         known: jobs of the run that are not successors of this one.
 
     Raises:
+        JobCancelled: job ``after`` was cancelled; a successor would bring the run back to life.
         SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.
     """
     deadline = time.monotonic() + patience_s
@@ -722,10 +723,11 @@ def submit_successor(
         try:
             if tried and (found := _earlier_try(script, [*known, after])):
                 return found
-            tried = True
             argv = successor_command(script, after=after, options=options)
-            if _is_gone(after):  # another job that has its number now may run for weeks
+            # before every try: the user may have cancelled the job while Slurm did not answer
+            if _is_gone(after, restart):  # another job that has its number now may run for weeks
                 argv = [word for word in argv if not word.startswith("--dependency=")]
+            tried = True
             return _sbatch(argv, environment, Path.cwd())
         except SlurmUnavailable:
             if time.monotonic() + 1.0 > deadline:
@@ -767,15 +769,17 @@ def test_placement(script: Path, *, excluded: Collection[str]) -> str:
     return slurm.run(argv, timeout_s=TEST_S, environment=scrubbed(os.environ))
 
 
-def _is_gone(job: OwnJob) -> bool:
+def _is_gone(job: OwnJob, restart: int) -> bool:
     try:
-        show(job, patience_s=0.0)
+        is_cancelled = why_ending(show(job, patience_s=0.0), restart) is JobEnding.CANCELLED
     except ForeignJob:
         return True
     except SlurmUnavailable:
-        return False
+        raise
     except SlurmError as error:
         return UNKNOWN_ID in error.what
+    if is_cancelled:
+        raise JobCancelled(f"job {job} was cancelled")
     return False
 
 

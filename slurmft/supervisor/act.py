@@ -127,9 +127,7 @@ class Continuation:
             how = "resubmit"
         if how in ("auto", "requeue") and (done := self._requeue(verdict)):
             return done
-        if how in ("auto", "resubmit") and self._resubmit():
-            return "resubmitted"
-        return ""
+        return self._resubmit() if how in ("auto", "resubmit") else ""
 
     def begin_after_another(self) -> bool:
         """Whether another process has requeued or cancelled the job.
@@ -202,24 +200,27 @@ class Continuation:
         own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
 
-    def _resubmit(self) -> bool:
+    def _resubmit(self) -> str:
         job_id, script = self._cluster.job.job_id, self._run.script
         try:
             next_job = self._successor(successor_options(self._config, script, self._cluster))
+        except own_jobs.JobCancelled as error:
+            self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
+            return "cancelled"
         except (SlurmError, OSError) as error:
             self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
             log.warning("no successor could be submitted: %s", error)
-            return False
+            return ""
         self._journal.append(EventName.RESUBMITTED, job=next_job, after=job_id)
         in_folder(self._start, lambda: self._note_successor(next_job))
-        return True
+        return "resubmitted"
 
     def _successor(self, options: Sequence[str]) -> str:
         if self._placement is None:
             return self._sbatch(options)
         try:
             return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
-        except SlurmUnavailable:
+        except (SlurmUnavailable, own_jobs.JobCancelled):
             raise
         except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
             if self._placement.excluded == self._placement.own:
@@ -234,8 +235,9 @@ class Continuation:
         self._journal.append(EventName.RESUBMITTING, command=shlex.join(command))
         self._flush()
         return own_jobs.submit_successor(
-            script, after=job, options=options, environment=os.environ, patience_s=self._patience_s(),
-            known=in_folder(self._start, self._run.own_jobs) or [], tried=self._began_to_resubmit(),
+            script, after=job, restart=self._cluster.attempt.restart, options=options, environment=os.environ,
+            patience_s=self._patience_s(), known=in_folder(self._start, self._run.own_jobs) or [],
+            tried=self._began_to_resubmit(),
         )  # fmt: skip
 
     def _note_successor(self, job_id: str) -> None:
@@ -726,34 +728,36 @@ class AttemptEnd:
         code = self._carry_out(verdict, decision)
         if code is not None:
             keep_ended(self.config, self._end, self.cluster, self.journal, self.start.history)
+            if self.has_stopped:
+                self._take_kill(decision)
         if not self._flush():
             for event in self.journal.unwritten():
                 log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
         return code
 
+    def _take_kill(self, decision: Decision) -> None:
+        """A request for a stop outlives an attempt that could not finish it, a decision that is in no journal yet, and
+        a supervisor that is ended before Slurm knows that nothing follows."""
+        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
+        if outside is not None and outside[0] is Cause.REQUEUED:  # the next start finds the KILL, and ends
+            self.journal.append(EventName.REQUEUED_MEANWHILE, reason=outside[1])
+        elif not self.journal.unwritten():
+            in_folder(self.start, lambda: self.run.take_request("KILL"))
+
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.RESTART or self._stays:
             wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
+        if decision.action is Action.FINISH:  # first: agents may take long to end, and the job may be ended meanwhile
+            done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
+            patiently(
+                lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
+                patience_s=DONE_PATIENCE_S,
+            )
         self._dismiss()
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
-        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
-        if outside is not None and outside[0] is Cause.REQUEUED:
-            self.journal.append(
-                EventName.REQUEUED_MEANWHILE, reason=outside[1]
-            )  # the next start finds the KILL, and ends
-        # only now: a stop must outlive an attempt that could not finish it, and a decision that is in no journal yet
-        elif not self.journal.unwritten():
-            in_folder(self.start, lambda: self.run.take_request("KILL"))
-        if decision.action is Action.STOP:
-            return decision.exit_code
-        done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
-        patiently(
-            lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
-            patience_s=DONE_PATIENCE_S,
-        )
-        return 0
+        return decision.exit_code
 
     def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
         """The decision, as far as there are nodes for it. A run that may not go on here, and cannot elsewhere, ends."""

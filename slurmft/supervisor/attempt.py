@@ -509,6 +509,10 @@ class AttemptRunner:
             self._escape(stuck, suspects)
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
+        if (
+            self.stops.state.phase is life.Phase.FAILED
+        ):  # an agent that was away has begun its own only after the others were killed
+            await self._kill_workers("a rank has failed before all were started")
         self._injections.simulate()
         self.stops.feed(life.NodesBroken(self._reclaimed.broken))
         await self._crew.rehearse()
@@ -640,14 +644,18 @@ class AttemptRunner:
         self.stops.feed(life.LostInStart(tuple(link.host for link in gone), reason))
 
     async def _watch_processes(self) -> None:
-        codes = await self._crew.all_ended()
-        if not self.stops.over.is_set():
-            await asyncio.sleep(POLL_S)  # reports that are on their way
-        if not self.stops.over.is_set():
+        while True:
+            codes = await self._crew.all_ended()
+            if not self.stops.over.is_set():
+                await asyncio.sleep(POLL_S)  # reports that are on their way
+            if self.stops.over.is_set():
+                return
             await self._slurm.is_ending()
-            is_expected = self._seen.any_started or self._slurm.outside is not None
-            words = "" if is_expected else self._crew.folder.last_words()
-            self.stops.feed(life.ProcessesEnded(codes, is_expected, words))
+            if not self._crew.lives:  # agents may have been started again while Slurm took its time
+                break
+        is_expected = self._seen.any_started or self._slurm.outside is not None
+        words = "" if is_expected else self._crew.folder.last_words()
+        self.stops.feed(life.ProcessesEnded(codes, is_expected, words))
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""

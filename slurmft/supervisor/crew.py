@@ -605,11 +605,16 @@ class Crew:
 
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
-        if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
+        if self.lives:
             return
         for link in self.pool.links.values():
             self.pool.drop(link)
             self.reviver.lost(link, hung_up=True)
+
+    @property
+    def lives(self) -> bool:
+        """Whether a process lives that has started agents."""
+        return any(process.returncode is None for process in (*self.processes, *self.reviver.processes))
 
     async def all_ended(self) -> list[int]:
         """The exit codes of the processes that started the agents, when all have ended, later ones too."""

@@ -78,22 +78,30 @@ def budget_after(past: Sequence[PastEnd], verdict: Verdict, config: RunConfig, a
 
 def past_ends(history: Sequence[Event]) -> list[PastEnd]:
     """Each end in the journal, oldest first; damaged entries count as no progress."""
-    ends, began_s = [], 0.0
+    ends, began_s, is_again = list[PastEnd](), 0.0, False
+    undecided: str | None = None
     for event in history:
         facts = event.details
         if event.event == EventName.WORKERS_STARTED:
             began_s = event.seconds()
         elif event.event == EventName.VERDICT:
+            before = ends.pop().progressed if is_again else False
+            undecided, is_again = event.attempt, False
             ends.append(
                 PastEnd(
-                    cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts),
+                    cause=str(facts.get("cause", "")), progressed=progressed(facts) or before,
+                    first_step=_first_step(facts),
                     bug=_bug(facts) if event.seconds() - began_s < EARLY_S else "",
                 )
             )  # fmt: skip
-        elif (event.event == EventName.DECISION and facts.get("action") == Action.STOP) or event.event in CHANGES:
-            ends.append(PastEnd(cause="", given_up=True))
-        elif event.event == EventName.DECISION and facts.get("action") == Action.RESTART and ends:
-            ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))
+        elif event.event == EventName.SUPERVISOR_LOST:  # before it had decided: it is one end, which is judged again
+            is_again = event.attempt == undecided
+        elif event.event in CHANGES or event.event == EventName.DECISION:
+            undecided, is_again = None, False
+            if event.event in CHANGES or facts.get("action") == Action.STOP:
+                ends.append(PastEnd(cause="", given_up=True))
+            elif facts.get("action") == Action.RESTART and ends:
+                ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))
     return ends
 
 

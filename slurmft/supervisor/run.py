@@ -597,6 +597,8 @@ def _refuse_to_replace(before: Owner, run: RunFolder, cluster: Cluster, claim: _
         if before.generation > claim.held:
             raise _superseded(run, before)
         return
+    if (before.host, before.pid, before.birth) == (me.host, me.pid, me.birth):
+        return  # a disk was full right after this process had taken the run over, and it tries again
     is_newest = cluster.is_newest_start()
     if is_newest is False:
         raise _superseded(run, before)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from lives import slurm
 from lives.nodes import HANG_S, Agent
-from lives.timeline import inside
+from lives.timeline import Thread, inside
 from lives.world import World
 from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
@@ -25,6 +25,7 @@ def _agent(world: World, *, may_be: str = "") -> Agent | None:
 def _request(kind: str) -> Fault:
     def ask(world: World) -> None:
         world.note(f"a user asks for {kind}")
+        world.asked[kind] = world.timeline.now_s
         (world.run.path / kind).write_text('{"who": "user"}')
 
     ask.__name__ = f"ask_for_{kind}"
@@ -61,8 +62,7 @@ def slow_node(world: World) -> None:
         world.note(f"messages of {host} take {late_s} s")
         far = [each.host for each in world.agents] if host == world.host else [host]
         world.accusable |= {("node lost", each) for each in far}  # a handshake takes four, and its time is limited
-        world.network.slow[host] = late_s
-        world.timeline.call_later(world.chance.choice((1.0, 20.0)), world.network.slow.pop, host, None)
+        world.network.delay(host, late_s, world.chance.choice((1.0, 20.0)))
 
 
 def ask_for_stop(world: World) -> None:
@@ -208,7 +208,7 @@ def tear_connection(world: World) -> None:
     if (agent := _agent(world)) is not None:
         host, late_s = agent.host, world.chance.choice((0.1, 0.25, 1.0))
         world.note(f"the connection of {host} is torn, and what was said comes {late_s} s late")
-        world.network.slow[host] = late_s
+        world.network.delay(host, late_s, 0.04)
         if agent.workers and world.chance.random() < 0.5:
             world.accusable.add(("crash", host))
             rank = world.chance.choice(sorted(agent.workers))
@@ -216,7 +216,6 @@ def tear_connection(world: World) -> None:
             agent.end_worker(rank, -9)
         world.timeline.call_later(0.02, agent.tell_again)
         world.timeline.call_later(0.03, world.network.tear, host)
-        world.timeline.call_later(0.04, world.network.slow.pop, host, None)
 
 
 def say_twice(world: World) -> None:
@@ -311,13 +310,16 @@ def give_number_again(world: World) -> None:
 def look_in_between(world: World) -> None:
     """Cron looks while everything goes on."""
     if world.slurm is not None and not world.is_full and world.silent_until_s < world.timeline.now_s:
-        with inside(None):
-            slurm.look(world)
+        with inside(None):  # while it waits for Slurm, all others go on
+            Thread(world.timeline, slurm.look, (world,), world.timeline.create_future()).go_on()
 
 
 def cancel_job(world: World) -> None:
     """Its user cancels the job."""
-    if world.slurm is not None and not world.stop_asked_s and (jobs := world.slurm.mine()):
+    jobs = [] if world.slurm is None or world.stop_asked_s else world.slurm.mine()
+    if (
+        world.slurm is not None and jobs and {job.job_id for job in jobs} <= set(world.run.jobs())
+    ):  # else it cannot know
         world.note("scancel")
         world.stop_asked_s = world.timeline.now_s
         for job in jobs:

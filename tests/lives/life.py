@@ -1,8 +1,10 @@
 """One seed, one life: what is drawn for it, how it is lived, and what is said of it when something did not hold."""
 
 import random
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
-from slurmft.storage.journal import EventName
+from slurmft.storage.journal import PASSED_OVER, Event, EventName
 
 Scheduled = Sequence[tuple[float, Fault]]
 """Faults, each with the seconds from the beginning of the life at which it comes."""
@@ -41,6 +43,8 @@ class Bounds:
     longest_s: float = LONGEST_S
     """A life that goes on for longer will never end."""
 
+
+NUMBER = re.compile(r"(restart|retry) (\d+)")
 
 IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
@@ -177,8 +181,8 @@ def _judge(world: World, code: int) -> None:
     if code == 0 and not world.stop_asked_s and world.run.done() is None:
         world.violate("the run ends complete", "it ends well, and no mark of it is in the run folder")
     known = {event.details.get("generation") for event in events if event.event == EventName.ATTEMPT_STARTED}
-    if world.folder_is_well and not known.issuperset(world.starts):
-        world.violate("the journal is whole", f"generations {sorted({*world.starts} - known)} are not in it")
+    if unknown := {*world.starts} - known - world.never_written if world.folder_is_well else set():
+        world.violate("the journal is whole", f"generations {sorted(unknown)} are not in it")
     if world.slurm is not None and len(left := world.slurm.mine()) > 0 and world.run.done() is not None:
         world.violate("one continuation", f"jobs {[job.job_id for job in left]} are left of a complete run")
     # a job that is gone before slurmft has begun in it looks like one that its user has cancelled in the queue
@@ -198,6 +202,50 @@ def _judge(world: World, code: int) -> None:
     for attempt, actions in decided.items():
         if len(actions) > 1:
             world.violate("one decision", f"attempt {attempt} has {sorted(actions)}")
+    _judge_journal(world, events)
+
+
+def _judge_journal(world: World, events: Sequence[Event]) -> None:
+    """What the lines must be, one with the other."""
+    if [event for event in world.run.journal().read() if event.event not in PASSED_OVER] != events:
+        world.violate("the journal is what was written", "a start of the run reads it otherwise")
+    started = {
+        event.attempt: event.details["generation"] for event in events if event.event == EventName.ATTEMPT_STARTED
+    }
+    if [*started.values()] != sorted({*started.values()}):
+        world.violate("one owner", f"generations {[*started.values()]} follow each other")
+    ended = {event.attempt for event in events if event.event in (EventName.DECISION, EventName.SUPERSEDED)}
+    if open_ones := [
+        each for each, generation in started.items() if generation in world.to_decide and each not in ended
+    ]:
+        world.violate("every end is decided", f"no decision about {open_ones} is in the journal")
+    told = Counter(
+        (event.event, event.attempt, event.details.get("rank"), event.details.get("node"), event.details.get("kind"))
+        for event in events
+        if event.event in (EventName.WORKER_FAILED, EventName.EVIDENCE)
+    )
+    if twice := [fact for fact, times in told.items() if times > 1]:
+        world.violate("once", f"{twice} are in the journal more than once")
+    _judge_budgets(world, events)
+
+
+def _judge_budgets(world: World, events: Sequence[Event]) -> None:
+    """Each retry and restart has the number that follows from those before it, since the run has last progressed."""
+    causes: dict[str, str] = {}
+    spent: Counter[str] = Counter()
+    counted: set[str] = set()
+    for event in events:
+        facts, attempt = event.details, event.attempt
+        if event.event == EventName.VERDICT:
+            causes[attempt] = str(facts["cause"])
+            if (facts.get("saved_step") or 0) > facts["first_step"]:
+                spent.clear()
+        elif event.event == EventName.DECISION and attempt not in counted and (said := NUMBER.search(facts["reason"])):
+            counted.add(attempt)  # one that a killed supervisor has left is decided again in the same way
+            purse = attempt.rpartition(".")[0] if said[1] == "restart" else causes[attempt]
+            spent[purse] += 1
+            if int(said[2]) != spent[purse]:
+                world.violate("budgets add up", f"{said[0]} after attempt {attempt} is number {spent[purse]}")
 
 
 def story(world: World) -> str:

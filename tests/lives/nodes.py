@@ -1,59 +1,35 @@
-"""The agents' side of a life: what an agent does as the supervisor sees it, its workers, and the training they do.
+"""The agents' side of a life: agents with workers that are no processes, and the training that these do.
 
-A counterpart of ``agent.agent`` without processes: the same messages by the same channel, the same lease, the same
-reports that are repeated on each connection.
+What an agent says, hears and does is ``agent.agent`` itself. In the place of its workers' processes and pages, and of
+those that watch them, are those of here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, connect
-from slurmft.ipc.messages import (
-    AskSections,
-    Commit,
-    Done,
-    EvidenceReply,
-    HangReport,
-    Hello,
-    Kill,
-    Lasting,
-    LookNow,
-    Looks,
-    PassOnTerm,
-    Port,
-    ProgressReport,
-    Propose,
-    Rescued,
-    RescueState,
-    ReservedPort,
-    SectionsReply,
-    Shutdown,
-    SignalReport,
-    Started,
-    StartWorkers,
-    TakeEvidence,
-    Withdraw,
-    WorkerExited,
-    WorkerFacts,
-    WorkerSections,
-    as_reply,
-    parse_call,
-)
-from slurmft.ipc.pages import State, StopAction
-from slurmft.policy.stop import END, NEVER, NOT_STARTED, step_of, tick_of
-from slurmft.policy.stop import report_interval_s as interval_s
+import pytest
+
+from lives.timeline import PROCESS
+from slurmft.agent import agent as agent_module
+from slurmft.ipc.messages import HangReport, SectionsReply, Started, StartWorkers, WorkerFacts, WorkerSections
+from slurmft.ipc.pages import Slot, State, StopAction
+from slurmft.policy.stop import END, NEVER, NOT_STARTED, Look, step_of, tick_of
 
 if TYPE_CHECKING:
     from lives.world import World
 
-PAUSE_S = 0.2
 HEARD_S = 5.0
 """How long after its node can be reached again an agent has got its orders."""
+
+HANG_LOOK_S = 0.5
+ALONE_S = 10.0
+"""Beyond its lease, an agent may take so long to end."""
 
 HANG_S = 40.0
 BEGIN_S = 90.0
@@ -65,7 +41,7 @@ class Worker:
     """One rank's process, and its page."""
 
     rank: int
-    node: str
+    until: int
     step: int = 0
     resumed: int = -1
     saved: int = -1
@@ -75,62 +51,219 @@ class Worker:
     committed: int = -1
     action: int = 0
     state: State = State.SETUP
-    code: int | None = None
+    exit_code: int | None = None
     killed: bool = False
+    starved: bool = False
+    timings: None = None
     hung: bool = False
     moved_s: float = 0.0
     told: bool = False
     """Its hang was reported."""
     first_at: float = 0.0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def alive(self) -> bool:
         """Whether it has not ended."""
-        return self.code is None
+        return self.exit_code is None
 
-    def facts(self, until: int) -> WorkerFacts:
+    @property
+    def page(self) -> Worker:
+        """What the agent writes into."""
+        return self
+
+    def __setitem__(self, slot: Slot, value: int) -> None:
+        setattr(self, slot.name.lower(), value)
+
+    def facts(self) -> WorkerFacts:
         """Its page, as it is reported."""
         is_past = self.step > max(self.resumed, 0)
         return WorkerFacts(
-            rank=self.rank, state=int(self.state), attached=self.resumed >= 0, step=self.step, until=until,
+            rank=self.rank, state=int(self.state), attached=self.resumed >= 0, step=self.step, until=self.until,
             saved=self.saved, durable=self.saved, resumed=self.resumed, first_step_at=self.first_at if is_past else 0.0,
             answered=self.answered, metric=None, first_step_s=0.1, longest_step_s=0.2, saves=0, save_failures=0,
             save_errno=0, save_s=0.0, save_cost_s=0.0, saving_s=0.0, since_saved_s=0.0,
         )  # fmt: skip
 
-    def look(self) -> tuple[bool, int, bool, int]:
+    def look(self) -> Look:
         """As the agreement sees it."""
         holding = self.proposed if self.alive and self.tick == self.proposed else NOT_STARTED
-        return self.resumed >= 0, self.tick, self.alive, holding
+        return Look(self.resumed >= 0, self.tick, self.alive, holding)
+
+
+class Workers:
+    """In the place of ``agent.workers.Workers``."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.by_rank: dict[int, Worker] = {}
+        self.memory = self.folder = Path("/nowhere")
+        self.private = SimpleNamespace(tell_alive=lambda: None)
+        self.ready = asyncio.Event()
+        self.ready.set()
+
+    def start_zygote(self, *_: Any) -> None:
+        """There is none."""
+
+    def start(self, ranks: range, *_: Any, **__: Any) -> None:
+        """Begin the training of these ranks."""
+        world = self._agent.world
+        if any(worker.alive for worker in self.by_rank.values()):
+            world.violate(
+                "nothing of an older generation", f"workers of {self._agent.process.name} begin beside others"
+            )
+        self.by_rank = {rank: Worker(rank, world.until, moved_s=world.timeline.now_s) for rank in ranks}
+        world.training_of(self._agent.order).join(self._agent)
+
+    def signal(self, _: int) -> None:
+        """All of them use a session, and stop by the agreement."""
+
+    def kill(self) -> None:
+        """They must have been asked for their state."""
+        self._agent.world.on_kill(self._agent)
+        self.end(-9, killed=True)
+
+    async def end_earlier(self) -> None:
+        """Return when none lives."""
+        self.end(-9, killed=True)
+        await asyncio.sleep(self._agent.world.chance.uniform(0.01, 0.2))
+
+    def earlier_pids(self) -> set[int]:
+        """None."""
+        return set()
+
+    def kill_lingering(self, _: float) -> None:
+        """None does."""
+
+    def close(self, *, leave_memory: bool) -> None:
+        """The agent ends."""
+        self.end(-9, killed=True) if leave_memory else self.kill()
+
+    def end(self, code: int, *, killed: bool, report: bool = True) -> None:
+        """All of them."""
+        for rank in self.by_rank:
+            self._agent.end_worker(rank, code, killed=killed, report=report)
+
+
+class Hangs:
+    """In the place of ``agent.hangs.HangWatch``: a step that takes longer than its limit."""
+
+    def __init__(self, _: Any, report: Any) -> None:
+        self._report, self._workers = report, list[Worker]()
+        self.agent: Agent
+
+    def begin(self, workers: list[Worker], **_: Any) -> None:
+        """Watch these from now on."""
+        self._workers = workers
+
+    def learn(self, _: Any) -> None:
+        """Nothing: there is one limit."""
+
+    def durations(self) -> None:
+        """Nothing."""
+
+    def facts(self, _: int) -> SectionsReply:
+        """Where each of them is."""
+        return SectionsReply(workers=tuple(_sections_of(each) for each in self._workers if each.alive), more=False)
+
+    async def run(self) -> None:
+        """Report each hang once; a rank that waits for others holds a section, too."""
+        alone_s = 0.0
+        while True:
+            await asyncio.sleep(HANG_LOOK_S)
+            alone_s = alone_s + HANG_LOOK_S if self.agent.world.is_alone(self.agent) else 0.0
+            self.agent.check(alone_s)
+            for worker in self._workers:
+                held_s = asyncio.get_running_loop().time() - worker.moved_s
+                if worker.alive and held_s > (HANG_S if worker.resumed >= 0 else BEGIN_S) and not worker.told:
+                    worker.told = True
+                    self._report(HangReport(rank=worker.rank, section="step", held_s=held_s, limit_s=HANG_S,
+                                            why=f"step open for {held_s:.0f} s"))  # fmt: skip
+
+
+def _sections_of(worker: Worker) -> WorkerSections:
+    held_s = asyncio.get_running_loop().time() - worker.moved_s
+    return WorkerSections(
+        rank=worker.rank, attached=worker.resumed >= 0, age_s=held_s, quiet_s=held_s, sections=(("step", held_s),),
+        elsewhere=(), step=max(worker.step, 0), own_work=worker.step - worker.hung, stopped=False, holding=False,
+        warming_up=False,
+    )  # fmt: skip
+
+
+class Own(agent_module.Agent):
+    """slurmft's own agent, in a life."""
+
+    def __init__(self, agent: Agent, folder: Path, secret: bytes) -> None:
+        self.agent = agent
+        environment = {"SLURMFT_NODE_INDEX": str(agent.node), "SLURMD_NODENAME": agent.host}
+        super().__init__(agent.world.config, folder.name, environment)
+        self._birth, self._hangs.agent = str(agent.pid), agent  # type: ignore[attr-defined]
+        self._where = SimpleNamespace(read=lambda: ([agent.supervisor], agent.port, secret))  # type: ignore[assignment]
+
+    async def _start(self, call: StartWorkers) -> Started:
+        self.agent.order = call
+        return await super()._start(call)
+
+
+async def _for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def _no_evidence(*_: Any) -> list[Any]:
+    return []
+
+
+def simulate_agents(world: World, patch: pytest.MonkeyPatch) -> None:
+    """In the place of what an agent starts, holds and watches is what a life has of it."""
+
+    async def keep(_: Any) -> int:
+        return next(agent for agent in world.agents if agent.process is PROCESS.get()).keep()
+
+    nothing = SimpleNamespace(begin=lambda *_, **__: None, close=lambda: None, new=lambda _: (), run=_for_ever)
+    forensics = SimpleNamespace(keep_last_words=lambda *_: None, finish=lambda _: None, take_evidence=_no_evidence)
+    for name, value in {
+        "Workers": lambda on_exit, _: on_exit.__self__.agent.own_workers, "HangWatch": Hangs,
+        "Keeping": lambda *_: nothing, "DigestReports": lambda: nothing, "NoticeWatch": lambda *_: nothing,
+        "Forensics": lambda _: forensics, "look_after_regularly": lambda *_: _for_ever(), "rescue_on_node": keep,
+        "reserve_port": lambda: (nothing, 12345), "wait_until_free": lambda *_: "",
+    }.items():  # fmt: skip
+        patch.setattr(agent_module, name, value)
 
 
 class Agent:
     """One node's agent, from its start to its end; a process of its own."""
 
-    def __init__(self, world: World, node: int, host: str, *, port: int, secret: bytes) -> None:
-        self.world, self.node, self.host, self.port, self._secret = world, node, host, port, secret
+    def __init__(self, world: World, node: int, host: str, *, port: int, folder: Path, secret: bytes) -> None:
+        self.world, self.node, self.host, self.port = world, node, host, port
         self.supervisor = world.host
         """Where its supervisor is."""
 
         self.job = world.job
         self.restarts = 0 if world.job is None else world.job.restarts
-        self.process = world.process(f"agent {node} on {host}")
+        self.process = world.process(f"agent {node} on {host}", host)
         self.pid = world.next_pid()
-        self.workers: dict[int, Worker] = {}
         self.memory: int = -1
         """The newest step that was kept here just in time."""
 
-        self.generation = 0
         self.asked_to_keep = 0
         """The generation for which it was asked to keep the state."""
 
+        self.order: StartWorkers
+        """The newest one."""
+
         self.code: int | None = None
         self.ended = asyncio.Event()
-        self._channel: Channel | None = None
-        self._lasting: list[Lasting] = []
-        self._heard_s = world.timeline.now_s
-        self._shutdown = False
+        self.own_workers = Workers(self)
+        self._own = Own(self, folder, secret)
+
+    @property
+    def workers(self) -> dict[int, Worker]:
+        """By their ranks."""
+        return self.own_workers.by_rank
+
+    @property
+    def generation(self) -> int:
+        """That it has begun last; 0 before."""
+        return self._own._generation
 
     @property
     def is_there(self) -> bool:
@@ -138,27 +271,26 @@ class Agent:
         return self.process.alive and self.code is None
 
     @property
+    def is_connected(self) -> bool:
+        """Whether it has a connection to its supervisor."""
+        return self._own._channel is not None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it has looked for its supervisor for longer than that takes."""
-        return self._channel is None and self.world.timeline.now_s - self._heard_s > HEARD_S + PAUSE_S
+        silent_s = self.world.timeline.now_s - self._own._last_heard
+        return not self.is_connected and silent_s > HEARD_S + agent_module.RECONNECT_PAUSE_S
 
     # its life
 
     async def live(self) -> None:
         """Serve until it is shut down, or the supervisor is silent for the lease."""
         await asyncio.sleep(self.world.chance.uniform(0.05, 0.8))
-        tasks = [asyncio.create_task(each) for each in (self._serve(), self._watch_lease())]
-        reports = asyncio.create_task(self._report_regularly())
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        self.world.note(f"{self.process.name} ends" + ("" if self._shutdown else ": no supervisor"))
-        if not self._shutdown:
+        code = await self._own.run()
+        self.world.note(f"{self.process.name} ends" + (": no supervisor" if code else ""))
+        if code:
             self.world.check_lease(self)
-        for task in (*tasks, reports):
-            task.cancel()
-        self._end_workers(-9, killed=True)
-        if self._channel is not None:
-            self._channel.close()
-        self.end(0 if self._shutdown else 75)
+        self.end(code)
 
     def end(self, code: int) -> None:
         """Its process has ended; what has started it sees that."""
@@ -167,179 +299,55 @@ class Agent:
 
     def die(self) -> None:
         """SIGKILL, or the end of its node; its workers end with it."""
-        self._end_workers(-9, killed=False, report=False)
+        self.own_workers.end(-9, killed=False, report=False)
         self.process.kill()
         self.end(-9)
 
     def lose_power(self) -> None:
         """The node is gone without a word: no connection shows its end."""
-        self._end_workers(-9, killed=False, report=False)
+        self.own_workers.end(-9, killed=False, report=False)
         self.process.alive = False
         self.end(-9)
 
-    async def _watch_lease(self) -> None:
-        lease_s = self.world.config.fault_tolerance.supervisor_lease_s
-        while self.world.timeline.now_s - self._heard_s < lease_s:
-            await asyncio.sleep(1.0)
-
-    async def _serve(self) -> None:
-        while not self._shutdown:
-            with contextlib.suppress(OSError, BadMessage):
-                await self._serve_one_connection()
-            if not self._shutdown:
-                await asyncio.sleep(PAUSE_S)
-
-    async def _serve_one_connection(self) -> None:
-        self.world.dialing = self.host
-        channel = await connect(self.supervisor, self.port, self._secret)
-        channel.send(Hello(node=self.node, host=self.host, pid=self.pid, birth=str(self.pid)))
-        self._channel = channel
-        for report in self._lasting:
-            channel.send(report)
-        try:
-            while not self._shutdown:
-                line = await channel.receive_line()
-                if line is None:
-                    return
-                self._heard_s = self.world.timeline.now_s
-                number, call = parse_call(line)
-                answer = await self._answer(call)
-                if number != UNANSWERED:
-                    channel.send(as_reply(number, answer))
-        finally:
-            if not self._shutdown:
-                self._channel = None
-                channel.close()
-
-    async def _report_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(interval_s(self.world.config.nodes))
-            self._report_hangs()
-            if self._channel is not None:
-                ranks = tuple(worker.facts(self.world.until) for worker in self.workers.values())
-                self._channel.send(ProgressReport(ranks=ranks, ready=True, generation=self.generation))
-
-    # what it is asked for
-
-    async def _answer(self, call: Any) -> Any:  # noqa: C901 - one case for each call
-        match call:
-            case StartWorkers():
-                return await self._start(call)
-            case Port():
-                return ReservedPort(port=12345)
-            case AskSections():
-                living = [worker for worker in self.workers.values() if worker.alive]
-                return SectionsReply(workers=tuple(map(self._sections_of, living)), more=False)
-            case LookNow():
-                return self._looks()
-            case Propose(tick=tick, action=action):
-                for worker in self.workers.values():
-                    worker.action, worker.committed, worker.proposed = action, -1, tick
-                await asyncio.sleep(0.001)
-                return self._looks()
-            case Commit(tick=tick):
-                for worker in self.workers.values():
-                    worker.committed = tick
-            case Withdraw():
-                for worker in self.workers.values():
-                    worker.proposed = NEVER
-            case PassOnTerm():
-                pass  # all of these workers use a session, and stop by the agreement
-            case TakeEvidence():
-                return EvidenceReply(ranks=())
-            case RescueState():
-                return Rescued(step=self._keep())
-            case Kill():
-                self.world.on_kill(self)
-                self._end_workers(-9, killed=True)
-            case Shutdown():
-                self.world.on_kill(self)
-                self._shutdown = True
-        return Done()
-
-    def _sections_of(self, worker: Worker) -> WorkerSections:
-        held_s = self.world.timeline.now_s - worker.moved_s
-        return WorkerSections(
-            rank=worker.rank, attached=worker.resumed >= 0, age_s=held_s, quiet_s=held_s, sections=(("step", held_s),),
-            elsewhere=(), step=max(worker.step, 0), own_work=worker.step - worker.hung, stopped=False, holding=False,
-            warming_up=False,
-        )  # fmt: skip
-
-    def _report_hangs(self) -> None:
-        """A worker whose step takes longer than its limit; a rank that waits for others holds one, too."""
-        for worker in self.workers.values():
-            held_s = self.world.timeline.now_s - worker.moved_s
-            if worker.alive and held_s > (HANG_S if worker.resumed >= 0 else BEGIN_S) and not worker.told:
-                worker.told = True
-                self._tell(HangReport(generation=self.generation, rank=worker.rank, section="step", held_s=held_s,
-                                      limit_s=HANG_S, why=f"step open for {held_s:.0f} s"))  # fmt: skip
-
-    def _looks(self) -> Looks:
-        return Looks(looks=tuple(worker.look() for worker in self.workers.values()))
-
-    def _keep(self) -> int:
+    def keep(self) -> int:
+        """The newest step of its workers, which it has from now on."""
         self.asked_to_keep = self.generation
         living = [worker.step for worker in self.workers.values() if worker.alive and worker.resumed >= 0]
         self.memory = max([self.memory, *living])
         return self.memory
 
-    async def _start(self, call: StartWorkers) -> Started:
-        if call.generation == self.generation and self.workers:  # the answer to the first order was lost
-            return Started()
-        self._end_workers(-9, killed=True)
-        await asyncio.sleep(self.world.chance.uniform(0.01, 0.2))
-        self.generation = call.generation
-        per_node = self.world.config.nproc_per_node
-        ranks = range(call.first_rank, call.first_rank + per_node)
-        self.workers = {rank: Worker(rank, self.host, moved_s=self.world.timeline.now_s) for rank in ranks}
-        self.world.training_of(call).join(self)
-        return Started()
+    def check(self, alone_s: float) -> None:
+        """What must hold of it at each moment; no supervisor could be heard for so long."""
+        self.world.check_workers(self)
+        lease_s = self.world.config.fault_tolerance.supervisor_lease_s
+        if alone_s > lease_s + ALONE_S and self.is_there:
+            self.world.violate("agents end", f"{self.process.name} lives {alone_s:.0f} s after its supervisor")
 
-    # ends
+    def note_signal(self, name: str) -> None:
+        """A signal from Slurm."""
+        self.world.asked["SIGTERM"] = self.world.timeline.now_s
+        self._own._note_own_signal(name)
+
+    def tell_again(self) -> None:
+        """Say once more, by the present connection, all that was said."""
+        if (channel := self._own._channel) is not None:
+            for report in self._own._lasting:
+                channel.send(report)
 
     def end_worker(self, rank: int, code: int, *, killed: bool = False, report: bool = True) -> None:
         """End one rank; its agent sees it a moment later."""
         worker = self.workers[rank]
         if not worker.alive:
             return
-        worker.code, worker.killed = code, killed
+        worker.exit_code, worker.killed = code, killed
         if code:
             worker.state = worker.state if code < 0 else State.FAILED
-        worker.ended.set()
         if report and self.process.alive:
-            generation = self.generation
-            self.world.timeline.call_later(0.01, lambda: self._report_end(worker, generation))
+            self.world.timeline.call_later(0.01, self._see_end, worker)
 
-    def _report_end(self, worker: Worker, generation: int) -> None:
-        if not self.process.alive or worker.code is None:
-            return
-        facts = worker.facts(self.world.until)
-        report = WorkerExited(
-            code=worker.code, killed=worker.killed, generation=generation,
-            **{name: getattr(facts, name) for name in facts.__struct_fields__},
-        )  # fmt: skip
-        self._tell(report)
-
-    def note_signal(self, name: str) -> None:
-        """A signal from Slurm."""
-        self._tell(SignalReport(name=name, count=1, at=self.world.wall_s()))
-
-    def tell_again(self) -> None:
-        """Say once more, by the present connection, all that was said."""
-        if self._channel is not None:
-            for report in self._lasting:
-                self._channel.send(report)
-            ranks = tuple(worker.facts(self.world.until) for worker in self.workers.values())
-            self._channel.send(ProgressReport(ranks=ranks, ready=True, generation=self.generation))
-
-    def _tell(self, report: Lasting) -> None:
-        self._lasting.append(report)
-        if self._channel is not None:
-            self._channel.send(report)
-
-    def _end_workers(self, code: int, *, killed: bool, report: bool = True) -> None:
-        for rank in self.workers:
-            self.end_worker(rank, code, killed=killed, report=report)
+    def _see_end(self, worker: Worker) -> None:
+        if self.process.alive:
+            self._own._report_exit(worker)  # type: ignore[arg-type]
 
 
 class Training:
@@ -349,10 +357,13 @@ class Training:
         self.world, self.generation, self.nodes = world, order.generation, order.nodes
         self.agents: list[Agent] = []
         self.step = self.began_at = -1
+        self.joined_s = world.timeline.now_s
         self.is_over = False
 
     def join(self, agent: Agent) -> None:
         """One node's workers have started."""
+        if agent in self.agents:
+            self.world.violate("once", f"{agent.process.name} starts generation {self.generation} again")
         self.agents.append(agent)
         if len(self.agents) == self.nodes:
             with self.world.outside():
@@ -403,6 +414,7 @@ class Training:
                 worker.moved_s = world.timeline.now_s
             if self.step % world.save_every == 0:
                 self._save()
+                world.check_answered(self)
         if self.step >= world.until and self._can_step():
             self._save()
             self._finish(State.FINISHED)
@@ -419,6 +431,7 @@ class Training:
             if workers[0].action == StopAction.SAVE_AND_STOP:
                 self._finish(State.STOPPED)
                 return True
+            self.world.asked.pop("SAVE", None)
             for worker in workers:
                 worker.proposed = NEVER
         return False
@@ -442,8 +455,10 @@ class Training:
 
         Ranks that wait for one that has ended fail of it after a while, or hang for good.
         """
-        fails_s = self.world.timeline.now_s + self.world.chance.choice(self.world.peers_fail_s)
+        began_s = self.world.timeline.now_s
+        fails_s = began_s + self.world.chance.choice(self.world.peers_fail_s)
         while not self._can_step():
+            self.world.check_stalled(self, began_s)
             if any(agent.generation != self.generation for agent in self.agents):
                 return False
             workers = self.workers()

@@ -84,7 +84,9 @@ def run_folder_is(state: str, seconds: float) -> faults.Fault:
     return fault
 
 
-def _suspended(seconds: float) -> faults.Fault:
+def suspended(seconds: float) -> faults.Fault:
+    """The supervisor does nothing for so long."""
+
     def fault(world: World) -> None:
         supervisor = world.supervisor
         assert supervisor is not None
@@ -101,7 +103,9 @@ def _suspended(seconds: float) -> faults.Fault:
     return fault
 
 
-def _preempted(grace_s: int) -> faults.Fault:
+def preempted(grace_s: int) -> faults.Fault:
+    """The job is preempted, with so long a grace."""
+
     def fault(world: World) -> None:
         if world.slurm is not None and world.job is not None:
             world.slurm.preempt(world.job, grace_s)
@@ -140,7 +144,7 @@ RESET = _life((5.0, faults.reset), shift_s=0.05, nodes=2, nproc_per_node=1)
 POWER = _life(
     (5.0, faults.power_off), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1}, bounds=Bounds(within_s=100.0)
 )
-SUSPENDED = _life((5.0, _suspended(20.0)), nodes=2, nproc_per_node=1,
+SUSPENDED = _life((5.0, suspended(20.0)), nodes=2, nproc_per_node=1,
                   fault_tolerance={**PATIENT, "agent_timeout_s": 5.0})  # fmt: skip
 BETWEEN = _life((5.0, faults.kill_rank), (5.02, run_folder_is("silent", 70.0)), nodes=1,
                 fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})  # fmt: skip
@@ -154,14 +158,14 @@ DOOMED_IN_SLURM = _in_slurm(nodes=1, bounds=Bounds(most_starts=6), fault_toleran
     **PATIENT, "num_in_job_restarts": 2, "num_job_retries_on_failure": 1, "retry_delay_s": 0})  # fmt: skip
 PLANNED = _life((4.0, REQUEUE), (9.0, REQUEUE), (14.0, REQUEUE), nodes=1, fault_tolerance={
     **PATIENT, "num_in_job_restarts": 0, "num_job_retries_on_failure": 0})  # fmt: skip
-PREEMPTED = _in_slurm((5.0, _preempted(60)), until=400, nodes=2, nproc_per_node=1, bounds=Bounds(costless=True))
+PREEMPTED = _in_slurm((5.0, preempted(60)), until=400, nodes=2, nproc_per_node=1, bounds=Bounds(costless=True))
 RANK_IN_SLURM = _in_slurm((5.0, faults.kill_rank), nodes=2, nproc_per_node=1,
                           fault_tolerance={**PATIENT, "num_in_job_restarts": 0})  # fmt: skip
 LATE_SBATCH = _in_slurm((4.9, _controller("late", 1, at="sbatch")), (5.0, REQUEUE), nodes=1,
                         preemption={"continue_by": "resubmit"})  # fmt: skip
 KILLED_AFTER_SBATCH = _in_slurm((4.9, _kill_after("sbatch")), (5.0, REQUEUE), nodes=1,
                                 preemption={"continue_by": "resubmit"})  # fmt: skip
-STOPPED_IN_GRACE = _in_slurm((5.0, faults.ask_for_stop), (5.0, _preempted(60)), nodes=1,
+STOPPED_IN_GRACE = _in_slurm((5.0, faults.ask_for_stop), (5.0, preempted(60)), nodes=1,
                              slurm={"requeues_early": True})  # fmt: skip
 EXCLUDED = _in_slurm((5.0, faults.exclude_node), nodes=2, nproc_per_node=1)
 FORGOTTEN = _in_slurm((5.0, faults.give_number_again), (5.1, REQUEUE), nodes=1)

@@ -537,7 +537,7 @@ def look(world: World) -> None:
     from lives.world import Killed
     from slurmft.errors import SlurmftError
 
-    with world.on_login_node():
+    with inside(None):
         try:
             for line in rescue.rescue([world.run], "cron"):
                 world.note(f"cron: {line}")

@@ -23,9 +23,10 @@ from lives.faults import (
     signal_agents,
 )
 from lives.life import PATIENT, Drawn, Scheduled, live, lived, shortest, story
-from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, run_folder_is, scenes
+from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, preempted, run_folder_is, scenes, suspended
 from lives.planted import REQUEUE as ask_for_requeue
 from lives.world import World
+from slurmft.storage.journal import EventName
 
 BLOCKS, EACH = 10, 20
 
@@ -132,6 +133,92 @@ def test_agents_hear_of_an_attempt_that_is_over_and_waits_for_the_run_folder() -
     """Stopped while its start waited for a silent folder, it sent no more pings, and its agents ended."""
     settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
     world = lived([(0.5, run_folder_is("silent", 100.0)), (21.0, signal_agents)], until=20, nodes=3, **settings)
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("at_s", [1.2, 1.3, 1.4, 1.5])
+def test_a_stop_outlives_a_supervisor_that_could_not_tell_slurm_yet(at_s: float) -> None:
+    """The request was taken before the requeue was switched off: the start that Slurm made next trained on."""
+    faults = [(0.02, preempted(30)), (0.05, ask_for_stop), (at_s, suspended(70.0))]
+    world = lived(faults, until=60, in_slurm=SLURM, nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("effect", range(1, 26))
+def test_a_start_whose_disk_fills_up_while_it_takes_the_run_over_is_not_its_own_successor(effect: int) -> None:
+    """It tried again, and found the run taken over by itself, in a job that Slurm had lost."""
+
+    def fill(world: World) -> None:
+        world.full_at, world.full_s = world.effects + effect, 0.5
+
+    faults = [(0.08, give_number_again), (0.12, fill)]
+    world = lived(faults, until=20, in_slurm=SLURM, nodes=2, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_a_run_that_is_complete_is_so_before_its_agents_have_ended() -> None:
+    """One that ended slowly had the mark of it wait, until Slurm ended the job."""
+
+    def end_job(world: World) -> None:
+        assert world.slurm is not None and world.job is not None
+        world.network.slow[world.job.nodes[-1]] = 2.5
+        world.slurm.errs = True
+        world.slurm.lose_job(world.job, after_s=1.5)
+
+    faults = [(1.0, once(lambda world: world.saved == world.until, end_job))]
+    world = lived(faults, until=20, in_slurm=SLURM, nodes=1, spare_nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("effect", range(12, 22))
+def test_an_end_that_is_judged_twice_spends_one_retry(effect: int) -> None:
+    """Its supervisor was killed between the verdict and the decision: both verdicts counted from then on."""
+
+    def kill_soon(world: World) -> None:
+        world.killed_at = world.effects + effect
+
+    faults = [(2.5, kill_rank), (2.5, kill_soon), (4.5, kill_rank), (6.5, kill_rank)]
+    section = {**PATIENT, "num_in_job_restarts": 0, "retry_delay_s": 0}
+    settings = {"checkpoint": {"interval_steps": 10, "just_in_time": False}, "fault_tolerance": section}
+    world = lived(faults, until=20, nodes=1, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+def once(holds: Callable[[World], bool], fault: Callable[[World], None]) -> Callable[[World], None]:
+    """The fault, as soon as this holds."""
+
+    def look(world: World) -> None:
+        fault(world) if holds(world) else world.timeline.call_later(0.001, look, world)
+
+    return look
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_agent_that_is_started_again_while_slurm_takes_its_time_is_no_end(seed: int) -> None:
+    """All had ended when Slurm was asked why; when it answered, the next agent's ranks trained, and were killed."""
+
+    def kill(world: World) -> None:
+        assert world.slurm is not None
+        world.slurm.errs, world.slurm.mood, world.slurm.mood_lasts = True, "late", 3
+        world.timeline.call_later(0.004, kill_agent, world)
+
+    faults = [(0.51, once(lambda world: world.agents[0].is_connected, kill))]
+    world = lived(faults, until=60, seed=seed, in_slurm=SLURM, nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_ranks_that_are_started_after_another_has_failed_are_ended() -> None:
+    """The order came by a new connection, when the others had been killed already: they waited for these for ever."""
+
+    def cut(world: World) -> None:
+        world.accusable |= {("node lost", "n1"), ("hang", "n1"), ("crash", "n0")}
+        world.network.cut("n1")
+        world.timeline.call_later(2.0, world.agents[0].end_worker, 0, -9)
+        world.timeline.call_later(30.0, world.network.heal, "n1")
+
+    faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, cut))]
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "agent_timeout_s": 10.0}}
+    world = lived(faults, until=60, peers_fail=False, nodes=2, nproc_per_node=1, **settings)
     assert not world.violations, story(world)
 
 

@@ -28,8 +28,8 @@ class Stuck(AssertionError):
 class Process:
     """Whatever can be killed or stopped as one."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, host: str) -> None:
+        self.name, self.host = name, host
         self.alive, self.stopped = True, False
         self.connections: list[End] = []
         self.waiting: list[Callable[[], object]] = []
@@ -167,6 +167,9 @@ class Timeline(asyncio.BaseEventLoop):
     def time(self) -> float:
         """Seconds."""
         return self.now_s
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+        """Nothing: signals of a life are calls."""
 
     def end(self) -> None:
         """Close what is left of all tasks, so that nothing of them runs when they are collected; and the loop."""
@@ -376,13 +379,25 @@ class Network:
         self.listeners: dict[int, tuple[Process, Callable[[Any, Any], Coroutine[Any, Any, None]]]] = {}
         self.on_change: Callable[[], object] = lambda: None
         self.slow: dict[str, float] = {}
-        self.healed_s: dict[str, float] = {}
         """By how many seconds messages of a node are late."""
+
+        self.healed_s: dict[str, float] = {}
 
     def latency_s(self, *nodes: str) -> float:
         """Of one message between these nodes; within one, none is slow."""
         slow_s = sum(self.slow.get(node, 0.0) for node in nodes) if len({*nodes}) > 1 else 0.0
         return self._chance.uniform(0.0002, 0.003) + slow_s
+
+    def delay(self, node: str, late_s: float, seconds: float) -> None:
+        """Have messages of the node be late for so long."""
+
+        def end() -> None:
+            self.on_change()
+            self.slow.pop(node, None)
+
+        self.on_change()
+        self.slow[node] = late_s
+        self.timeline.call_later(seconds, end)
 
     def is_cut(self, node: str) -> bool:
         """Whether nothing gets to the node, or from it."""
@@ -392,6 +407,11 @@ class Network:
         """Drop all packets of the node."""
         self.on_change()
         self._cut.setdefault(node, self.timeline.now_s)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no node is cut off or slow."""
+        return not self._cut and not self.slow
 
     def heal(self, node: str) -> None:
         """Let packets of the node pass again."""

@@ -1,7 +1,8 @@
 """One life of a run: the real supervisor on a simulated machine, with faults, and what must hold whatever happens.
 
-The supervisor is the product's own, from ``supervise`` to the end of the run. Time, network, agents and their training
-are ``timeline`` and ``nodes``; the run folder is real, in memory. A seed makes the same life each time.
+The supervisor is the product's own, from ``supervise`` to the end of the run, and so are the agents, but for the
+processes of their workers. Time and network are ``timeline``, workers and their training ``nodes``; the run folder is
+real, in memory. A seed makes the same life each time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from lives.nodes import Agent, Training
+from lives.nodes import Agent, Training, simulate_agents
 from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
@@ -48,6 +49,7 @@ from slurmft.supervisor.agents import AgentPool
 from slurmft.supervisor.cluster import LOCAL_JOB_VARIABLE, LOCAL_RESTART_VARIABLE, LocalCluster
 from slurmft.system import processes
 
+LOGIN = processes.Process("login", 1, "1")
 START_S = 1_700_000_000.0
 LONGEST_S = 2 * 3600.0
 FOLDER_S = 10.0
@@ -70,6 +72,16 @@ PINGED_S = 20.0
 
 STOP_KNOWN_S = 5.0
 """A supervisor that lives, and whose run folder answers, has seen a request for a stop by then."""
+
+
+ANSWERED_S = 15.0
+"""A request, or a signal, that comes while nothing is wrong is answered by then."""
+
+OLD_S = 10.0
+"""By then nothing of an older generation runs any more, while nothing is wrong."""
+
+ENDED_S, FOUND_S = 45.0, 150.0
+"""A rank that has ended has ended its attempt by then; one that hangs, or whose node is silent, by then."""
 
 
 class Killed(BaseException):
@@ -156,11 +168,12 @@ class World:
         self.accusable: set[tuple[str, str]] = set()
         """Kinds of evidence, and nodes that a fault has given reason for."""
 
-        self.dialing = ""
         self.saved, self.saved_by = 0, 0
         """The newest step on the disk, and the generation that has saved it."""
 
-        self.kept = -1
+        self.asked: dict[str, float] = {}
+        """Kinds of requests and signals that are not answered yet, and when they came."""
+
         self.violations: list[str] = []
         self.journal: list[str] = []
         self.supervisor: Process | None = None
@@ -204,12 +217,21 @@ class World:
         """Whose supervisor runs."""
 
         self._lost: list[int] = []
-        self._me = processes.Process("login", 1, "1")
+        self._me = LOGIN
         self._ignores_signals = False
         self._ended_by_slurm = False
 
         self.unwritten: deque[tuple[Event, str]] = deque()
         """Of the journal: what the present supervisor still has to write."""
+
+        self.begun: list[int] = []
+        """Generations that the present supervisor has started."""
+
+        self.to_decide: set[int] = set()
+        """Those whose supervisor has come to its end, with the run folder well."""
+
+        self.never_written: set[int] = set()
+        """Generations that the journal was never told of: their supervisor ended before the run folder was well."""
 
         self.written: dict[str, float] = {}
         """When files of the run folder were written."""
@@ -226,9 +248,9 @@ class World:
 
     # what agents and workers ask of it
 
-    def process(self, name: str) -> Process:
+    def process(self, name: str, host: str = "") -> Process:
         """A new process."""
-        self._processes.append(Process(name))
+        self._processes.append(Process(name, host))
         return self._processes[-1]
 
     def next_pid(self) -> int:
@@ -268,7 +290,7 @@ class World:
     def begin_agent(self, node: int, host: str, folder: Path) -> Agent:
         """Start an agent, which finds its supervisor by this folder; it ends at once on a node that is off."""
         port = max(self.network.listeners, default=0)
-        agent = Agent(self, node, host, port=port, secret=(folder / "secret").read_bytes())
+        agent = Agent(self, node, host, port=port, folder=folder, secret=(folder / "secret").read_bytes())
         self.agents.append(agent)
         self.note(f"{agent.process.name} starts" + (", in vain" if host in self.off else ""))
         if host in self.off:  # as of Slurm: a step on a node that is gone, and not noticed yet, fails after 6 s
@@ -290,6 +312,7 @@ class World:
             if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
+            self.begun.append(order.generation)
             if 0 < self.most_starts < len(self._trainings):
                 self.timeline.until_s = self.timeline.now_s  # enough is seen
         return self._trainings[order.generation]
@@ -307,7 +330,7 @@ class World:
     @property
     def newest(self) -> int:
         """The generation that was started last."""
-        return max(self._trainings)
+        return max(self._trainings, default=0)
 
     def resumed(self, training: Training) -> int:
         """The step that a training begins with: the newest that is on the disk, or was kept in memory of its nodes."""
@@ -359,6 +382,46 @@ class World:
         """From now on an agent may miss its supervisor for a while."""
         self.disturbed_s = self.timeline.now_s
 
+    def has_been_well(self, since_s: float) -> bool:
+        """Whether nothing has kept the supervisor, Slurm or the run folder from their work since then."""
+        last_s = max(self.disturbed_s, self.resumed_s, self.silent_until_s, self.full_until_s, self.stale_until_s)
+        is_there = self.supervisor is not None and self.supervisor.alive and not self.is_suspended
+        return is_there and last_s <= since_s and (self.slurm is None or not self.slurm.errs)
+
+    def check_answered(self, training: Training) -> None:
+        """A training goes on: no request waits for its answer."""
+        now_s = self.timeline.now_s
+        all_there = self.network.is_whole and not any(agent.process.stopped for agent in self.agents if agent.is_there)
+        for kind, at_s in self.asked.items():
+            if training.joined_s < at_s < now_s - ANSWERED_S and all_there and self.has_been_well(at_s):
+                self.violate("requests are answered", f"{kind} came {now_s - at_s:.0f} s ago, and the training goes on")
+
+    def check_stalled(self, training: Training, since_s: float) -> None:
+        """A training cannot go on, and has not ended yet."""
+        since_s = max(since_s, self.disturbed_s)
+        can_be_heard = self.network.is_whole and not any(agent.process.stopped for agent in training.agents)
+        has_failed = any(worker.exit_code for worker in training.workers())
+        bound_s = ENDED_S if can_be_heard and has_failed else FOUND_S
+        is_newest = training.generation == self.newest
+        if is_newest and self.timeline.now_s - since_s > bound_s and self.has_been_well(since_s):
+            self.violate("in time", f"generation {training.generation} cannot go on, for {bound_s} s")
+
+    def check_workers(self, agent: Agent) -> None:
+        """An agent that is connected has no worker of an older generation."""
+        if (
+            agent.generation < self.newest
+            and any(worker.alive for worker in agent.workers.values())
+            and agent.is_connected
+            and self.network.is_whole
+            and self.has_been_well(self.timeline.now_s - OLD_S)
+        ):
+            self.violate("nothing of an older generation", f"{agent.process.name} has one of {agent.generation}")
+
+    def is_alone(self, agent: Agent) -> bool:
+        """Whether no supervisor can reach it."""
+        supervisor = self.network.listeners[agent.port][0]
+        return not supervisor.alive or (agent.host != agent.supervisor and self.network.is_cut(agent.host))
+
     def check_lease(self, agent: Agent) -> None:
         """An agent ends, as it has heard of no supervisor for its lease."""
         if self._can_reach_supervisor(agent):
@@ -397,7 +460,7 @@ class World:
             if others:
                 self.violate("one continuation", f"generation {order.generation} starts, and jobs {others} wait")
         barred = self.excluded & set(expand(order.nodelist))
-        knows = self.slurm is None or self.slurm.mood != "silent" or self.slurm.mood_lasts <= 0  # which can be avoided
+        knows = self.slurm is None or self.slurm.mood_lasts <= 0  # which can be avoided
         if barred and knows and not any(event.event in SAYS_WHY for event in self.events()):
             self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
@@ -490,15 +553,9 @@ class World:
         self.supervisor = self.job = None
         return code
 
-    @contextmanager
-    def on_login_node(self) -> Iterator[None]:
-        """What is done in here is done by cron, or a person, there."""
-        before, self._me = self._me, processes.Process("login", 1, "1")
-        try:
-            with inside(None):
-                yield
-        finally:
-            self._me = before
+    def me(self) -> processes.Process:
+        """The process around: the supervisor's, or what cron or a person does on a login node."""
+        return self._me if PROCESS.get() is not None else LOGIN
 
     def live(self) -> int:
         """Run supervisors until the run has ended for good; returns the last exit code.
@@ -549,11 +606,16 @@ class World:
     def _end_of_supervisor(self, how: str, *, quietly: bool = False) -> None:
         self.note(f"the supervisor {how}")
         assert self.supervisor is not None
+        if self.folder_is_well and how.startswith(("ends with", "starts anew")):
+            self.to_decide.update(self.begun)
+        self.begun.clear()
         if quietly:  # its node is gone, and the end is not reported
             self.supervisor.alive = False
         else:
             self.supervisor.kill()
         self._ignores_signals = False
+        begun = [event.details for event, _ in self.unwritten if event.event == EventName.ATTEMPT_STARTED]
+        self.never_written |= {facts["generation"] for facts in begun}
         self.unwritten = deque()
         guardian._kept.clear()
         guardian._listeners.clear()
@@ -561,6 +623,7 @@ class World:
     def signal_supervisor(self) -> None:
         """SIGTERM."""
         if self.supervisor is not None and self.supervisor.alive and not self._ignores_signals:
+            self.asked["SIGTERM"] = self.timeline.now_s
             guardian._note(signal.SIGTERM, None)
 
     @contextmanager
@@ -684,7 +747,9 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     patch.setattr(run_module, "LoopThread", lambda _: Loop(world))
 
     async def open_connection(host: str, port: int, **_: Any) -> Any:
-        return await world.network.dial(host, port, world.dialing)
+        process = PROCESS.get()
+        assert process is not None
+        return await world.network.dial(host, port, process.host)
 
     patch.setattr(asyncio, "open_connection", open_connection)
     patch.setattr(journal_module, "datetime", type("Wall", (_Wall,), {"world": world}))
@@ -693,6 +758,7 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     else:
         _simulate_slurm(world, world.slurm, patch)
     _simulate_disk(world, patch)
+    simulate_agents(world, patch)
     for function, name in ((ExclusionList.__init__, "clock"),):
         patch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, name: world.wall_s})
     patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
@@ -737,9 +803,9 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     patch.setattr(own_jobs, "keep_ahead", lambda *_: None)
     for module in (slurm, act_module, run_module):
         patch.setattr(module, "ignoring_signals", world.ignoring_signals)
-    patch.setattr(processes, "me", lambda: world._me)
-    patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world._me.pid, world._me.birth))
-    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world._me.host))
+    patch.setattr(processes, "me", world.me)
+    patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world.me().pid, world.me().birth))
+    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world.me().host))
     patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
     world.timeline.may_sleep = lambda: controller.mood_lasts > 0 or world.silent_until_s > world.timeline.now_s
     signs: dict[str, float] = {}

@@ -614,7 +614,7 @@ def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path,
     script = tmp_path / "job.sh"
     options = ["--nodes=2"]
     submitted = own_jobs.submit_successor(
-        script, after=OwnJob("42"), options=options, environment=environment, patience_s=1
+        script, after=OwnJob("42"), restart=0, options=options, environment=environment, patience_s=1
     )
     assert submitted == job_id
     assert stubs.calls()[1:] == [f"sbatch --parsable --dependency=afterany:42 --nodes=2 {script}"]
@@ -632,20 +632,38 @@ def test_a_successor_whose_submission_was_not_confirmed_is_looked_for_before_ano
     stubs.write("squeue", f"cat <<'END'\n{''.join(shown)}END")
     known = [OwnJob("41", JobIdentity(script=str(script)))]
     found = own_jobs.submit_successor(
-        script, after=OwnJob("42"), known=known, options=[], environment=os.environ, patience_s=5
+        script, after=OwnJob("42"), restart=0, known=known, options=[], environment=os.environ, patience_s=5
     )
     assert found == "45"
     assert [call.split()[0] for call in stubs.calls()] == ["scontrol", "sbatch", "squeue"]
 
 
 def test_a_successor_is_not_tried_again_while_nobody_tells_whether_there_is_one(stubs, tmp_path):
-    for name in ("sbatch", "squeue", "scontrol"):
+    stubs.write("scontrol", "")
+    for name in ("sbatch", "squeue"):
         stubs.write(name, 'echo "Socket timed out on send/recv operation" >&2; exit 1')
     with pytest.raises(SlurmUnavailable):
         own_jobs.submit_successor(
-            tmp_path / "a.sh", after=OwnJob("42"), options=[], environment=os.environ, patience_s=2.5
+            tmp_path / "a.sh", after=OwnJob("42"), restart=0, options=[], environment=os.environ, patience_s=2.5
         )
     assert [call.split()[0] for call in stubs.calls()].count("sbatch") == 1
+
+
+def test_a_job_that_was_cancelled_while_slurm_did_not_answer_has_no_successor(stubs, tmp_path):
+    """Nobody had seen the scancel, and the run went on."""
+    stubs.write("sbatch", "echo 43")
+    stubs.write(
+        "scontrol",
+        """
+        test -e "$0.asked" && { echo "JobState=CANCELLED Restarts=0 ExitCode=0:15"; exit; }
+        touch "$0.asked"; echo "Socket timed out on send/recv operation" >&2; exit 1
+        """,
+    )
+    with pytest.raises(own_jobs.JobCancelled):
+        own_jobs.submit_successor(
+            tmp_path / "a.sh", after=OwnJob("42"), restart=0, options=[], environment=os.environ, patience_s=60
+        )
+    assert [call.split()[0] for call in stubs.calls()] == ["scontrol", "scontrol"]
 
 
 def test_a_successor_inherits_size_and_place():
