@@ -435,7 +435,7 @@ class HttpEngine(Engine):
         ended = asyncio.ensure_future(self.ended())
         while not await self._is_ready():
             if ended.done():
-                raise LaunchError(f"the engine ended with {ended.result()} before it was ready")
+                raise LaunchError(f"the engine: {inference.how_it_ended(ended.result())}, before it was ready")
             await asyncio.sleep(READY_LOOK_S)
         ended.cancel()
 
