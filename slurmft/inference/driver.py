@@ -458,6 +458,7 @@ class HttpEngine(Engine):
             copy = await asyncio.to_thread(stage_in_memory, path)
             command = inference.with_another_path(command, path, str(copy))
         argv = [_filled(word, words) for word in command]
+        sys.stderr.write(f"slurmft: the engine starts: {argv[0]}\n")  # what it says of its end stands behind it
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine

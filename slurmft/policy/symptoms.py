@@ -661,9 +661,9 @@ _TELLS = re.compile(r"\w(?:Error|Exception)\b|\b(?:error|fatal|failed|cannot|cou
 def words_of_end(log: str) -> str:
     """What the newest life of a program in ``log`` said of its end; empty when it said nothing.
 
-    Last words of ours, which begin with ``slurmft: `` and end a life, and of the program itself what names a reason:
-    its first and its newest exception, since servers of several processes end with one that says that another has
-    failed; without any the first line that tells of an error, and the last one.
+    Last words of ours, which begin with ``slurmft: `` and begin and end a life, and of the program itself what names a
+    reason: its first and its newest exception, since servers of several processes end with one that says that another
+    has failed; without any the first line that tells of an error, and the last one.
     """
     lines = log.strip().splitlines()
     ours = [at for at, line in enumerate(lines) if line.startswith("slurmft: ")]

@@ -63,6 +63,7 @@ ENDS = (
      f"{READY}: 0.2 E gguf: failed to open '/m' (No such file); 0.3 I srv: bye"),
     ("error: invalid argument: --nope\n" + READY, f"{READY}: error: invalid argument: --nope"),
     (f"{TRACE}KeyError: 1\n{READY}\n{READY}", READY),
+    (f"an error of a life that was ended\nslurmft: the engine starts: x\nbad word\n{READY}", f"{READY}: bad word"),
     ("slurmft: it needs aiohttp\n  hint: pip install aiohttp\n", "slurmft: it needs aiohttp hint: pip install aiohttp"),
     ("", ""),
 )  # fmt: skip
