@@ -20,11 +20,12 @@ from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
 from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.endpoint import MAX_ADDRESSES, OWN_CONFIG, is_config_name, is_local
-from slurmft.inference.pool import EXIT_CODE, AutoRestartManager, ReplicaPool, how_it_ended
+from slurmft.inference.pool import AutoRestartManager, ReplicaPool
 from slurmft.ipc import messages
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import devices_of
+from slurmft.policy.inference import EXIT_CODE, devices_of, how_it_ended
+from slurmft.policy.symptoms import words_of_end
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.background import Background, overslept_s
 from slurmft.system.files import read_part, read_text
@@ -205,7 +206,7 @@ def hosts_here(host: str, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 # --- The agent's side of inference: the pool's replicas are its workers, forked, logged and killed like any other ---
 
-LOG_BYTES, MAX_WORDS = 4096, 300
+LOG_BYTES, MAX_WORDS = 1 << 16, 600
 COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
 SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.serving_driver")
 
@@ -334,8 +335,7 @@ class Replicas:
     def _last_words(self, number: int) -> str:
         path = self._logs[number] / f"rank-{self._first + number}.log"
         with contextlib.suppress(OSError):
-            lines = read_part(path, -LOG_BYTES, LOG_BYTES).decode(errors="replace").strip().splitlines()
-            return one_line(lines[-1])[:MAX_WORDS] if lines else ""
+            return one_line(words_of_end(read_part(path, -LOG_BYTES, LOG_BYTES).decode(errors="replace")))[:MAX_WORDS]
         return ""
 
     def _find_gpus(self) -> list[str]:

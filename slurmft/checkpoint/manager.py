@@ -197,13 +197,19 @@ class CheckpointManager:
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         SAVERS.trains(model, optimizer)
         team, extra = Team(), self._extra if extra is None else extra
-        if not self._has_looked and loader is None and extra is None and team.is_lead:
+        if not self._has_looked and team.is_lead:
             self._has_looked = True
-            if name := savers.stream_read_now():
+            if loader is None and extra is None and (name := savers.stream_read_now()):
                 log.warning(
                     "the training reads a stream (%s) that no checkpoint covers: after a restart it begins anew, "
                     "unless the script finds its place; pass loader= to save() and load_latest()",
                     name,
+                )
+            if savers.shuffles_in_a_buffer(getattr(loader, "dataset", None)):
+                log.warning(
+                    "the loader's data set shuffles in a buffer that is not in its state: a restart leaves out what is "
+                    "there, and goes on with other samples than an undisturbed run; shuffle without a buffer, as "
+                    "Dataset.shuffle() before to_iterable_dataset() does"
                 )
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async

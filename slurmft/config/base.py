@@ -28,8 +28,17 @@ Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in
 """A string that YAML may have read as a number."""
 
 
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
+_FOR_A_SHELL = re.compile(r"(?<!\S)(?:&&|\|\|?|&|[012&]?>\S*)(?!\S)|;(?!\S)|^\s*\w+=\S*|\$[A-Za-z_{(]\w*|`|(?<!\S)~/")
+
+
 def _as_argv(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    words = shlex.split(value)
+    if (found := _FOR_A_SHELL.search(_QUOTED.sub("_", value))) is not None:
+        raise ValueError(f"no shell reads it, and {found[0].strip()!r} is for one; write [bash, -c, 'the line']")
+    return words
 
 
 Words = Annotated[tuple[Text, ...], BeforeValidator(_as_argv)]

@@ -234,7 +234,8 @@ class EngineConfig(Section):
     """A service that is there already, such as ``http://host:8000``; slurmft starts and ends nothing."""
 
     ready_path: Text | None = None
-    """Path that answers 200 once the engine can work; known engines have theirs, others ``/health``."""
+    """Path that answers 200 once the engine can work; known engines have theirs, others ``/health``. One started by
+    ``command`` that then says 503 to a first request, of one token, is not ready yet."""
 
     request_path: Text | None = None
     """Path for requests that name none themselves (``url`` in OpenAI's batch form)."""

@@ -102,6 +102,10 @@ class Again(Exception):
         self.after_s = after_s
 
 
+class Unavailable(Again):
+    """The engine says that it cannot serve at the moment."""
+
+
 class OutOfMemory(Again):
     """A try failed for want of memory."""
 
@@ -433,9 +437,9 @@ class HttpEngine(Engine):
             trust_env=False,
         )
         ended = asyncio.ensure_future(self.ended())
-        while not await self._is_ready():
+        while not await self._is_ready() or await self._is_loading():
             if ended.done():
-                raise LaunchError(f"the engine ended with {ended.result()} before it was ready")
+                raise LaunchError(f"the engine: {inference.how_it_ended(ended.result())}, before it was ready")
             await asyncio.sleep(READY_LOOK_S)
         ended.cancel()
 
@@ -454,6 +458,7 @@ class HttpEngine(Engine):
             copy = await asyncio.to_thread(stage_in_memory, path)
             command = inference.with_another_path(command, path, str(copy))
         argv = [_filled(word, words) for word in command]
+        sys.stderr.write(f"slurmft: the engine starts: {argv[0]}\n")  # what it says of its end stands behind it
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine
@@ -513,7 +518,7 @@ class HttpEngine(Engine):
                 return {"response": {"status_code": status, "body": _body_of(text)}}
             case inference.TryOutcome.SMALLER:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
-        raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
+        raise (Unavailable if status == 503 else Again)(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
     async def canary(self) -> None:
         """Ask for one token as routers do, which show the engine its own token and none of the clients'.
@@ -522,6 +527,16 @@ class HttpEngine(Engine):
             LaunchError: it refuses all that routers pass on, or fails. What it says of the request itself does not
                 count: an engine may speak any HTTP.
         """
+        try:
+            answer = (await smallest_answer(self, await self._first_request()))["response"]
+        except Again as error:
+            raise LaunchError(f"a first request to {self.request_path}: {error}") from error
+        if answer["status_code"] in (401, 403) or answer["status_code"] >= 500:
+            raise LaunchError(f"a first request to {self.request_path} gets HTTP {answer['status_code']}: "
+                              f"{json.dumps(answer['body'])[:MAX_TOLD]}")  # fmt: skip
+
+    async def _first_request(self) -> dict[str, Any]:
+        """One for a token of the first of its models."""
         import aiohttp
 
         assert self._session is not None
@@ -529,13 +544,7 @@ class HttpEngine(Engine):
         with contextlib.suppress(ValueError, LookupError, TypeError, aiohttp.ClientError, OSError, Again):
             async with self._session.get(f"{self._base}/v1/models") as response:
                 body["model"] = json.loads(await _content(response))["data"][0]["id"]
-        try:
-            answer = (await smallest_answer(self, {"id": "canary", "body": body}))["response"]
-        except Again as error:
-            raise LaunchError(f"a first request to {self.request_path}: {error}") from error
-        if answer["status_code"] in (401, 403) or answer["status_code"] >= 500:
-            raise LaunchError(f"a first request to {self.request_path} gets HTTP {answer['status_code']}: "
-                              f"{json.dumps(answer['body'])[:MAX_TOLD]}")  # fmt: skip
+        return {"id": "canary", "body": body}
 
     async def take_weights(self, weights: WeightsConfig, path: str, version: int) -> None:
         """Have it load published weights, and see that it did, where ``version_path`` says so.
@@ -650,6 +659,20 @@ class HttpEngine(Engine):
             limit = aiohttp.ClientTimeout(total=READY_TRY_S)
             async with self._session.get(self._base + self._ready_path, timeout=limit) as response:
                 return response.status == 200
+        return False
+
+    async def _is_loading(self) -> bool:
+        """Whether a server that was started here says of a first request that it cannot serve yet (503), as some do
+        while ``ready_path`` is answered already: their requests would fail, and it would be killed for that."""
+        if self._process is None:
+            return False
+        try:
+            async with asyncio.timeout(READY_TRY_S):
+                await smallest_answer(self, await self._first_request())
+        except Unavailable:
+            return True
+        except (Again, TimeoutError):  # what is wrong with it is judged by the requests that it gets
+            pass
         return False
 
     async def _is_ours(self) -> bool:

@@ -501,7 +501,8 @@ class _File:
         """The next row, which ``row_of`` has made."""
         if self._table is None:
             text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
-            self._stream.write(text.encode(errors="surrogatepass") + b"\n")
+            # half a surrogate pair as JSON has it: other programs refuse a whole file that is no UTF-8
+            self._stream.write(text.encode(errors="backslashreplace") + b"\n")
             return
         texts = {name: None if row[name] is None else json.dumps(row[name]) for name in ("response", "error")}
         custom_id = row["custom_id"].encode(errors="replace").decode()  # half a surrogate pair is no text

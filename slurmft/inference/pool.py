@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from slurmft.inference.driver import MAX_LINE_BYTES
 from slurmft.inference.ledger import segments_of
 from slurmft.inference.requests import folder_of, left_in, load, runs_of, segment_name
 from slurmft.ipc import messages
-from slurmft.policy.inference import EXIT_NODE, Restarts
+from slurmft.policy.inference import EXIT_CODE, EXIT_NODE, Restarts, how_it_ended
 from slurmft.policy.verdict import EXIT_USAGE
 from slurmft.system.background import Background, overslept_s
 
@@ -185,7 +184,6 @@ class AutoRestartManager:
 
 # --- One engine of a node, as its pool sees it ---
 
-EXIT_CODE = "exit code"
 RENEWED = "it gets another engine"
 
 
@@ -283,15 +281,6 @@ class Replica:
         if self.phase is not Phase.READY or self.alone:
             return 0
         return max(0, self.slots + ahead - len(self.in_flight) - self.void)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words; negative, or above 128: a signal."""
-    if code < 0 or 128 < code < 160:
-        number = -code if code < 0 else code - 128
-        with contextlib.suppress(ValueError):
-            return f"ended by {signal.Signals(number).name}"
-    return f"{EXIT_CODE} {code}"
 
 
 def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:

@@ -35,6 +35,9 @@ LOST_S = 8 * BEAT_S
 KEPT_S = 4.0
 """How long an engine's connection is kept for the next request: servers close theirs after 5 s (uvicorn) and more."""
 
+LONGEST = 1 << 15
+"""Bytes of a header of an engine's answer; aiohttp's own limit is a quarter of what clients may send here."""
+
 AGAIN_S = 0.2
 TELL_S = 0.02
 LOOK_S = 0.25
@@ -149,7 +152,7 @@ class Replica:
         self._base = 0
         self.session = aiohttp.ClientSession(
             connector=_ToGate(self), auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None), trust_env=False,
+            timeout=aiohttp.ClientTimeout(total=None), trust_env=False, max_line_size=LONGEST, max_field_size=LONGEST,
         )  # fmt: skip
         self._writer: asyncio.StreamWriter | None = None
         self._telling: asyncio.TimerHandle | None = None

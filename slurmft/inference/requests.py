@@ -507,6 +507,8 @@ def request_of(
     if open_paths is not None and body.get("stream") not in (None, False):
         raise ValueError("it asks for a stream; a batch has whole answers, so take stream out of it")
     if "body" not in value:
+        if {"method", "url"} <= value.keys():
+            raise ValueError("it has a method and a url, and no body")
         return {"id": custom_id, "body": body}
     url, method = value.get("url"), value.get("method", "POST")
     if method != "POST":

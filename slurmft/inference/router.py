@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import aiohttp
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -554,6 +555,8 @@ class Router:
         """Answer one request; ``is_known``: it shows the token."""
         self.in_flight += 1
         try:
+            if request[UNSPOKEN]:
+                return self.error(505, UNREAD[505], closing=True)
             if (preflight := self._preflight(request)) is not None:
                 return preflight
             if not is_known:
@@ -578,11 +581,10 @@ class Router:
         allowed = self.serving.allow_origins
         return "Origin" in request.headers and ("*" in allowed or request.headers["Origin"] in allowed)
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        trip = request[TRIP]
-        path = inference.normal(trip.target.partition("?")[0])
-        if path is None or "#" in trip.target:
-            return self.error(400, "the path can be understood in more than one way", closing=True)
+    def _not_passed(self, request: web.BaseRequest) -> web.Response | None:
+        """The refusal of a request that does not pass through here, wherever it goes."""
+        if serving.HOST.fullmatch(request[TRIP].host) is None:
+            return self.error(400, "the Host is no name with a port", closing=True)
         if "websocket" in request.headers.get("Upgrade", "").lower():
             return self.error(
                 501, "websockets do not pass through here; ask for a stream (text/event-stream)", closing=True
@@ -590,6 +592,17 @@ class Router:
         coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
         if request.method in ("CONNECT", "TRACE") or coding != "chunked":
             return self.error(501, "only requests and their answers pass through here", closing=True)
+        return None
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        trip = request[TRIP]
+        path = inference.normal(trip.target.partition("?")[0])
+        if path is None or "#" in trip.target:
+            return self.error(400, "the path can be understood in more than one way", closing=True)
+        if (refusal := self._not_passed(request)) is not None:
+            return refusal
+        if path in ("/status", "/metrics") and request.method not in LOOKS:
+            return self.error(405, f"{path} is there to be read", {"Allow": ", ".join(sorted(LOOKS))})
         match path:
             case "/status":
                 return web.json_response(self.status())
@@ -1003,10 +1016,17 @@ TLS_STRANGERS = 1024
 ACCEPTED_AT_ONCE = 64
 """More could use up the descriptors before those of strangers are given back."""
 
+MOST_HEADERS, TOO_MANY = 128, "Too many headers received"
+"""Of one request, and what aiohttp (3.14) says of more."""
+
 UNREAD = {
     400: "this is no request that can be read",
-    431: "a header, or the request line, is too long (inference.serving.max_header_bytes)",
+    414: "the request's target is too long (inference.serving.max_header_bytes)",
+    431: f"a header is too long (inference.serving.max_header_bytes), or there are more than {MOST_HEADERS}",
+    505: "HTTP/1.1 and HTTP/1.0 are spoken here",
 }
+UNSPOKEN = web.RequestKey("unspoken", bool)
+"""It came in another version of HTTP."""
 
 
 _Stranger: TypeAlias = "_Arrival | _Connection"
@@ -1030,7 +1050,7 @@ class RouterServer:
         """Connections that have not shown the token yet, from the moment when they are accepted."""
 
         self._arriving: set[asyncio.Task[None]] = set()
-        self._server = web.Server(self._handle, handler_cancellation=True)
+        self._server = web.Server(self._handle, handler_cancellation=True, request_factory=_spoken)
         self._is_leaving = False
         self._listener: socket.socket | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -1138,8 +1158,8 @@ class RouterServer:
         longest = self._serving.max_header_bytes
         return _Connection(
             self, self._server, arrival, address, loop=asyncio.get_running_loop(), keepalive_timeout=KEPT_S,
-            access_log=None, auto_decompress=False, max_line_size=longest, max_field_size=longest,
-            lingering_time=1.0, logger=log,
+            access_log=None, auto_decompress=False, max_line_size=longest, max_field_size=longest + 1,
+            max_headers=MOST_HEADERS, lingering_time=1.0, logger=log,
         )  # fmt: skip
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -1251,8 +1271,10 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """As the router's own errors, and no word of the request in log or answer, as aiohttp has it: a token may be
         in it, and answers of errors are what people log and send on."""
-        if isinstance(exc, HttpProcessingError):
-            status = 431 if isinstance(exc, LineTooLong) else status
+        if isinstance(exc, LineTooLong):  # the limits of a target and of a header differ, so that this tells them apart
+            status = 431 if exc.args[1] > self.max_line_size else 414
+        elif isinstance(exc, HttpProcessingError):
+            status = 431 if exc.message == TOO_MANY else status
         else:
             log.error("a request has failed in the router", exc_info=exc)
         if request.writer.output_size > 0:
@@ -1261,6 +1283,17 @@ class _Connection(web.RequestHandler):
         answer = web.json_response(told, status=status, headers={"Server": "slurmft"})
         answer.force_close()
         return answer
+
+
+def _spoken(
+    message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]
+) -> web.BaseRequest:  # fmt: skip
+    """A request as aiohttp makes it, but that its answer never has a version of HTTP that is not spoken here."""
+    is_spoken = message.version in (HttpVersion10, HttpVersion11)
+    message = message if is_spoken else message._replace(version=HttpVersion11, should_close=True)
+    request = web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
+    request[UNSPOKEN] = not is_spoken
+    return request
 
 
 # --- The process of one router, which its agent starts and starts again ---

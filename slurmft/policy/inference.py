@@ -4,6 +4,7 @@ and engines that serve, with the paths of their requests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -274,6 +275,18 @@ def next_alone(line: Sequence[Turn], *, in_vain_s: float, well_s: float) -> Turn
 def is_poison(deaths: Sequence[Death]) -> bool:
     """Whether the request killed ``KILLS`` replicas alone: it is not tried again."""
     return len({death.replica for death in deaths if death.alone}) >= KILLS
+
+
+EXIT_CODE = "exit code"
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative, or above 128: a signal."""
+    number = -code if code < 0 else code - 128
+    if code < 0 or 128 < code < 160:
+        with contextlib.suppress(ValueError):
+            return f"ended by {signal.Signals(number).name}"
+    return f"{EXIT_CODE} {code}"
 
 
 def has_crashed(code: int) -> bool:

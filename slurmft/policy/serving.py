@@ -475,6 +475,9 @@ TO_THE_ROUTER = frozenset({
 })  # fmt: skip
 """Of requests: what clients tell the router, and engines need not know."""
 
+HOST = re.compile(r"(\[[\da-f:.]+\]|[\w.~!$&'()*+;=%-]*)(:\d*)?", re.ASCII | re.IGNORECASE)
+"""What ``Host`` may be (RFC 9110, 7.2)."""
+
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost", "0.0.0.0"})  # noqa: S104 - names in answers of engines
 
 
@@ -492,7 +495,7 @@ def token_shown(headers: Mapping[str, str]) -> str:
     """The token of a request: as a bearer, or as the clients of Anthropic (``x-api-key``) and Azure show it."""
     scheme, _, shown = headers.get("Authorization", "").partition(" ")
     if scheme:
-        return shown if scheme.lower() == "bearer" else ""
+        return shown.strip(" ") if scheme.lower() == "bearer" else ""
     return headers.get("x-api-key") or headers.get("api-key") or ""
 
 

@@ -643,12 +643,38 @@ def exceptions_in(text: str) -> list[list[str]]:
     return [link for each in chosen for link in reversed(each.links) if link]
 
 
+MAX_TOLD = 250
+"""Characters of each of a program's last words."""
+
+
 def last_words(text: str) -> str:
     """The line that names the newest exception in ``text``, or its last line; empty when there is none."""
     if TRACEBACK in text and (exceptions := exceptions_in(text)):
         return exceptions[-1][0][:500]
     lines = [line.strip() for line in _lines(text) if line.strip()]
     return lines[-1][:500] if lines else ""
+
+
+_TELLS = re.compile(r"\w(?:Error|Exception)\b|\b(?:error|fatal|failed|cannot|couldn't|unable|invalid|no such)\b", re.I)
+
+
+def words_of_end(log: str) -> str:
+    """What the newest life of a program in ``log`` said of its end; empty when it said nothing.
+
+    Last words of ours, which begin with ``slurmft: `` and begin and end a life, and of the program itself what names a
+    reason: its first and its newest exception, since servers of several processes end with one that says that another
+    has failed; without any the first line that tells of an error, and the last one.
+    """
+    lines = log.strip().splitlines()
+    ours = [at for at, line in enumerate(lines) if line.startswith("slurmft: ")]
+    begin, end = (ours[-2] + 1 if len(ours) > 1 else 0), (ours[-1] if ours else len(lines))
+    text = "\n".join(lines[begin:end])
+    told = [each[0] for each in exceptions_in(text)] if TRACEBACK in text else []
+    if not told:
+        said = [line.strip() for line in _lines(text) if line.strip()]
+        told = [*filter(_TELLS.search, said), *said[-1:]]
+    program = "; ".join(dict.fromkeys(each[:MAX_TOLD] for each in (*told[:1], *told[-1:])))
+    return ": ".join(filter(None, [" ".join(line.strip() for line in lines[end:]), program]))
 
 
 def bug_of(traceback: str) -> str:

@@ -554,6 +554,17 @@ def stream_read_now() -> str:
     return ""
 
 
+def shuffles_in_a_buffer(dataset: object) -> bool:
+    """Whether a stream of Hugging Face's datasets (seen with 5.2) has been shuffled by ``shuffle(buffer_size=...)``."""
+    looking = [getattr(dataset, "_ex_iterable", None)]
+    while looking:
+        if (one := looking.pop()) is not None:
+            if type(one).__name__ == "BufferShuffledExamplesIterable":
+                return True
+            looking += [getattr(one, "ex_iterable", None), *getattr(one, "ex_iterables", ())]
+    return False
+
+
 # --- torchdata's StatefulDataLoader, made to go on exactly where it was, in any epoch and with worker processes ---
 # As it is, asking it for its state before the first batch makes its iterator, in the order of an epoch that the script
 # has not set yet; a resumed iterator draws a seed that an undisturbed one would not have drawn; and neither its own

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,6 +377,21 @@ def test_a_stream_that_no_checkpoint_covers_is_said_once(tmp_path, run, caplog, 
         manager.save(run.model, run.optimizer, step=step, **given)
     assert caplog.text.count("reads a stream (Numbers) that no checkpoint covers") == said
     del reading
+
+
+class BufferShuffledExamplesIterable:
+    """As a stream of Hugging Face's datasets has one at some place of its chain."""
+
+
+@pytest.mark.parametrize(("source", "said"), [(BufferShuffledExamplesIterable, 1), (object, 0)])
+def test_a_stream_that_shuffles_in_a_buffer_is_said_once(tmp_path, run, caplog, source, said):
+    data = Numbers()
+    data._ex_iterable = SimpleNamespace(ex_iterables=[object(), SimpleNamespace(ex_iterable=source())])
+    loader = SimpleNamespace(dataset=data, state_dict=lambda: {"at": 1}, load_state_dict=lambda state: None)
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(run.model, run.optimizer, step=step, loader=loader)
+    assert caplog.text.count("shuffles in a buffer") == said
 
 
 class Precise(torch.optim.Optimizer):

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from of_each import of_each
 from pydantic import BaseModel
 from pydantic.plugin import _loader
 
@@ -259,6 +261,11 @@ def test_a_number_may_be_a_text(file, written, read):
     [
         ("[python, train.py, --lr, 0.1, --steps, 300]", ("python", "train.py", "--lr", "0.1", "--steps", "300")),
         ("python train.py --name 'a b' \"$HOME\"", ("python", "train.py", "--name", "a b", "$HOME")),
+        ("bash -c 'cd /x && exec train $1 | tee log'", ("bash", "-c", "cd /x && exec train $1 | tee log")),
+        (
+            "env A=1 train --x=a>b --y='; ' http://h/?a&b c$",
+            ("env", "A=1", "train", "--x=a>b", "--y=; ", "http://h/?a&b", "c$"),
+        ),
         ("[train.py]", ("train.py",)),
     ],
 )
@@ -269,6 +276,19 @@ def test_the_command_is_an_argument_list(file, written, argv):
 def test_a_command_with_an_open_quote_is_refused(file):
     with pytest.raises(ConfigError, match="command: No closing quotation"):
         load(file("command: python 'train.py\nrun_folder: r\n"))
+
+
+FOR_A_SHELL = (
+    ("A=1 train", "A=1"), ("cd /x && train", "&&"), ("train || rest", "||"), ("train | tee log", "|"), ("a; b", ";"),
+    ("train &", "&"), ("train > log", ">"), ("train 2>&1", "2>&1"), ("train >log", ">log"), ("train $MODEL", "$MODEL"),
+    ("train ~/m", "~/"), ("train `date`", "`"), ("train $(date)", "$("),
+)  # fmt: skip
+
+
+@of_each(line__found=FOR_A_SHELL)
+def test_a_command_that_only_a_shell_understands_is_refused(file, line, found):
+    with pytest.raises(ConfigError, match=re.escape(f"command: no shell reads it, and '{found}")):
+        load(file(f"command: {json.dumps(line)}\nrun_folder: r\n"))
 
 
 @pytest.mark.parametrize(

@@ -258,13 +258,39 @@ async def started_and_ended(given: dict[str, Any]) -> None:
         await found.ended()
 
 
+LATE = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Late(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        said.append("503" if len(said) < 3 else sys.argv[2])
+        open(sys.argv[3], "w").write(" ".join(said))
+        self.send_response(int(said[-1]))
+        self.end_headers()
+said = []
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Late).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("then", ["200", "500"])
+def test_an_engine_that_says_503_to_a_first_request_is_not_ready_yet(tmp_path: Path, then: str):
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, str(tmp_path / "late.py"), "{port}", then, str(tmp_path / "said")]
+    asyncio.run(started_and_ended({"input": "in", "engine": {"command": command}}))
+    assert (tmp_path / "said").read_text() == f"503 503 503 {then}"
+
+
 @pytest.mark.parametrize("owner", [None, 4242])
 def test_another_users_server_at_the_engines_port_is_asked_nothing(tmp_path: Path, monkeypatch, owner: int | None):
     command = [sys.executable, "-c", SERVER, "{port}", str(tmp_path / "asked")]
     given = {"input": "x.jsonl", "engine": {"command": command}}
     if owner is None:
         asyncio.run(started_and_ended(given))
-        assert (tmp_path / "asked").read_text() == "/health"
+        assert (tmp_path / "asked").read_text().startswith("/health")
         return
     monkeypatch.setattr(driver, "owners_of_loopback_port", lambda port: {owner})
     with pytest.raises(LaunchError, match=r"user 4242 listens at port [0-9]+, which was the engine's"):

@@ -66,7 +66,7 @@ def test_the_table_holds_what_the_lines_hold_in_the_order_of_the_input(batch, tm
     write(batch, tmp_path / "lines", "jsonl", 2)
     write(batch, tmp_path / "table", "parquet", 3)
     for name, count in ("answers", 40), ("errors", 10):
-        content = (tmp_path / "lines" / f"{name}.jsonl").read_bytes().decode(errors="surrogatepass")
+        content = (tmp_path / "lines" / f"{name}.jsonl").read_bytes().decode()
         lines = [json.loads(line) for line in content.split("\n") if line]
         file = pyarrow.parquet.ParquetFile(tmp_path / "table" / f"{name}.parquet")
         assert file.schema_arrow.names == ["id", "custom_id", "response", "error"]
@@ -90,7 +90,7 @@ def test_all_rows_go_to_one_file_where_one_is_named(batch, tmp_path, suffix):
     assert write_output(batch, ledger, tmp_path / "out", file=file) == Output(answers=40, errors=10)
     ledger.close()
     if suffix == ".jsonl":
-        content = file.read_bytes().decode(errors="surrogatepass")
+        content = file.read_bytes().decode()
         found = [(row["id"], row["error"] is None) for row in map(json.loads, content.splitlines())]
     else:
         found = [(row["id"], row["error"] is None) for row in pyarrow.parquet.read_table(file).to_pylist()]

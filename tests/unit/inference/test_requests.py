@@ -95,6 +95,7 @@ BROKEN = [
     b'{"body": {}, "url": "/v1/%6coad_lora_adapter"}', b'{"body": {}, "url": "/v1/../sleep"}',
     b'{"body": {}, "url": "/debug/x#y"}', b'{"body": {}, "url": "/load_model"}', b'{"x": 1e999}',
     b'{"body": {"stream": true}}', b'{"stream": 1}', b'{"body": {"stream": "false"}}',
+    b'{"method": "POST", "url": "/v1/completions"}',
     b'{"body": {}, "method": "DELETE"}', b"\xff\xfe", b"[" * 100_000, b'{"custom_id": "' + b"a" * 600 + b'"}',
     b'{"x": "' + b"a" * MAX_REQUEST_BYTES + b'"}',
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from of_each import of_each
 
 from slurmft.policy.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.judge import Testimony as Heard
-from slurmft.policy.symptoms import cause_of_text, last_words
+from slurmft.policy.symptoms import cause_of_text, last_words, words_of_end
 from slurmft.policy.verdict import Cause
 from slurmft.supervisor.observations import report_of_text
 from slurmft.worker.session import log_with_rank
@@ -50,6 +50,28 @@ def test_the_cause_of_an_exception_of_ours_counts():
     text += "exception:\n\nTraceback (most recent call last):\nslurmft.errors.CheckpointError: rank 3: socket timeout\n"
     assert cause_of_text(text) is Cause.COMMUNICATION_ERROR
     assert last_words(text) == "slurmft.errors.CheckpointError: rank 3: socket timeout"
+
+
+TRACE, READY = "Traceback (most recent call last):\n", "slurmft: the engine: exit code 1, before it was ready"
+ENDS = (
+    (f"{TRACE}FileNotFoundError: /m.pt\n{TRACE}RuntimeError: a worker failed to start\n{READY}\n",
+     f"{READY}: FileNotFoundError: /m.pt; RuntimeError: a worker failed to start"),
+    (f"(Core pid=5) ERROR 10-15 08:32:29 [core.py:708] {TRACE}(Core pid=5) ERROR 10-15 08:32:29 [core.py:708] "
+     f"ValueError: too long\n(API pid=1) {TRACE}(API pid=1) RuntimeError: see root cause above\n{READY}\n",
+     f"{READY}: ValueError: too long; RuntimeError: see root cause above"),
+    (f"0.1 I srv: loading\n0.2 E gguf: failed to open '/m' (No such file)\n0.3 I srv: bye\n{READY}",
+     f"{READY}: 0.2 E gguf: failed to open '/m' (No such file); 0.3 I srv: bye"),
+    ("error: invalid argument: --nope\n" + READY, f"{READY}: error: invalid argument: --nope"),
+    (f"{TRACE}KeyError: 1\n{READY}\n{READY}", READY),
+    (f"an error of a life that was ended\nslurmft: the engine starts: x\nbad word\n{READY}", f"{READY}: bad word"),
+    ("slurmft: it needs aiohttp\n  hint: pip install aiohttp\n", "slurmft: it needs aiohttp hint: pip install aiohttp"),
+    ("", ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("log", "told"), ENDS)
+def test_an_engines_end_is_told_by_its_own_words_of_this_life(log, told):
+    assert words_of_end(log) == told
 
 
 @pytest.fixture
