@@ -116,8 +116,8 @@ def environment_for(config: RunConfig, environment: Mapping[str, str]) -> dict[s
     """
     if config.container.runtime == "none":
         preload = useful(config.fault_tolerance.preloaded(config.launcher, config.inference), config.command)
-        return environment | as_variable(preload, name=config.name, per_node=config.nproc_per_node,
-                                         own=config.environment)  # fmt: skip
+        more = as_variable(preload, name=config.name, per_node=config.nproc_per_node, own=config.environment)
+        return {**environment, **more}
     left_out = _OF_ANOTHER_PYTHON
     left_out |= _OF_THE_BATCH_TASK if config.container.runtime == "oci" else frozenset()
     return {name: value for name, value in environment.items() if name not in left_out}
