@@ -456,7 +456,7 @@ def _life() -> Iterator[str]:
     for title, kinds in (("What happens", life.Event), ("What is done", life.Action)):
         yield f"## {title}"
         yield "| | |\n|---|---|\n" + "\n".join(
-            f"| {_spaced(kind)} | {_prose(inspect.getdoc(kind) or '')} |" for kind in kinds.__args__
+            f"| {_spaced(kind)} | {_prose(_first_paragraph(inspect.getdoc(kind) or ''))} |" for kind in kinds.__args__
         )
 
 

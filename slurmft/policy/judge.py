@@ -397,6 +397,8 @@ class Finding:
     of_node: bool = False
     """The program's error is one of a node that is not well."""
 
+    living: tuple[str, ...] | None = None
+
 
 def has_failed(end: WorkerEnd, calm: frozenset[int]) -> bool:
     """Whether it failed by itself: not as planned, and not killed by us."""
@@ -591,6 +593,9 @@ class Circumstances:
     lost_nodes: tuple[str, ...] = ()
     """Nodes whose agent is gone."""
 
+    closed: frozenset[str] = frozenset()
+    """Those of them that closed its connection: the agent has ended, and the node lives."""
+
     broken: Mapping[str, str] = field(default_factory=dict)
     """Nodes on which hardware has failed, and what was seen of it."""
 
@@ -643,6 +648,7 @@ def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) ->
         rerun=found.rerun,
         traceback=found.traceback,
         of_node=found.of_node,
+        living=found.living,
         evidence=tuple(dict.fromkeys(evidence))[:MAX_EVIDENCE] if found.cause is not Cause.FINISHED else (),
     )
 
@@ -816,6 +822,7 @@ def _of_nodes(said: Sequence[Finding], seen: Circumstances) -> list[Finding]:
                 level=Level.NODE_LOST, cause=Cause.NODE_LOST, reason=f"lost contact with {_named_nodes(lost)}{felt}",
                 node=lost[0], suspects=tuple(Suspect(node=node) for node in lost),
                 traceback=said[0].traceback if said else "",
+                living=tuple(node for node in lost if node in seen.closed and node not in down) or None,
                 evidence=tuple(f"Slurm says {node} is {seen.node_states[node]}" for node in down),
             )
         )  # fmt: skip
@@ -894,12 +901,13 @@ def held_against(verdict: Verdict, told: Sequence[Evidence], *, at: float) -> tu
     known = {(each.kind, each.suspect.node) for each in told}
     if kind is None:
         return tuple(told)
-    added = [
-        Evidence(kind=kind, suspect=suspect, message=verdict.reason[:1000], at=at, step=verdict.last_step or None)
+    found = [
+        # who kills an agent on a node that lives may be the script itself, or its user
+        Evidence(kind=Kind.CRASH if suspect.node in (verdict.living or ()) else kind, suspect=suspect,
+                 message=verdict.reason[:1000], at=at, step=verdict.last_step or None)
         for suspect in {each.node: each for each in reversed(verdict.suspects)}.values()
-        if (kind, suspect.node) not in known
-    ]
-    return (*told, *added)
+    ]  # fmt: skip
+    return (*told, *(each for each in found if (each.kind, each.suspect.node) not in known))
 
 
 MAX_NAMED_NODES = 8

@@ -91,6 +91,9 @@ class State:
     lost_early: tuple[str, ...] = ()
     """Nodes whose agents were gone before there was anything to do for them."""
 
+    closed: frozenset[str] = frozenset()
+    """Nodes that closed the connection of their agent, and so live."""
+
     problem: str = ""
     """Why nothing could be started, or an error of slurmft's own."""
 
@@ -121,11 +124,17 @@ class AgentEndedEarly:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """An agent is gone; ``is_member``: it is of those that have, or are to have, workers."""
+    """An agent is gone.
+
+    Args:
+        is_member: it is of those that have, or are to have, workers.
+        hung_up: its connection was closed, so its node lives.
+    """
 
     node: str
     is_member: bool
     reason: str
+    hung_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +412,7 @@ def _ended_early(state: State, event: AgentEndedEarly, now: float) -> Next:
 
 
 def _lost(state: State, event: AgentLost) -> Next:
+    state = replace(state, closed=state.closed | {event.node} if event.hung_up else state.closed - {event.node})
     if not state.began:
         return replace(state, lost_early=_with(state.lost_early, event.node)), ()
     if not event.is_member:

@@ -199,6 +199,9 @@ class Verdict:
     of_node: bool = False
     """The program's error is one of a node that is not well, such as a GPU that is lost: not here again."""
 
+    living: tuple[str, ...] | None = None
+    """Lost nodes of which only the agent has ended: they closed its connection, so they live."""
+
     evidence: tuple[str, ...] = ()
     """Further evidence, in words: srun's lines, files that workers left."""
 

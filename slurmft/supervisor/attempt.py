@@ -619,7 +619,7 @@ class AttemptRunner:
             return
         is_member = link in self._pool.members and self.stops.state.began
         self._drop(link, reason, hung_up=hung_up, spare=not is_member)
-        self.stops.feed(life.AgentLost(link.host, is_member, reason))
+        self.stops.feed(life.AgentLost(link.host, is_member, reason, hung_up))
 
     def _drop(self, link: AgentLink, reason: str, *, hung_up: bool, spare: bool) -> None:
         self._pool.drop(link)
@@ -738,6 +738,7 @@ class AttemptRunner:
                 only_ignored_signals=state.signals == {self._config.preemption.signal} != {"SIGTERM"},
                 planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects, *self._digests.convicted),
                 lost_nodes=state.lost,
+                closed=state.closed,
                 broken=self._reclaimed.broken,
                 hang=self._hangs.found,
                 node_states=self._node_states,
@@ -805,7 +806,8 @@ class RayAttempt(AttemptRunner):
         self._pool.members = left
         self._drop(link, reason, hung_up=hung_up, spare=False)
         if not link.leaving:
-            self._sender.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
+            kind = Kind.CRASH if hung_up else Kind.NODE_LOST  # as in ``policy.judge.held_against``
+            self._sender.add([Evidence(kind=kind, suspect=Suspect(node=link.host), message=reason[:1000],
                                         at=time.time())])  # fmt: skip
 
     async def add(self, link: AgentLink, rank: int) -> None:

@@ -277,7 +277,9 @@ class InferenceAttempt:
         if self._section.engine.nodes > 1:
             self._gangs = Gangs(config, start, self._joined, outlived=crew.has_outlived)
         self._begun_again = BegunAgain()
-        self._lost: list[str] = []
+        self._lost: dict[str, bool] = {}
+        """Nodes whose agents are gone, and whether they closed the connections themselves."""
+
         self._deaths = NodeDeaths()
         self._suspects: list[str] = []
         """Nodes on which engines have died again and again: the next job is to do without them."""
@@ -492,7 +494,7 @@ class InferenceAttempt:
         if not link.lender:
             self._cluster.lost.add(link.host)
         if not link.leaving:
-            self._lost.append(link.host)
+            self._lost[link.host] = hung_up
         self._journal.append(EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST, node=link.host,
                              reason=reason, requests=count)  # fmt: skip
 
@@ -685,10 +687,11 @@ class InferenceAttempt:
             return Verdict(cause=outside[0], reason=outside[1], **facts)
         if self.stops.planned is not None:
             return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
-        suspects = tuple(Suspect(node=host) for host in dict.fromkeys(self._lost))
+        suspects = tuple(Suspect(node=host) for host in self._lost)
         if suspects and (self._is_short or not self._joined):
             told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {self._problem}"
-            return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, **facts)
+            living = tuple(host for host, has_closed in self._lost.items() if has_closed) or None
+            return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, living=living, **facts)
         if self._coordinator is not None and self._coordinator.all_down:
             code = EXIT_USAGE if self._is_hopeless else 1
             return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)

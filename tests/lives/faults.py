@@ -83,7 +83,7 @@ def kill_rank_and_connection(world: World) -> None:
 
 def kill_agent(world: World) -> None:
     """An agent is killed, with its workers; its node lives."""
-    if (agent := _agent(world, may_be="node lost")) is not None:
+    if (agent := _agent(world, may_be="crash")) is not None:
         world.note(f"SIGKILL for {agent.process.name}")
         agent.die()
 

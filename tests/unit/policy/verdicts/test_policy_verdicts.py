@@ -355,6 +355,25 @@ def test_an_agent_that_was_killed_for_memory_is_no_lost_node():
     assert judged([end(0, 1)], world_size=4, step=step, lost_nodes=("n1", "n2")).cause is Cause.NODE_LOST
 
 
+@pytest.mark.parametrize(
+    ("lost", "closed", "states", "kinds"),
+    [
+        pytest.param(("n1",), {"n1"}, {}, {"n1": Kind.CRASH}, id="the node closed the connection"),
+        pytest.param(("n1",), {"n1", "n2"}, {"n1": "ALLOCATED"}, {"n1": Kind.CRASH}, id="and is well for Slurm"),
+        pytest.param(("n1",), set(), {}, {"n1": Kind.NODE_LOST}, id="it is silent"),
+        pytest.param(("n1", "n2"), {"n1"}, {}, {"n1": Kind.CRASH, "n2": Kind.NODE_LOST}, id="another one is silent"),
+        pytest.param(("n1",), {"n1"}, {"n1": "DOWN*"}, {"n1": Kind.NODE_LOST}, id="Slurm says that it is down"),
+    ],
+)
+def test_an_agent_that_ends_on_a_node_that_lives_is_no_lost_node(
+    lost: tuple[str, ...], closed: set[str], states: dict[str, str], kinds: dict[str, Kind]
+) -> None:
+    """Who kills an agent may be the script itself, or its user."""
+    found = judged([], world_size=4, lost_nodes=lost, closed=frozenset(closed), node_states=states)
+    assert found.cause is Cause.NODE_LOST
+    assert {each.suspect.node: each.kind for each in held_against(found, (), at=1.0)} == kinds
+
+
 # nodes
 
 

@@ -52,7 +52,7 @@ class Supervised:
             "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig()), "_crew": crew, "_pool": self.pool,
             "_cluster": SimpleNamespace(size=lambda _: 1, lost=set(), attempt="7.0.1"),
             "_journal": SimpleNamespace(append=lambda event, **_: self.events.append(event)), "_joined": {},
-            "_coordinator": self.coordinator, "_start": SimpleNamespace(generation=2), "_lost": [], "_problem": "",
+            "_coordinator": self.coordinator, "_start": SimpleNamespace(generation=2), "_lost": {}, "_problem": "",
             "_gangs": None,
             "_background": SimpleNamespace(start=lambda work: self.tasks.append(asyncio.ensure_future(work))),
             "stops": (stops := Machine(life.Rules(), {})),
@@ -117,5 +117,5 @@ async def test_an_agent_that_cannot_begin_is_no_lost_node() -> None:
         channel.close()
     finally:
         await one.end()
-    assert one.events == [] and one.attempt._lost == []
+    assert one.events == [] and one.attempt._lost == {}
     assert "/dev/shm/x: No space left on device" in one.attempt._problem
