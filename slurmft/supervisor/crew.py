@@ -545,8 +545,8 @@ class Crew:
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
             if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
-                for link in pool.links.values():
-                    link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
+                for link in pool.links.values():  # while the supervisor was stopped it could not receive reports
+                    link.last_heard = min(link.last_heard + asleep_s, time.monotonic())
             now_s = time.monotonic()
             if now_s - pinged_s > ping_interval_s(agents, lease_s=section.supervisor_lease_s):
                 pinged_s = now_s

@@ -277,13 +277,16 @@ def lose_controller(world: World) -> None:
 
 
 def exclude_node(world: World) -> None:
-    """A user puts a node of the job on the exclusion list, and has the run go on elsewhere."""
-    if world.slurm is not None and world.job is not None and world.job.state == "RUNNING" and not world.excluded:
-        host = world.chance.choice(world.job.nodes)
-        world.note(f"a user excludes {host}")
-        entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
-        ExclusionList(world.config.exclusions.path).exclude(entry)
-        world.excluded_next.add(host)
+    """A user puts a node on the exclusion list, and has the run go on elsewhere; any node, while the job waits."""
+    if world.slurm is None or world.excluded | world.excluded_next or not world.slurm.mine():
+        return
+    is_running = world.job is not None and world.job.state == "RUNNING"
+    host = world.chance.choice(world.job.nodes if world.job is not None and is_running else world.slurm.nodes)
+    world.note(f"a user excludes {host}")
+    entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
+    ExclusionList(world.config.exclusions.path).exclude(entry)
+    world.excluded_next.add(host)
+    if is_running:
         _request("REQUEUE")(world)
 
 
