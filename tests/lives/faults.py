@@ -11,6 +11,7 @@ from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
 
 Fault = Callable[[World], None]
+PAUSE_S = 5.0
 
 
 def _agent(world: World, *, may_be: str = "") -> Agent | None:
@@ -32,6 +33,11 @@ def _request(kind: str) -> Fault:
     return ask
 
 
+def _may_fail(world: World) -> bool:
+    """Whether the run folder has been well for a moment: it is waited for, but no longer than for two minutes."""
+    return world.timeline.now_s > max(world.silent_until_s, world.full_until_s) + PAUSE_S
+
+
 def kill_rank(world: World) -> None:
     """A rank is killed, or ends with an error of its own."""
     if (agent := _agent(world, may_be="crash")) is not None and agent.workers:
@@ -51,6 +57,8 @@ def hang_rank(world: World) -> None:
 def stall_disk(world: World) -> None:
     """The run folder does not answer for a while."""
     away_s = world.chance.choice((1.0, 4.0, 20.0, 100.0))
+    if not _may_fail(world):
+        return
     world.note(f"the run folder is silent for {away_s} s")
     world.silent_until_s = world.timeline.now_s + away_s
 
@@ -178,11 +186,10 @@ def stop_supervisor(world: World) -> None:
         away_s = world.chance.choice((0.5, 5.0, 20.0, 70.0, 200.0))
         world.note(f"the supervisor is stopped for {away_s} s")
         supervisor.stop()
-        world.is_suspended = True
 
         def go_on() -> None:
             world.disturb()
-            world.resumed_s, world.is_suspended = world.timeline.now_s, False
+            world.resumed_s = world.timeline.now_s
             world.note("the supervisor goes on")
             supervisor.go_on()
 
@@ -228,6 +235,8 @@ def say_twice(world: World) -> None:
 def fill_disk(world: World) -> None:
     """The disk of the run folder is full for a while."""
     full_s = world.chance.choice((1.0, 4.0, 20.0, 100.0))
+    if not _may_fail(world):
+        return
     world.note(f"the run folder is full for {full_s} s")
     world.full_until_s = world.timeline.now_s + full_s
 

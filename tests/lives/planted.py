@@ -95,11 +95,9 @@ def suspended(seconds: float) -> faults.Fault:
         supervisor = world.supervisor
         assert supervisor is not None
         supervisor.stop()
-        world.is_suspended = True
 
         def go_on() -> None:
             world.disturb()
-            world.is_suspended = False
             supervisor.go_on()
 
         world.timeline.call_later(seconds, go_on)

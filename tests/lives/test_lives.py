@@ -198,6 +198,33 @@ def test_a_supervisor_that_was_stopped_notices_a_lost_node_in_time(at_s: float) 
     assert not world.violations, story(world)
 
 
+def test_agents_whose_lease_was_over_while_their_supervisor_was_stopped_are_not_lost_nodes() -> None:
+    """One that was on the same node, and was stopped as well, was left: all others were taken for lost."""
+
+    def stop(world: World) -> None:
+        world.agents[0].process.stop()
+        world.timeline.call_later(70.0, world.agents[0].process.go_on)
+
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
+    world = lived([(8.0, suspended(70.0)), (8.0, stop)], until=60, nodes=3, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_connection_that_breaks_while_another_agent_is_lost_at_the_start_is_no_lost_node(seed: int) -> None:
+    """It had a moment to come back in any other case."""
+
+    def kill(world: World) -> None:
+        world.accusable.add(("node lost", "n0"))
+        world.agents[0].die()
+        world.timeline.call_later(0.95, world.network.reset, "n1")
+
+    faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, kill))]
+    settings = {**KEEPING, "elastic": {"min_nodes": 1}, "spare_nodes": 1}
+    world = lived(faults, until=60, seed=seed, nodes=2, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
 @pytest.mark.parametrize("effect", range(12, 22))
 def test_an_end_that_is_judged_twice_spends_one_retry(effect: int) -> None:
     """Its supervisor was killed between the verdict and the decision: both verdicts counted from then on."""

@@ -193,8 +193,8 @@ class World:
         self.disturbed_s = 0.0
         """When a fault has kept an agent and its supervisor apart the last time."""
 
-        self.is_suspended, self.resumed_s = False, 0.0
-        """Whether the supervisor is stopped by a fault, and when the last one of these was over."""
+        self.resumed_s = 0.0
+        """When a fault that had stopped the supervisor was over the last time."""
 
         self.excluded: set[str] = set()
         self.excluded_next: set[str] = set()
@@ -268,6 +268,11 @@ class World:
     def host(self) -> str:
         """Where the supervisor is: a node of its job; without Slurm, on none that can be lost."""
         return "supervisor" if self.job is None else self.job.batch_host
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the supervisor is stopped."""
+        return self.supervisor is not None and self.supervisor.stopped
 
     @property
     def is_full(self) -> bool:

@@ -79,6 +79,16 @@ async def test_agents_that_go_together_are_the_end_of_their_step(
     assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])
 
 
+async def test_agents_that_have_ended_while_their_supervisor_was_stopped_are_blamed_for_nothing() -> None:
+    events: list[EventName] = []
+    runner = watching([GONE, HERE, GONE], True, events)
+    runner._crew.has_outslept = True  # type: ignore[misc]
+    await runner._on_disconnect(runner._pool.links[0])
+    assert events == [EventName.AGENTS_GONE]
+    assert [link.dropped for link in runner._pool.links.values()] == [True, False, True]
+    assert not runner._cluster.lost
+
+
 @pytest.mark.parametrize(
     ("channels", "lost"),
     [
@@ -93,7 +103,7 @@ async def test_agents_that_go_together_in_the_start_of_workers_blame_no_node(
 
     runner = watching(channels, True, [])
     runner._pool.members = list(runner._pool.links.values())
-    runner._lose_the_gone("the agent on n0 is not connected")
+    await runner._lose_the_gone("the agent on n0 is not connected")
     assert runner.lost == lost
     assert bool(runner._launch_error) == (not lost)
 
@@ -114,7 +124,9 @@ def watching(channels: Sequence[object], began: bool, events: list[EventName]) -
     runner = AttemptRunner.__new__(AttemptRunner)
     parts: dict[str, Any] = {
         "_pool": SimpleNamespace(links=dict(enumerate(links)), members=[], drop=drop),
-        "_crew": SimpleNamespace(reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None)),
+        "_crew": SimpleNamespace(
+            reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None), has_outslept=False
+        ),
         "stops": SimpleNamespace(began=began), "_over": asyncio.Event(), "lost": [], "_lost_early": [],
         "_cluster": SimpleNamespace(lost=set()), "_launch_error": "",
         "_background": SimpleNamespace(start=lambda work: work.close()),
