@@ -598,7 +598,8 @@ class Agent:
         lease_s = self._config.fault_tolerance.supervisor_lease_s
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
-            self._last_heard += asleep_s  # in two steps: += reads before it awaits, and would lose a later time
+            # what came before may have been heard since it woke up: that was no longer ago
+            self._last_heard = min(self._last_heard + asleep_s, time.monotonic())
         if self._config.checkpoint.just_in_time:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(rescue_on_node(list(self._workers.by_rank.values())), LAST_KEEP_S)

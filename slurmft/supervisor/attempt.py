@@ -421,7 +421,7 @@ class AttemptRunner:
                 if self.stops.state.lost and not self.stops.state.problem:
                     self._node_states = await asyncio.to_thread(self._cluster.node_states)
             except AgentLost as error:
-                self._lose_the_gone(str(error))
+                await self._lose_the_gone(str(error))
             except (LaunchError, StorageError, OSError) as error:
                 self.stops.feed(life.LaunchFailed(str(error)))
             finally:
@@ -603,12 +603,15 @@ class AttemptRunner:
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 
     def _is_end_of_step(self) -> bool:
-        """Whether all agents have gone together: their step was ended, which says nothing about any node."""
+        """Whether all agents have gone together: their step was ended, which says nothing about any node. Nor does the
+        end of those whose lease was over while this process was stopped."""
         own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
-        if not self.stops.state.began or len(own) < 2 or any(each.channel for each in own):
+        gone = [each for each in own if each.channel is None]
+        are_all = len(own) > 1 and len(gone) == len(own)
+        if not self.stops.state.began or not gone or not (are_all or self._crew.has_outslept):
             return False
         self.stops.feed(life.StepEnded())
-        for link in own:
+        for link in gone:
             self._pool.drop(link)
             self._crew.reviver.lost(link, hung_up=True)
         return True
@@ -633,11 +636,12 @@ class AttemptRunner:
         await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
 
-    def _lose_the_gone(self, reason: str) -> None:
-        """An agent did not take part in the start: its node was lost, unless it is still connected."""
+    async def _lose_the_gone(self, reason: str) -> None:
+        """An agent did not take part in the start: its node was lost, unless it is still connected, or is so again."""
         if self._is_end_of_step():
             self.stops.feed(life.Ended(reason))
             return
+        await asyncio.gather(*(self._crew.reconnected(link) for link in self._pool.members))
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
             self._lose(link, reason, hung_up=True)

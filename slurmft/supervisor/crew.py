@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
@@ -485,6 +486,9 @@ class Reviver:
 # --- crew ---
 
 CREW_LOOK_S = 0.05
+OUTSLEPT_S = 10.0
+"""How long after a stop of this process the ends of agents meanwhile may be noticed."""
+
 LOOKS_PER_TIMEOUT = 12
 
 SPARE_DESCRIPTORS = 200
@@ -520,7 +524,7 @@ class Crew:
         self.processes: list[asyncio.subprocess.Process | Orphan] = []
         self.kept = KeptFolders(config, start, self.pool)
         self._journal = start.journal
-        self._mustered, self._settled_s = False, 0.0
+        self._mustered, self._settled_s, self._outslept_s = False, 0.0, -math.inf
         self._attempt: Watching | None = None
         self._background = Background()
 
@@ -544,9 +548,11 @@ class Crew:
             agents = len(pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
             if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
+                if asleep_s + ping_interval_s(agents, lease_s=section.supervisor_lease_s) > section.supervisor_lease_s:
+                    self._outslept_s = time.monotonic()
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
-                for link in pool.links.values():
-                    link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
+                for link in pool.links.values():  # while the supervisor was stopped it could not receive reports
+                    link.last_heard = min(link.last_heard + asleep_s, time.monotonic())
             now_s = time.monotonic()
             if now_s - pinged_s > ping_interval_s(agents, lease_s=section.supervisor_lease_s):
                 pinged_s = now_s
@@ -563,6 +569,11 @@ class Crew:
     async def reconnected(self, link: AgentLink) -> None:
         """Return when another connection has taken the place of this broken one, or its agent is given up."""
         await self.pool.are_back([link], self.reconnect_s)
+
+    @property
+    def has_outslept(self) -> bool:
+        """This process has just been stopped for so long that agents have ended, as after their supervisor."""
+        return time.monotonic() - self._outslept_s < OUTSLEPT_S
 
     @property
     def is_complete(self) -> bool:

@@ -11,6 +11,7 @@ from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
 
 Fault = Callable[[World], None]
+PAUSE_S = 5.0
 
 
 def _agent(world: World, *, may_be: str = "") -> Agent | None:
@@ -19,6 +20,8 @@ def _agent(world: World, *, may_be: str = "") -> Agent | None:
     agent = world.chance.choice(living) if living else None
     if agent is not None and may_be:
         world.accusable.add((may_be, agent.host))
+        if may_be == "node lost":  # one that is back, or goes on, closes connections: only its agent has ended then
+            world.accusable.add(("crash", agent.host))
     return agent
 
 
@@ -30,6 +33,11 @@ def _request(kind: str) -> Fault:
 
     ask.__name__ = f"ask_for_{kind}"
     return ask
+
+
+def _may_fail(world: World) -> bool:
+    """Whether the run folder has been well for a moment: it is waited for, but no longer than for two minutes."""
+    return world.timeline.now_s > max(world.silent_until_s, world.full_until_s) + PAUSE_S
 
 
 def kill_rank(world: World) -> None:
@@ -51,6 +59,8 @@ def hang_rank(world: World) -> None:
 def stall_disk(world: World) -> None:
     """The run folder does not answer for a while."""
     away_s = world.chance.choice((1.0, 4.0, 20.0, 100.0))
+    if not _may_fail(world):
+        return
     world.note(f"the run folder is silent for {away_s} s")
     world.silent_until_s = world.timeline.now_s + away_s
 
@@ -178,11 +188,10 @@ def stop_supervisor(world: World) -> None:
         away_s = world.chance.choice((0.5, 5.0, 20.0, 70.0, 200.0))
         world.note(f"the supervisor is stopped for {away_s} s")
         supervisor.stop()
-        world.is_suspended = True
 
         def go_on() -> None:
             world.disturb()
-            world.resumed_s, world.is_suspended = world.timeline.now_s, False
+            world.resumed_s = world.timeline.now_s
             world.note("the supervisor goes on")
             supervisor.go_on()
 
@@ -228,6 +237,8 @@ def say_twice(world: World) -> None:
 def fill_disk(world: World) -> None:
     """The disk of the run folder is full for a while."""
     full_s = world.chance.choice((1.0, 4.0, 20.0, 100.0))
+    if not _may_fail(world):
+        return
     world.note(f"the run folder is full for {full_s} s")
     world.full_until_s = world.timeline.now_s + full_s
 
@@ -277,13 +288,16 @@ def lose_controller(world: World) -> None:
 
 
 def exclude_node(world: World) -> None:
-    """A user puts a node of the job on the exclusion list, and has the run go on elsewhere."""
-    if world.slurm is not None and world.job is not None and world.job.state == "RUNNING" and not world.excluded:
-        host = world.chance.choice(world.job.nodes)
-        world.note(f"a user excludes {host}")
-        entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
-        ExclusionList(world.config.exclusions.path).exclude(entry)
-        world.excluded_next.add(host)
+    """A user puts a node on the exclusion list, and has the run go on elsewhere; any node, while the job waits."""
+    if world.slurm is None or world.excluded | world.excluded_next or not world.slurm.mine():
+        return
+    is_running = world.job is not None and world.job.state == "RUNNING"
+    host = world.chance.choice(world.job.nodes if world.job is not None and is_running else world.slurm.nodes)
+    world.note(f"a user excludes {host}")
+    entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
+    ExclusionList(world.config.exclusions.path).exclude(entry)
+    world.excluded_next.add(host)
+    if is_running:
         _request("REQUEUE")(world)
 
 

@@ -15,6 +15,7 @@ import pytest
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
+from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import PASSED_OVER, Event, EventName
 
 Scheduled = Sequence[tuple[float, Fault]]
@@ -219,6 +220,13 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
         each for each, generation in started.items() if generation in world.to_decide and each not in ended
     ]:
         world.violate("every end is decided", f"no decision about {open_ones} is in the journal")
+    asked: set[str] = set()
+    for event in events:
+        if event.event == EventName.REQUEUEING:
+            asked = {*expand(str(event.details.get("excluded") or ""))}
+        is_well = world.slurm is not None and not world.slurm.errs
+        if event.event == EventName.EXCLUSION_ESCAPED and is_well and (again := asked & {*event.details["nodes"]}):
+            world.violate("excluded nodes", f"{sorted(again)} again, which the requeue was to keep off")
     told = Counter(
         (event.event, event.attempt, event.details.get("rank"), event.details.get("node"), event.details.get("kind"))
         for event in events

@@ -7,6 +7,7 @@ those that watch them, are those of here.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ HEARD_S = 5.0
 """How long after its node can be reached again an agent has got its orders."""
 
 HANG_LOOK_S = 0.5
+OLD_S = 10.0
+"""By then an agent that is connected has no worker of an older generation any more, while nothing is wrong."""
+
 ALONE_S = 10.0
 """Beyond its lease, an agent may take so long to end."""
 
@@ -134,9 +138,9 @@ class Workers:
     def kill_lingering(self, _: float) -> None:
         """None does."""
 
-    def close(self, *, leave_memory: bool) -> None:
-        """The agent ends."""
-        self.end(-9, killed=True) if leave_memory else self.kill()
+    def close(self, **_: bool) -> None:
+        """The agent ends; what it had kept ends with it."""
+        self.end(-9, killed=True)
 
     def end(self, code: int, *, killed: bool, report: bool = True) -> None:
         """All of them."""
@@ -167,11 +171,12 @@ class Hangs:
 
     async def run(self) -> None:
         """Report each hang once; a rank that waits for others holds a section, too."""
-        alone_s = 0.0
+        alone_s = connected_s = 0.0
         while True:
             await asyncio.sleep(HANG_LOOK_S)
             alone_s = alone_s + HANG_LOOK_S if self.agent.world.is_alone(self.agent) else 0.0
-            self.agent.check(alone_s)
+            connected_s = connected_s + HANG_LOOK_S if self.agent.is_connected else 0.0
+            self.agent.check(alone_s, connected_s)
             for worker in self._workers:
                 held_s = asyncio.get_running_loop().time() - worker.moved_s
                 if worker.alive and held_s > (HANG_S if worker.resumed >= 0 else BEGIN_S) and not worker.told:
@@ -316,9 +321,10 @@ class Agent:
         self.memory = max([self.memory, *living])
         return self.memory
 
-    def check(self, alone_s: float) -> None:
-        """What must hold of it at each moment; no supervisor could be heard for so long."""
-        self.world.check_workers(self)
+    def check(self, alone_s: float, connected_s: float) -> None:
+        """What must hold of it; no supervisor could be heard for so long, or it was connected to one."""
+        if connected_s > OLD_S:
+            self.world.check_workers(self)
         lease_s = self.world.config.fault_tolerance.supervisor_lease_s
         if alone_s > lease_s + ALONE_S and self.is_there:
             self.world.violate("agents end", f"{self.process.name} lives {alone_s:.0f} s after its supervisor")
@@ -357,7 +363,7 @@ class Training:
         self.world, self.generation, self.nodes = world, order.generation, order.nodes
         self.agents: list[Agent] = []
         self.step = self.began_at = -1
-        self.joined_s = world.timeline.now_s
+        self.began_s = math.inf
         self.is_over = False
 
     def join(self, agent: Agent) -> None:
@@ -393,6 +399,7 @@ class Training:
             self.agents[0].end_worker(min(self.agents[0].workers), 1)
             return
         self.step = self.began_at = world.resumed(self)
+        self.began_s = world.timeline.now_s
         for worker in self.workers():
             worker.resumed = worker.step = self.step
             worker.moved_s = world.timeline.now_s
@@ -400,6 +407,7 @@ class Training:
         while await self._until_all_can():
             acted = self._act()
             if acted is None:  # they hold at a proposal
+                world.check_going(self)
                 await asyncio.sleep(0.01)
                 continue
             if acted or self.step >= world.until:
@@ -414,7 +422,7 @@ class Training:
                 worker.moved_s = world.timeline.now_s
             if self.step % world.save_every == 0:
                 self._save()
-                world.check_answered(self)
+                world.check_going(self)
         if self.step >= world.until and self._can_step():
             self._save()
             self._finish(State.FINISHED)

@@ -5,6 +5,7 @@ A test of the tests: an invariant that nothing can break proves nothing. Each is
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,13 @@ import pytest
 from lives import faults
 from lives.life import PATIENT, Bounds, lived
 from lives.world import World
+from slurmft.agent.agent import Agent
 from slurmft.ipc.messages import RescueState
+from slurmft.ipc.pages import Slot
+from slurmft.policy import stop
 from slurmft.policy.verdict import Action, Cause
 from slurmft.scheduler import own_jobs
-from slurmft.storage.journal import EventName
+from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PatientJournal
 from slurmft.storage.run_folder import EndingClaim, RunFolder
 from slurmft.supervisor import act as act_module
@@ -91,11 +95,9 @@ def suspended(seconds: float) -> faults.Fault:
         supervisor = world.supervisor
         assert supervisor is not None
         supervisor.stop()
-        world.is_suspended = True
 
         def go_on() -> None:
             world.disturb()
-            world.is_suspended = False
             supervisor.go_on()
 
         world.timeline.call_later(seconds, go_on)
@@ -168,6 +170,13 @@ KILLED_AFTER_SBATCH = _in_slurm((4.9, _kill_after("sbatch")), (5.0, REQUEUE), no
 STOPPED_IN_GRACE = _in_slurm((5.0, faults.ask_for_stop), (5.0, preempted(60)), nodes=1,
                              slurm={"requeues_early": True})  # fmt: skip
 EXCLUDED = _in_slurm((5.0, faults.exclude_node), nodes=2, nproc_per_node=1)
+ORPHANED = _life((5.0, faults.cut_off), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1},
+                 fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0})  # fmt: skip
+SAVED = _life((5.0, faults._request("SAVE")), nodes=1, nproc_per_node=1)
+SIGNALLED = _life((5.0, faults.signal_supervisor), nodes=1, nproc_per_node=1)
+SLOWLY = _life((4.5, lambda world: world.network.delay("n1", 1.2, 6.0)), (5.0, REQUEUE), shift_s=0.05, nodes=2,
+               nproc_per_node=1)  # fmt: skip
+WAITING = _in_slurm((5.0, faults.requeue_job), (9.0, faults.exclude_node), shift_s=0.1, nodes=2, nproc_per_node=1)
 FORGOTTEN = _in_slurm((5.0, faults.give_number_again), (5.1, REQUEUE), nodes=1)
 
 
@@ -239,7 +248,7 @@ REAL_ADMIT = AgentPool._admit
 
 
 def _finish(real: Any, self: AttemptEnd, verdict: Any, decision: Any, **rest: Any) -> Any:
-    return real(self, verdict, replace(decision, action=Action.FINISH), **rest)
+    return real(self, verdict, replace(decision, action=Action.FINISH, exit_code=0), **rest)
 
 
 def _counted(real: Any, *args: Any) -> Any:
@@ -254,6 +263,32 @@ def _unspent(real: Any, *args: Any) -> Any:
 def _failed_instead(real: Any, self: AttemptEnd, verdict: Any) -> Any:
     planned = verdict.cause in act_module.PLANNED
     return real(self, replace(verdict, cause=Cause.WORKER_ERROR, exit_code=1) if planned else verdict)
+
+
+async def _ten_leases(self: Agent) -> None:
+    while time.monotonic() - self._last_heard < 10 * self._config.fault_tolerance.supervisor_lease_s:
+        await asyncio.sleep(1.0)
+
+
+def _without_memory(real: Any, self: Agent, report: Any) -> None:
+    real(self, report)
+    self._lasting.clear()
+
+
+def _no_commit(real: Any, self: Agent, slot: Slot, value: int) -> None:
+    if slot is not Slot.COMMITTED:
+        real(self, slot, value)
+
+
+async def _again(real: Any, self: Agent, call: Any) -> Any:
+    self._generation = 0
+    await real(self, call)
+    self._generation = 0
+    return await real(self, call)
+
+
+def _anywhere(real: Any, job: Any, *, avoid: Any, **rest: Any) -> Any:
+    return real(job, avoid=None, **rest)
 
 
 def _unowned(self: RunFolder, owner: Any) -> None:
@@ -330,11 +365,35 @@ PLANTED: dict[str, Planted] = {
         _put(RunFolder, "done", lambda _: None), "the run ends complete", RANK),
     "agents outlive the requeue": Planted(
         _put(Attempts, "dismiss", lambda _: None), "agents end before the requeue", RANK_IN_SLURM),
+    # what is asked for, and told
+    "a request for a requeue is dropped": Planted(
+        _wrap(Stops, "on_request", lambda real, self, kind, who: None), "requests are answered", ASKED),
+    "a request for a save is dropped": Planted(_put(Stops, "_save_now", _nothing), "requests are answered", SAVED),
+    "the supervisor's own signals are dropped": Planted(
+        _put(Stops, "on_own_signal", lambda *_: None), "requests are answered", SIGNALLED),
+    "a stop that a rank has passed is committed": Planted(
+        _put(stop, "passed", lambda *_: False), "requests are answered", SLOWLY),
+    "a start does not read the newest line": Planted(
+        _wrap(Journal, "read_past", lambda real, self: real(self)[:-1]), "the journal is what was written", RANKS),
+    # agents
+    "an agent has ten leases": Planted(_put(Agent, "_watch_lease", _ten_leases), "agents end", ORPHANED),
+    "an agent says on a new connection nothing of what it said before": Planted(
+        _wrap(Agent, "_report", _without_memory), "every life ends", LOST_REPORT),
+    "an agent kills nothing": Planted(_put(Agent, "_obey", lambda *_: None), "in time", RANK),
+    "an agent commits no stop": Planted(_wrap(Agent, "_write", _no_commit), "requests are answered", ASKED),
+    "an agent does not tell of signals": Planted(
+        _put(Agent, "_note_signal", lambda *_: None), "requests are answered", PREEMPTED),
+    "an agent does not tell of progress": Planted(
+        _put(Agent, "_report_regularly", _nothing), "progress is told", RANK),
+    "an agent starts what it has started": Planted(_wrap(Agent, "_start", _again), "once", RANK),
     # placement
     "an exclusion is forgotten": Planted(
         lambda patch: (patch.setattr(act_module, "next_placement", lambda *_, **__: None),
                        patch.setattr(run_module, "settle", lambda *_: None))[0],
         "excluded nodes", EXCLUDED),
+    "a requeue keeps off nothing": Planted(_wrap(own_jobs, "requeue", _anywhere), "excluded nodes", EXCLUDED),
+    "a start does not look where it is": Planted(
+        _put(run_module, "settle", lambda *_: None), "excluded nodes", WAITING),
     "another run's job is requeued": Planted(
         _put(own_jobs, "refuse_another", lambda *_: None), "update of job", FORGOTTEN),
 }  # fmt: skip

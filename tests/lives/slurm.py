@@ -341,7 +341,8 @@ class Controller(FakeSlurm):
         if changes:
             world.note(f"$ {' '.join(argv)}: {(answer.stderr or answer.stdout).strip()[:80] or 'done'}")
         late = self.mood == "late" and self.mood_lasts >= 0  # it could not be asked whose number it is
-        world.violations += [each for each in self.violations if not (late and each.startswith("afterany"))]
+        seen = [at_s for _, at_s in self._seen.values() if world.timeline.now_s - at_s < RACE_S]
+        world.violations += [each for each in self.violations if not ((late or seen) and each.startswith("afterany"))]
         self.violations.clear()
         if is_ours:
             if world.killed_after and what.startswith(world.killed_after):

@@ -22,7 +22,7 @@ from lives.faults import (
     say_twice,
     signal_agents,
 )
-from lives.life import PATIENT, Drawn, Scheduled, live, lived, shortest, story
+from lives.life import PATIENT, Bounds, Drawn, Scheduled, live, lived, shortest, story
 from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, preempted, run_folder_is, scenes, suspended
 from lives.planted import REQUEUE as ask_for_requeue
 from lives.world import World
@@ -167,6 +167,61 @@ def test_a_run_that_is_complete_is_so_before_its_agents_have_ended() -> None:
 
     faults = [(1.0, once(lambda world: world.saved == world.until, end_job))]
     world = lived(faults, until=20, in_slurm=SLURM, nodes=1, spare_nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def away(world: World) -> None:
+    """n1 cannot be reached any more."""
+    world.accusable |= {("node lost", "n1"), ("hang", "n1")}
+    world.network.cut("n1")
+
+
+def test_an_agent_that_was_stopped_ends_within_its_lease() -> None:
+    """What it had not read yet was heard as of now, and the time for which it was stopped was added to that."""
+
+    def stop(world: World) -> None:
+        world.agents[1].process.stop()
+        world.timeline.call_later(70.0, world.agents[1].process.go_on)
+
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
+    faults = [(4.0, stop), (9.0, away), (9.0, ask_for_stop)]
+    world = lived(faults, until=60, nodes=2, nproc_per_node=1, **settings, elastic={"min_nodes": 1})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("at_s", [5.0, 5.1, 5.2, 5.3, 5.4, 5.5])
+def test_a_supervisor_that_was_stopped_notices_a_lost_node_in_time(at_s: float) -> None:
+    """As the agent: a report that had waited for it was heard after it had gone on, and for so long again."""
+    faults = [(at_s, suspended(40.0)), (44.9, away)]
+    settings = {**KEEPING, "elastic": {"min_nodes": 1}, "bounds": Bounds(within_s=115.0)}
+    world = lived(faults, until=400, nodes=2, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+def test_agents_whose_lease_was_over_while_their_supervisor_was_stopped_are_not_lost_nodes() -> None:
+    """One that was on the same node, and was stopped as well, was left: all others were taken for lost."""
+
+    def stop(world: World) -> None:
+        world.agents[0].process.stop()
+        world.timeline.call_later(70.0, world.agents[0].process.go_on)
+
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
+    world = lived([(8.0, suspended(70.0)), (8.0, stop)], until=60, nodes=3, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_connection_that_breaks_while_another_agent_is_lost_at_the_start_is_no_lost_node(seed: int) -> None:
+    """It had a moment to come back in any other case."""
+
+    def kill(world: World) -> None:
+        world.accusable.add(("crash", "n0"))
+        world.agents[0].die()
+        world.timeline.call_later(0.95, world.network.reset, "n1")
+
+    faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, kill))]
+    settings = {**KEEPING, "elastic": {"min_nodes": 1}, "spare_nodes": 1}
+    world = lived(faults, until=60, seed=seed, nodes=2, nproc_per_node=1, **settings)
     assert not world.violations, story(world)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from lives.nodes import Agent, Training, simulate_agents
+from lives.nodes import OLD_S, Agent, Training, simulate_agents
 from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
@@ -77,8 +77,14 @@ STOP_KNOWN_S = 5.0
 ANSWERED_S = 15.0
 """A request, or a signal, that comes while nothing is wrong is answered by then."""
 
-OLD_S = 10.0
-"""By then nothing of an older generation runs any more, while nothing is wrong."""
+SKEW_S = 300.0
+"""Munge, and so Slurm, works with no node whose clock is further off; times of both cannot be compared then."""
+
+TOLD_STEPS = 40
+"""A progress report is no older, while nothing is wrong."""
+
+STOPPED_S = 70.0
+"""The longest time for which a fault stops an agent, whose lease does not run meanwhile."""
 
 ENDED_S, FOUND_S = 45.0, 150.0
 """A rank that has ended has ended its attempt by then; one that hangs, or whose node is silent, by then."""
@@ -187,8 +193,8 @@ class World:
         self.disturbed_s = 0.0
         """When a fault has kept an agent and its supervisor apart the last time."""
 
-        self.is_suspended, self.resumed_s = False, 0.0
-        """Whether the supervisor is stopped by a fault, and when the last one of these was over."""
+        self.resumed_s = 0.0
+        """When a fault that had stopped the supervisor was over the last time."""
 
         self.excluded: set[str] = set()
         self.excluded_next: set[str] = set()
@@ -262,6 +268,11 @@ class World:
     def host(self) -> str:
         """Where the supervisor is: a node of its job; without Slurm, on none that can be lost."""
         return "supervisor" if self.job is None else self.job.batch_host
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the supervisor is stopped."""
+        return self.supervisor is not None and self.supervisor.stopped
 
     @property
     def is_full(self) -> bool:
@@ -388,33 +399,36 @@ class World:
         is_there = self.supervisor is not None and self.supervisor.alive and not self.is_suspended
         return is_there and last_s <= since_s and (self.slurm is None or not self.slurm.errs)
 
-    def check_answered(self, training: Training) -> None:
-        """A training goes on: no request waits for its answer."""
+    def check_going(self, training: Training) -> None:
+        """A training goes on: it is told how far it is, and no request waits for its answer."""
         now_s = self.timeline.now_s
-        all_there = self.network.is_whole and not any(agent.process.stopped for agent in self.agents if agent.is_there)
+        if not self.network.is_whole or any(agent.process.stopped for agent in self.agents if agent.is_there):
+            return
         for kind, at_s in self.asked.items():
-            if training.joined_s < at_s < now_s - ANSWERED_S and all_there and self.has_been_well(at_s):
-                self.violate("requests are answered", f"{kind} came {now_s - at_s:.0f} s ago, and the training goes on")
+            since_s = max(at_s, self.disturbed_s)
+            if training.began_s < at_s and now_s - since_s > ANSWERED_S and self.has_been_well(since_s):
+                self.violate(
+                    "requests are answered", f"{kind} waits for {now_s - at_s:.0f} s, and the training goes on"
+                )
+        told = (self.run.progress() or {}).get("step", 0)
+        since_s = max(training.began_s, self.disturbed_s)
+        if told < training.step - TOLD_STEPS and now_s - since_s > ANSWERED_S and self.has_been_well(since_s):
+            self.violate("progress is told", f"step {told} is, and the training is at {training.step}")
 
     def check_stalled(self, training: Training, since_s: float) -> None:
         """A training cannot go on, and has not ended yet."""
         since_s = max(since_s, self.disturbed_s)
         can_be_heard = self.network.is_whole and not any(agent.process.stopped for agent in training.agents)
-        has_failed = any(worker.exit_code for worker in training.workers())
+        has_failed = any(not worker.alive and not worker.killed for worker in training.workers())
         bound_s = ENDED_S if can_be_heard and has_failed else FOUND_S
         is_newest = training.generation == self.newest
         if is_newest and self.timeline.now_s - since_s > bound_s and self.has_been_well(since_s):
             self.violate("in time", f"generation {training.generation} cannot go on, for {bound_s} s")
 
     def check_workers(self, agent: Agent) -> None:
-        """An agent that is connected has no worker of an older generation."""
-        if (
-            agent.generation < self.newest
-            and any(worker.alive for worker in agent.workers.values())
-            and agent.is_connected
-            and self.network.is_whole
-            and self.has_been_well(self.timeline.now_s - OLD_S)
-        ):
+        """An agent that has been connected for a while has no worker of an older generation."""
+        is_old = agent.generation < self.newest and any(worker.alive for worker in agent.workers.values())
+        if is_old and self.network.is_whole and self.has_been_well(self.timeline.now_s - OLD_S):
             self.violate("nothing of an older generation", f"{agent.process.name} has one of {agent.generation}")
 
     def is_alone(self, agent: Agent) -> bool:
@@ -455,7 +469,8 @@ class World:
     def _check_start(self, order: StartWorkers) -> None:
         if self.run.done() is not None:
             self.violate("the end is the end", f"generation {order.generation} starts after the run was complete")
-        if self.slurm is not None and self.job is not None and not self.slurm.errs and not self.full_until_s:
+        can_know = self.slurm is not None and not self.slurm.errs and abs(self.ahead_s) < SKEW_S
+        if self.slurm is not None and self.job is not None and can_know and not self.full_until_s:
             others = [job.job_id for job in self.slurm.mine() if job.job_id != self.job.job_id and not job.completing]
             if others:
                 self.violate("one continuation", f"generation {order.generation} starts, and jobs {others} wait")
@@ -521,7 +536,7 @@ class World:
         environment = environment_of(job)
         os.environ["SLURMD_NODENAME"] = job.batch_host
         for _ in range(guardian.MAX_LOSSES + 1):
-            self.supervisor, pid = self.process("supervisor"), self.next_pid()
+            self.supervisor, pid, self.begun = self.process("supervisor"), self.next_pid(), []
             self.disturb()
             self._me = processes.Process(job.batch_host, pid, f"born {pid}")
             environment["SLURMFT_GUARD_LOST"] = " ".join(map(str, self._lost))
@@ -565,7 +580,7 @@ class World:
         """
         code, number = -1, None
         for _ in range(200):
-            self.supervisor = self.process("supervisor")
+            self.supervisor, self.begun = self.process("supervisor"), []
             self.disturb()
             environment = dict(self._attempt_environment)
             try:
@@ -595,20 +610,20 @@ class World:
 
     def outlive(self) -> None:
         """No supervisor follows: what is left of the agents ends within their lease."""
-        lease_s = self.config.fault_tolerance.supervisor_lease_s
+        most_s = self.config.fault_tolerance.supervisor_lease_s + STOPPED_S + 5.0
         self.supervisor = None
+        self.timeline.until_s = self.timeline.now_s + most_s + 1.0
         with inside(None):
-            self.timeline.run_until_complete(asyncio.sleep(lease_s + 5.0))
+            self.timeline.run_until_complete(asyncio.sleep(most_s))
         for agent in self.agents:
             if agent.is_there and not agent.process.stopped:
-                self.violate("agents end", f"{agent.process.name} lives {lease_s + 5.0} s after the end of the run")
+                self.violate("agents end", f"{agent.process.name} lives {most_s} s after the end of the run")
 
     def _end_of_supervisor(self, how: str, *, quietly: bool = False) -> None:
         self.note(f"the supervisor {how}")
         assert self.supervisor is not None
         if self.folder_is_well and how.startswith(("ends with", "starts anew")):
             self.to_decide.update(self.begun)
-        self.begun.clear()
         if quietly:  # its node is gone, and the end is not reported
             self.supervisor.alive = False
         else:

@@ -82,6 +82,16 @@ async def test_agents_that_go_together_are_the_end_of_their_step(
     assert bool(runner._cluster.lost) == (told == [EventName.AGENT_LOST])
 
 
+async def test_agents_that_have_ended_while_their_supervisor_was_stopped_are_blamed_for_nothing() -> None:
+    events: list[EventName] = []
+    runner = watching([GONE, HERE, GONE], True, events)
+    runner._crew.has_outslept = True  # type: ignore[misc]
+    await runner._on_disconnect(runner._pool.links[0])
+    assert events == [EventName.AGENTS_GONE]
+    assert [link.dropped for link in runner._pool.links.values()] == [True, False, True]
+    assert not runner._cluster.lost
+
+
 @pytest.mark.parametrize(
     ("channels", "lost"),
     [
@@ -96,7 +106,7 @@ async def test_agents_that_go_together_in_the_start_of_workers_blame_no_node(
 
     runner = watching(channels, True, [])
     runner._pool.members = list(runner._pool.links.values())
-    runner._lose_the_gone("the agent on n0 is not connected")
+    await runner._lose_the_gone("the agent on n0 is not connected")
     assert list(runner.stops.state.lost) == lost
     assert bool(runner.stops.state.problem) == (not lost)
 
@@ -122,7 +132,9 @@ def watching(channels: Sequence[object], began: bool, events: list[EventName]) -
         stops.feed(life.Began())
     parts: dict[str, Any] = {
         "_pool": SimpleNamespace(links=dict(enumerate(links)), members=[], drop=drop),
-        "_crew": SimpleNamespace(reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None)),
+        "_crew": SimpleNamespace(
+            reconnected=at_once, reviver=SimpleNamespace(lost=lambda *_, **__: None), has_outslept=False
+        ),
         "stops": stops, "_cluster": SimpleNamespace(lost=set()),
         "_background": SimpleNamespace(start=lambda work: work.close()),
         "_journal": SimpleNamespace(append=lambda event, **_: events.append(event)),
