@@ -761,6 +761,11 @@ class Roster:
         phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
         return all_down(phases, least=self._config.replicas_per_node * len(self.agents))
 
+    @property
+    def routers_down(self) -> bool:
+        """The router of every agent has given up."""
+        return bool(self.agents) and all(each.router_is_down for each in self.agents.values())
+
     async def commit_regularly(self) -> None:
         """Write ``endpoints.json`` when routers come and go."""
         while True:

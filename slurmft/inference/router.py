@@ -1029,6 +1029,13 @@ UNSPOKEN = web.RequestKey("unspoken", bool)
 """It came in another version of HTTP."""
 
 
+SPOKEN_PLAINLY = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: application/json\r\n\r\n"
+SPOKEN_PLAINLY += json.dumps(error_answer(400, "this port speaks HTTPS; the address begins with https://")).encode()
+
+LINGER_S = 1.0
+"""For a client to read that, and to close its side."""
+
+
 _Stranger: TypeAlias = "_Arrival | _Connection"
 
 
@@ -1137,8 +1144,9 @@ class RouterServer:
     async def _begin(self, arrival: _Arrival, context: ssl.SSLContext | None, address: str) -> None:
         limit_s = min(self._serving.client_timeout_s, HANDSHAKE_S) if context is not None else None
         try:
-            if context is not None:
-                await arrival.first_byte(limit_s)
+            if context is not None and (await arrival.first_byte(limit_s)).isalpha():
+                await arrival.end_with(SPOKEN_PLAINLY, LINGER_S)
+                return
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._connection(arrival, address), arrival.socket, ssl=context, ssl_handshake_timeout=limit_s
             )
@@ -1214,20 +1222,34 @@ class _Arrival:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
 
-    async def first_byte(self, limit_s: float | None) -> None:
+    async def first_byte(self, limit_s: float | None) -> bytes:
         """Wait for it, or close the socket and raise ``OSError``: a silent one costs a socket, and no buffers."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self.socket, ready.set)
         try:
             async with asyncio.timeout(limit_s):
                 await ready.wait()
-            if not self.socket.recv(1, socket.MSG_PEEK):
+            if not (first := self.socket.recv(1, socket.MSG_PEEK)):
                 raise ConnectionError("closed without a word")
         except BaseException:
             loop.remove_reader(self.socket)
             self.socket.close()
             raise
         loop.remove_reader(self.socket)
+        return first
+
+    async def end_with(self, answer: bytes, within_s: float) -> None:
+        """Answer without a look at the request, and close the socket once its client has closed its side: one that is
+        closed with something unread takes the answer back."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(within_s):
+                await loop.sock_sendall(self.socket, answer)
+                self.socket.shutdown(socket.SHUT_WR)
+                while await loop.sock_recv(self.socket, 1 << 16):
+                    pass
+        finally:
+            self.socket.close()
 
     def hang_up(self) -> None:
         """End it; its task notices."""

@@ -438,6 +438,9 @@ class ServingAttempt(InferenceAttempt):
         self._routers.discard(link.node)
         event = EventName.ROUTER_DOWN if report.phase == "down" else EventName.ROUTER_ENDED
         self._journal.append(event, node=link.host, reason=report.why)
+        if self._roster.routers_down and self.stops.planned is None and not self.stops.over.is_set():
+            self._problem = f"no router is left: {link.host}: {report.why}"
+            self.stops.feed(life.Ended())
 
     def _router_port(self, link: AgentLink) -> int | None:
         return self._ports.get((link.host, link.node))

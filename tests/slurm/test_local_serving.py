@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -312,6 +313,21 @@ def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp
         assert len(endpoint.events("replica down")) == 1
     finally:
         endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
+
+
+@pytest.mark.soak
+def test_a_port_that_another_process_has_ends_the_attempt_by_its_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        endpoint = Endpoint(tmp_path / "endpoint", max_restarts=0, serving={"routers": 1, "port": port})
+        endpoint.slurmft("serve", str(endpoint.config), "--cluster", "local")
+        found = eventually(lambda: endpoint.events("decision"), 60, endpoint.story)
+        assert (
+            f"no router is left: 127.0.0.1: exit code 75; its last words: slurmft: cannot listen on port {port}"
+            in (found[0].details["reason"])
+        )
+    eventually(lambda: endpoint.events("router ready"), 60, endpoint.story)
+    endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
 
 
 @pytest.fixture

@@ -114,6 +114,10 @@ def test_a_router_that_stays_down_is_replaced_and_its_requests_stay_counted(tmp_
     assert cluster.roster.requests.done == 111, "its next life counts from 0"
     cluster.router(0, "down")
     assert cluster.with_router == [1, 2]
+    cluster.router(1, "down")
+    assert not cluster.roster.routers_down
+    cluster.router(2, "down")
+    assert cluster.roster.routers_down and not cluster.roster.all_down
 
 
 def test_all_replicas_must_be_down_before_the_endpoint_is(tmp_path: Path) -> None:

@@ -61,8 +61,9 @@ async def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_
         await asks_status(config, session, port)
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await session.get(f"https://127.0.0.1:{port}/status")
-        with pytest.raises(aiohttp.ClientError):
-            await session.get(f"http://127.0.0.1:{port}/status")
+        for more in b"", b"x" * 900_000:
+            async with session.post(f"http://127.0.0.1:{port}/status", data=more) as answer:
+                assert answer.status == 400 and "begins with https" in (await answer.json())["error"]["message"]
 
 
 async def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
@@ -82,7 +83,7 @@ async def test_handshakes_that_fail_leave_no_buffers_behind(config: InferenceCon
         gc.collect()
         gc.disable()
         try:
-            for said in (b"GET / HTTP/1.1\r\n\r\n", b""):
+            for said in (b"\x16ET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b""):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(said)
                 writer.write_eof()
