@@ -48,7 +48,7 @@ from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect_to_any, listening_socket
 from slurmft.ipc.flight_dump import ask_ras, outliers
 from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot
-from slurmft.ipc.zygote_start import Zygote
+from slurmft.ipc.zygote_start import Zygote, useful
 from slurmft.policy.stop import NEVER, report_interval_s
 from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
@@ -547,7 +547,9 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, *heard)
         if self._config.container.runtime != "none":
             self._settle_in_container()
-        preload = self._config.fault_tolerance.preloaded(self._config.launcher, self._config.inference)
+        preload = useful(
+            self._config.fault_tolerance.preloaded(self._config.launcher, self._config.inference), self._config.command
+        )
         self._workers.start_zygote(common_environment(self._config, self._environment), preload, self._begun)
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())

@@ -257,7 +257,7 @@ def _exit_code(stand_in: socket.socket) -> int:
 
 def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The command as the agent would start it: Python trainers report their stacks, and why they fail."""
-    from slurmft.agent.workers import zygote_arguments  # more than a stand-in needs
+    from slurmft.ipc.zygote_start import zygote_arguments  # more than a stand-in needs
 
     if (arguments := zygote_arguments(command)) is None:
         return list(command)

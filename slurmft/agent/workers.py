@@ -34,7 +34,7 @@ from slurmft.ipc.pages import (
     State,
     TimingPage,
 )
-from slurmft.ipc.zygote_start import Zygote, shared_environment
+from slurmft.ipc.zygote_start import Zygote, shared_environment, zygote_arguments
 from slurmft.policy import hangs
 from slurmft.policy.hangs import STEP
 from slurmft.policy.reruns import RerunSettings
@@ -304,25 +304,6 @@ class Worker:
             alive=self.alive and self.pid != 0,
             holding=self.page[Slot.HOLDING],
         )
-
-
-def zygote_arguments(command: Sequence[str]) -> list[str] | None:
-    """The arguments after the interpreter in ``command`` when a fork of ours can run it, else None.
-
-    It can when the command is this very interpreter with a script or ``-m module`` and no option but ``-u``.
-    """
-    program = command[0]
-    if program.endswith(".py"):
-        return list(command)
-    found = shutil.which(program)
-    # the unresolved names must agree: all virtual environments link to one interpreter
-    same = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)  # noqa: PTH100
-    rest = [word for index, word in enumerate(command[1:]) if not (word == "-u" and index == 0)]
-    if not (same or program in ("python", "python3")) or not rest:
-        return None
-    if rest[0] == "-m":
-        return rest if len(rest) > 1 else None
-    return None if rest[0].startswith("-") else rest
 
 
 class Workers:

@@ -813,7 +813,8 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     preload: bool | tuple[ModuleName, ...] = True
     """Fork workers from a process that has torch imported already. A list names modules of installed packages that it
     imports as well, before the script sets any variable. For each worker it keeps one process more, for a faster
-    restart (some 15 MB of their own). Off: every worker starts its own interpreter."""
+    restart (some 15 MB of their own). Off: every worker starts its own interpreter, as it does in any case where the
+    command is not this Python with a script or ``-m module``: nothing is imported ahead then."""
 
     @model_validator(mode="before")
     @classmethod

@@ -65,6 +65,36 @@ def as_variable(preload: Sequence[str], *, name: str, per_node: int, own: Mappin
     return {VARIABLE: text} if len(text.encode()) <= MAX_BYTES else {}
 
 
+def zygote_arguments(command: Sequence[str]) -> list[str] | None:
+    """The arguments after the interpreter in ``command`` when a fork of ours can run it, else None.
+
+    It can when the command is this very interpreter with a script or ``-m module`` and no option but ``-u``.
+    """
+    import shutil  # agents that were told what to begin do without it
+
+    program = command[0]
+    if program.endswith(".py"):
+        return list(command)
+    found = shutil.which(program)
+    # the unresolved names must agree: all virtual environments link to one interpreter
+    same = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)  # noqa: PTH100
+    rest = [word for index, word in enumerate(command[1:]) if not (word == "-u" and index == 0)]
+    if not (same or program in ("python", "python3")) or not rest:
+        return None
+    if rest[0] == "-m":
+        return rest if len(rest) > 1 else None
+    return None if rest[0].startswith("-") else rest
+
+
+def useful(preload: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
+    """``preload``, or nothing where no worker of ``command`` would be forked from what has imported it.
+
+    Args:
+        command: a worker's; empty where workers are drivers of ours.
+    """
+    return tuple(preload) if not command or zygote_arguments(command) is not None else ()
+
+
 class Zygote:
     """A zygote's process, and the agent's end of the socket that it takes requests from."""
 

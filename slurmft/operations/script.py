@@ -503,8 +503,6 @@ def _prepared(name: str, words: Sequence[str], line: Line, script: _Script, read
     preemption = {"signal": sign or "SIGUSR2", "signal_lead_s": int(lead_s or 120), "continue_by": "requeue",
                   "requeue_delay_s": SCRIPT_ENDS_S, **plan.settings.get("preemption", {})}  # fmt: skip
     tolerance = {"max_no_progress_cycles": UNSEEN_CYCLES, **plan.settings.get("fault_tolerance", {})}
-    if plan.settings["command"][0] != sys.executable:  # nothing would be forked from what the agent imports ahead
-        tolerance["preload"] = False
     own: dict[str, Any] = {} if sign else {"exit_actions": {"COMPLETE": "0"}}  # our own signal ends no program
     own |= {"fault_tolerance": tolerance, "run_folder": str(script.base), "preemption": preemption}
     values = {**plan.settings, **own}

@@ -21,7 +21,7 @@ import psutil
 
 from slurmft.config.run import RunConfig, components_of
 from slurmft.errors import LaunchError, SlurmError, SlurmUnavailable, UsageError
-from slurmft.ipc.zygote_start import as_variable
+from slurmft.ipc.zygote_start import as_variable, useful
 from slurmft.policy import container as policy
 from slurmft.policy.container import Container
 from slurmft.policy.job_identity import JobIdentity, OwnJob, is_same_job, merged
@@ -115,9 +115,9 @@ def environment_for(config: RunConfig, environment: Mapping[str, str]) -> dict[s
     Elsewhere with what its zygote needs, which is begun before the agent has read the configuration.
     """
     if config.container.runtime == "none":
-        section = config.fault_tolerance
-        return {**environment, **as_variable(section.preloaded(config.launcher, config.inference), name=config.name,
-                                             per_node=config.nproc_per_node, own=config.environment)}  # fmt: skip
+        preload = useful(config.fault_tolerance.preloaded(config.launcher, config.inference), config.command)
+        own = config.environment
+        return {**environment, **as_variable(preload, name=config.name, per_node=config.nproc_per_node, own=own)}
     left_out = _OF_ANOTHER_PYTHON
     left_out |= _OF_THE_BATCH_TASK if config.container.runtime == "oci" else frozenset()
     return {name: value for name, value in environment.items() if name not in left_out}

@@ -18,13 +18,14 @@ from of_each import of_each
 from waiting import until_async
 
 from slurmft.agent import workers as agent_workers
-from slurmft.agent.workers import Worker, Workers, reserve_port, worker_environment, zygote_arguments
+from slurmft.agent.workers import Worker, Workers, reserve_port, worker_environment
 from slurmft.agent.zygote import why_not_to_fork
 from slurmft.config.run import validate
 from slurmft.config.sections import PRELOAD
 from slurmft.errors import ConfigError
 from slurmft.ipc.messages import StartWorkers
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE, Slot, State
+from slurmft.ipc.zygote_start import useful, zygote_arguments
 from slurmft.system import files
 
 WAIT_S = 20.0
@@ -118,8 +119,9 @@ def gone(pid: int) -> bool:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_a_fork_can_run(command, arguments):
+def test_what_a_fork_can_run_is_imported_ahead(command, arguments):
     assert zygote_arguments(command) == arguments
+    assert useful(["torch"], command) == (("torch",) if arguments else ())
 
 
 # what is imported ahead
