@@ -17,8 +17,9 @@ INSTALLED := .venv/installed
 TRAINS := .venv/trains
 INFERS := .venv/infers
 
-# All but those that look at the whole machine (ALONE). Most of their time they wait for Slurm, so five go
-# on at once, each in a cluster of its own; those come first, and small files fill what is left at the end.
+# All but those that look at the whole machine (ALONE). Five go on at once, each in a cluster of its own, which fills two
+# cores: nearly half of their time is `import torch` on the nodes, and with more at once all of it takes as long. Those
+# come first, and small files fill what is left at the end.
 ALONE := tests/lab/test_lab_recovery.py
 BESIDES := tests/slurm tests/lives tests/lab tests/fuzz tests/unit tests/architecture tests/docs
 

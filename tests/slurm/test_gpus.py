@@ -268,7 +268,8 @@ def seen(run: Run, ranks: int) -> list[list[str]]:
 
 def test_each_rank_sees_the_gpus_that_slurm_has_given_to_its_job(site: Site, new_run: Callable[..., Run]) -> None:
     command = ["python", str(script(site.lab, "print.py", PRINT))]
-    run = new_run(command=command, slurm={"partition": "low", "time": "5", "gpus_per_node": "2"})
+    run = new_run(command=command, fault_tolerance={"preload": False},
+                  slurm={"partition": "low", "time": "5", "gpus_per_node": "2"})  # fmt: skip
     with_smi(site, run)
     run.wait_until_done()
     found = seen(run, 4)
@@ -293,7 +294,7 @@ def test_a_restart_avoids_a_gpu_under_suspicion(site: Site, new_run: Callable[..
     command = ["python", str(script(lab, "fail_once.py", FAIL_ONCE)), str(go)]
     here = {"partition": "low", "time": "5", "gpus_per_node": "4", "nodelist": "n4"}  # no other node is an answer
     run = new_run(command=command, nodes=1, slurm=here,
-                  fault_tolerance={"num_in_job_restarts": 2})  # fmt: skip
+                  fault_tolerance={"num_in_job_restarts": 2, "preload": False})  # fmt: skip
     with_smi(site, run)
     (first,) = eventually(lambda: [words for words in seen(run, 2) if words[1] == "1"], 60, run.story)
     node, suspect = first[0], int(first[2].split(",")[1])
@@ -355,7 +356,8 @@ def test_each_rank_gets_an_instance_of_its_own_where_gpus_are_split(site: Site, 
     (lab.folder / "told-mig").write_text(",".join(instances))
     try:
         command = ["python", str(script(lab, "print.py", PRINT))]
-        run = new_run(command=command, slurm={"partition": "low", "time": "5", "gpus_per_node": "1"})
+        run = new_run(command=command, fault_tolerance={"preload": False},
+                      slurm={"partition": "low", "time": "5", "gpus_per_node": "1"})  # fmt: skip
         with_smi(site, run)
         run.wait_until_done()
     finally:

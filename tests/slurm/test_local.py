@@ -231,7 +231,8 @@ with start_session(seed=1) as session:
 
 def test_a_script_that_cannot_be_imported_is_tried_twice(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import no_such_module_at_all\n")
-    run = LocalRun(tmp_path / "run", command=["python", str(tmp_path / "train.py")], nodes=1)
+    run = LocalRun(tmp_path / "run", command=["python", str(tmp_path / "train.py")], nodes=1,
+                   fault_tolerance={"preload": False})  # fmt: skip
     assert run.submit("--wait", check=False).returncode == 1
     events = run.folder.journal().read()
     assert len([event for event in events if event.event == EventName.WORKERS_STARTED]) == 2
@@ -257,7 +258,7 @@ time.sleep(300)
     script = ["python", str(tmp_path / "train.py")]
     settings = {"signal": "SIGUSR1", "stop_timeout_s": 14}
     run = LocalRun(tmp_path / "run", command=script, nodes=1, nproc_per_node=1, preemption=settings,
-                   working_directory=str(tmp_path))  # fmt: skip
+                   working_directory=str(tmp_path), fault_tolerance={"preload": False})  # fmt: skip
     run.submit()
     eventually((tmp_path / "ready").exists, 90, run.story)
     run.slurmft("stop", str(run.folder.path))

@@ -44,7 +44,7 @@ class Roles(LocalRun):
                 },
                 "orchestrator": {
                     "command": [sys.executable, str(trainers / "orchestrates.py"), str(steps), str(RANKS)],
-                    "needs": ["rollout"], "nodes": 0,
+                    "needs": ["rollout"], "nodes": 0, "fault_tolerance": {"preload": False},
                 },
             },
         }))  # fmt: skip

@@ -31,6 +31,7 @@ def roles(new_run: Callable[..., Run], name: str, steps: int = STEPS, **trainer:
         "rollout": {"engine": {"command": ["python", str(HERE / "serving_engine.py"), "--socket", "{socket}"]}},
         "orchestrator": {
             "command": ["python", str(trainers / "orchestrates.py"), str(steps), "2"], "needs": ["rollout"], "nodes": 0,
+            "fault_tolerance": {"preload": False},
         },
     }  # fmt: skip
     run.config.write_text(yaml.safe_dump(config))
