@@ -14,11 +14,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity
-from slurmft.policy.judge import StepWords, TaskEnd
 from slurmft.policy.verdict import Cause, Requeueing
 
 if TYPE_CHECKING:
     from slurmft.config.sections import SlurmConfig
+    from slurmft.policy.judge import StepWords, TaskEnd
 
 # --- parsing ---
 
@@ -464,6 +464,8 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 def parse_srun_lines(text: str) -> StepWords:
     """What ``text`` says; lines that say nothing of a task's or a node's end are skipped."""
+    from slurmft.policy.judge import StepWords  # verbs would import a fifth more
+
     ends: dict[TaskEnd, None] = {}
     failed: dict[str, None] = {}
     oom: dict[str, None] = {}
@@ -499,6 +501,8 @@ def _task_end(match: re.Match[str]) -> TaskEnd:
     if (exited := _EXITED.match(word)) is not None:
         word, code = "Exited", int(exited[1])
     word = word.removesuffix(" (core dumped)")
+    from slurmft.policy.judge import TaskEnd
+
     return TaskEnd(nodes=tuple(_nodes(match["nodes"])), tasks=match["tasks"][:200], word=word[:100], code=code)
 
 
