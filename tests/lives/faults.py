@@ -95,6 +95,7 @@ def kill_agent(world: World) -> None:
     """An agent is killed, with its workers; its node lives."""
     if (agent := _agent(world, may_be="crash")) is not None:
         world.note(f"SIGKILL for {agent.process.name}")
+        world.accusable.add(("agent lost", agent.host))
         agent.die()
 
 

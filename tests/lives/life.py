@@ -15,6 +15,7 @@ import pytest
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
+from slurmft.policy.verdict import Cause
 from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import PASSED_OVER, Event, EventName
 
@@ -46,6 +47,9 @@ class Bounds:
 
 
 NUMBER = re.compile(r"(restart|retry) (\d+)")
+
+SAYS_HOW = frozenset({EventName.WORKER_FAILED, EventName.AGENT_LOST, EventName.WORKER_HUNG})
+"""Events that say how an attempt has come to its end."""
 
 IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
@@ -220,6 +224,13 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
         each for each, generation in started.items() if generation in world.to_decide and each not in ended
     ]:
         world.violate("every end is decided", f"no decision about {open_ones} is in the journal")
+    seen = {event.attempt for event in events if event.event in SAYS_HOW and not event.details.get("spare")}
+    causes = {event.attempt: event.details["cause"] for event in events if event.event == EventName.VERDICT}
+    if unknown := [attempt for attempt, cause in causes.items() if cause == Cause.UNKNOWN and attempt in seen]:
+        world.violate("every end is known", f"the verdict on {unknown} says that nothing was seen")
+    lost = {event.details["node"] for event in events if event.event == EventName.AGENT_LOST}
+    if wrongly := [node for node in lost if not {("node lost", node), ("agent lost", node)} & world.accusable]:
+        world.violate("no node is lost without a cause", f"{wrongly}")
     asked: set[str] = set()
     for event in events:
         if event.event == EventName.REQUEUEING:

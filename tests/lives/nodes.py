@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HEARD_S = 5.0
 """How long after its node can be reached again an agent has got its orders."""
 
-HANG_LOOK_S = 0.5
+HANG_LOOK_S = 1.0
 OLD_S = 10.0
 """By then an agent that is connected has no worker of an older generation any more, while nothing is wrong."""
 

@@ -291,6 +291,16 @@ def _anywhere(real: Any, job: Any, *, avoid: Any, **rest: Any) -> Any:
     return real(job, avoid=None, **rest)
 
 
+def _nothing_lost(real: Any, ends: Any, *, seen: Any, **rest: Any) -> Any:
+    return real(ends, seen=replace(seen, lost_nodes=()), **rest)
+
+
+async def _lose_the_old_one(self: AttemptRunner, link: AgentLink) -> None:
+    await self._crew.reconnected(link)
+    if not self.stops.over.is_set() and not self._is_end_of_step():
+        self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+
 def _unowned(self: RunFolder, owner: Any) -> None:
     if owner.generation == 1:
         REAL_TAKE_OVER(self, owner)
@@ -319,6 +329,10 @@ PLANTED: dict[str, Planted] = {
         _wrap(AgentPool, "ping", _ping_in_attempts), "agents stay", BETWEEN),
     "no agent is taken in between two attempts": Planted(
         _put(AgentPool, "_admit", _admit_in_attempts), "agents are taken in", STARTED_BETWEEN),
+    "the verdict hears of no lost node": Planted(
+        _wrap(attempt_module, "judge", _nothing_lost), "every end is known", POWER),
+    "a broken connection is looked at by its old name": Planted(
+        _put(AttemptRunner, "_on_disconnect", _lose_the_old_one), "no node is lost without a cause", RESET),
     "silence is not noticed": Planted(_put(AgentPool, "silent_for", lambda *_: []), "in time", POWER),
     "a supervisor that was stopped blames its nodes": Planted(
         _put(crew_module, "overslept_s", _slept), "no evidence", SUSPENDED),

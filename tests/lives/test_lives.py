@@ -215,7 +215,7 @@ def test_a_connection_that_breaks_while_another_agent_is_lost_at_the_start_is_no
     """It had a moment to come back in any other case."""
 
     def kill(world: World) -> None:
-        world.accusable.add(("crash", "n0"))
+        world.accusable |= {("crash", "n0"), ("agent lost", "n0")}
         world.agents[0].die()
         world.timeline.call_later(0.95, world.network.reset, "n1")
 

@@ -418,6 +418,8 @@ class World:
     def check_stalled(self, training: Training, since_s: float) -> None:
         """A training cannot go on, and has not ended yet."""
         since_s = max(since_s, self.disturbed_s)
+        if self.timeline.now_s - since_s < ENDED_S:
+            return
         can_be_heard = self.network.is_whole and not any(agent.process.stopped for agent in training.agents)
         has_failed = any(not worker.alive and not worker.killed for worker in training.workers())
         bound_s = ENDED_S if can_be_heard and has_failed else FOUND_S
