@@ -31,6 +31,7 @@ from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.guardian import end_left_behind, guardians
+from slurmft.system.background import overslept_s
 from slurmft.system.files import read_bytes, read_json
 from slurmft.system.processes import birth_of, children_of, lives, words_of
 
@@ -304,7 +305,7 @@ class AgentPool:
         while not all((newest := self._newest(link)).channel for link in links):
             if newest.dropped or time.monotonic() > deadline_s:
                 return False
-            await asyncio.sleep(LOOK_S)
+            deadline_s += await overslept_s(LOOK_S)  # while this process was stopped it could not take them in
         return True
 
     def ping(self, ping: messages.Ping) -> None:

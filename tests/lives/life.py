@@ -229,7 +229,8 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
     if unknown := [attempt for attempt, cause in causes.items() if cause == Cause.UNKNOWN and attempt in seen]:
         world.violate("every end is known", f"the verdict on {unknown} says that nothing was seen")
     lost = {event.details["node"] for event in events if event.event == EventName.AGENT_LOST}
-    if wrongly := [node for node in lost if not {("node lost", node), ("agent lost", node)} & world.accusable]:
+    may_go = {node for kind, node in world.accusable if kind in ("node lost", "agent lost")}
+    if wrongly := sorted(lost - world.ended - may_go):
         world.violate("no node is lost without a cause", f"{wrongly}")
     asked: set[str] = set()
     for event in events:

@@ -52,6 +52,7 @@ class Worker:
     tick: int = NOT_STARTED
     answered: int = -1
     proposed: int = NEVER
+    holding: int = NOT_STARTED
     committed: int = -1
     action: int = 0
     state: State = State.SETUP
@@ -90,8 +91,7 @@ class Worker:
 
     def look(self) -> Look:
         """As the agreement sees it."""
-        holding = self.proposed if self.alive and self.tick == self.proposed else NOT_STARTED
-        return Look(self.resumed >= 0, self.tick, self.alive, holding)
+        return Look(self.resumed >= 0, self.tick, self.alive, self.holding if self.alive else NOT_STARTED)
 
 
 class Workers:
@@ -295,6 +295,7 @@ class Agent:
         self.world.note(f"{self.process.name} ends" + (": no supervisor" if code else ""))
         if code:
             self.world.check_lease(self)
+            self.world.ended.add(self.host)
         self.end(code)
 
     def end(self, code: int) -> None:
@@ -430,6 +431,8 @@ class Training:
     def _act(self) -> bool | None:
         """Whether the ranks have stopped at an agreed step; None while they wait for the commit."""
         workers = self.workers()
+        for worker in workers:
+            worker.holding = worker.proposed if worker.tick == worker.proposed else NOT_STARTED
         if any(worker.tick == worker.proposed for worker in workers):
             if not all(worker.tick == worker.proposed == worker.committed for worker in workers):
                 return None

@@ -19,6 +19,7 @@ from lives.faults import (
     kill_supervisor,
     power_off,
     requeue_job,
+    reset,
     say_twice,
     signal_agents,
 )
@@ -207,6 +208,14 @@ def test_agents_whose_lease_was_over_while_their_supervisor_was_stopped_are_not_
 
     settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 30.0}}
     world = lived([(8.0, suspended(70.0)), (8.0, stop)], until=60, nodes=3, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_connection_that_breaks_before_its_supervisor_is_stopped_is_no_lost_node(seed: int) -> None:
+    """The second that it had to come back was over when the supervisor went on."""
+    faults = [(5.0, reset), (5.1, suspended(5.0))]
+    world = lived(faults, until=60, seed=seed, nodes=1, nproc_per_node=1, **KEEPING)
     assert not world.violations, story(world)
 
 

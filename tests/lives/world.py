@@ -171,6 +171,9 @@ class World:
         self.off: set[str] = set()
         """Nodes without power."""
 
+        self.ended: set[str] = set()
+        """Nodes whose agent has ended by its lease."""
+
         self.accusable: set[tuple[str, str]] = set()
         """Kinds of evidence, and nodes that a fault has given reason for."""
 
