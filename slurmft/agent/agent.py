@@ -54,7 +54,7 @@ from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, announcement, copies_key
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.background import Background, end_child, overslept_s
+from slurmft.system.background import Background, end_child, heard_awake, overslept_s
 from slurmft.system.files import open_regular, read_bytes, read_json, replace_atomically, trusted_owners, write_json
 from slurmft.system.processes import birth_of, is_stopped
 
@@ -598,8 +598,7 @@ class Agent:
         lease_s = self._config.fault_tolerance.supervisor_lease_s
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
-            # what came before may have been heard since it woke up: that was no longer ago
-            self._last_heard = min(self._last_heard + asleep_s, time.monotonic())
+            self._last_heard = heard_awake(self._last_heard, asleep_s)
         if self._config.checkpoint.just_in_time:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(rescue_on_node(list(self._workers.by_rank.values())), LAST_KEEP_S)

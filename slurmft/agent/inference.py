@@ -27,7 +27,7 @@ from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference import EXIT_CODE, devices_of, how_it_ended
 from slurmft.policy.symptoms import words_of_end
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.background import Background, overslept_s
+from slurmft.system.background import Background, heard_awake, overslept_s
 from slurmft.system.files import read_part, read_text
 from slurmft.system.foreign_text import one_line
 
@@ -173,7 +173,7 @@ class NodeRouter:
         while True:
             asleep_s = await overslept_s(LOOK_S)
             if self._heard_s is not None:
-                self._heard_s += asleep_s
+                self._heard_s = heard_awake(self._heard_s, asleep_s)
                 if time.monotonic() - self._heard_s > SILENT_S:
                     log.error("the router was silent for %.0f s; it is started again", SILENT_S)
                     self._heard_s = None

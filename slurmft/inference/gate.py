@@ -25,7 +25,7 @@ from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, listening_socket, written
 from slurmft.policy.serving import Served
 from slurmft.policy.values import Strangers
-from slurmft.system.background import overslept_s
+from slurmft.system.background import heard_awake, overslept_s
 from slurmft.system.files import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
 
 # --- handshake ---
@@ -335,7 +335,7 @@ class Gate:
         while True:
             asleep_s = await overslept_s(BEAT_S)
             for router in list(self._routers):
-                router.heard_s += asleep_s
+                router.heard_s = heard_awake(router.heard_s, asleep_s)
                 if time.monotonic() - router.heard_s > SILENT_S:
                     log.warning("a router was silent for %.1f s; what it had in flight is over", SILENT_S)
                     router.end()

@@ -19,7 +19,7 @@ from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import Members
 from slurmft.policy.inference import Death, likeliest
 from slurmft.policy.serving import Breaker, Load, Served, choose_replica, place_alone, within_lag
-from slurmft.system.background import overslept_s
+from slurmft.system.background import heard_awake, overslept_s
 
 if TYPE_CHECKING:
     from aiohttp import ClientRequest, ClientTimeout
@@ -261,7 +261,7 @@ class Replica:
 
     def slept(self, seconds: float) -> None:
         """This process was stopped for so long, and could not hear."""
-        self._heard_s += seconds if self._heard_s else 0.0
+        self._heard_s = heard_awake(self._heard_s, seconds) if self._heard_s else 0.0
 
     async def _live(self) -> None:
         """Connect, and listen until the end; a gate that is not reached is tried until it is not named any more."""

@@ -28,7 +28,7 @@ from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations
 from slurmft.supervisor.stops import SlowNodes
-from slurmft.system.background import Background, overslept_s
+from slurmft.system.background import Background, heard_awake, overslept_s
 from slurmft.system.files import read_json, read_part
 from slurmft.system.processes import allow_descriptors
 
@@ -552,7 +552,7 @@ class Crew:
                     self._outslept_s = time.monotonic()
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in pool.links.values():  # while the supervisor was stopped it could not receive reports
-                    link.last_heard = min(link.last_heard + asleep_s, time.monotonic())
+                    link.last_heard = heard_awake(link.last_heard, asleep_s)
             now_s = time.monotonic()
             if now_s - pinged_s > ping_interval_s(agents, lease_s=section.supervisor_lease_s):
                 pinged_s = now_s

@@ -127,6 +127,14 @@ async def overslept_s(pause_s: float) -> float:
     return asleep_s if asleep_s > pause_s else 0.0
 
 
+def heard_awake(heard_s: float, asleep_s: float) -> float:
+    """When something was last heard, not counting the time that this process was stopped; both monotonic.
+
+    What it found at once when it woke up was heard now, and not later than that: silence must not be noticed late.
+    """
+    return min(heard_s + asleep_s, time.monotonic())
+
+
 # --- Log messages through a thread: the log may lie on the very filesystem that stalls, and must block no caller ---
 
 FLUSH_S = 2.0

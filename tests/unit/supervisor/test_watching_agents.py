@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.stops import Machine
+from slurmft.system.background import heard_awake
 
 AGENTS = 2048
 
@@ -57,6 +59,14 @@ async def test_the_silence_that_is_allowed_follows_the_agents_that_have_connecte
     watching.cancel()
     first, second = pool.asked
     assert first < second == longest_silence_s(AGENTS)
+
+
+@pytest.mark.parametrize(("heard_s", "awake_s"), [(50.0, 70.0), (80.0, 100.0), (95.0, 100.0)])
+def test_what_a_process_found_when_it_woke_up_was_heard_now(
+    heard_s: float, awake_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    assert heard_awake(heard_s, 20.0) == awake_s
 
 
 GONE, HERE = None, object()
