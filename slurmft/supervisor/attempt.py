@@ -709,6 +709,7 @@ class AttemptRunner:
 
     async def _wind_down(self) -> None:
         self.stops.feed(life.Ended())
+        self.stops.conclude()
         if self.stops.state.began and not self._seen.all_ended:
             if self.stops.state.lost:
                 await self._rescue()

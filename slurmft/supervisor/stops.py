@@ -273,6 +273,9 @@ class Stops(Life):
         self._timer: asyncio.Timeout | None = None
         self._agreement = asyncio.Lock()
         self._stopping: asyncio.Task[None] | None = None
+        self._begun: life.BeginStop | None = None
+        """The stop that has not been concluded, in time or too late."""
+
         self._signal = ""
         self._share = SHARE_OF_WORKERS if config.sync else 1.0
 
@@ -310,19 +313,18 @@ class Stops(Life):
                              signal_at=at, seconds_left=round(begin.left_s, 3))  # fmt: skip
         if begin.saves:
             self._stopping = asyncio.create_task(self._agreed_stop())
-        self.background.start(self._end_in_time(begin.at_s, begin.left_s))
+        self._begun = begin
+        self.background.start(self._end_in_time(begin.at_s))
 
-    async def _end_in_time(self, at_s: float, left_s: float) -> None:
+    async def _end_in_time(self, at_s: float) -> None:
         """Have the workers saved and ended; by force when the time is up, which runs from ``at_s`` on."""
         assert self._stopping is not None
         try:
             async with asyncio.timeout_at(self._workers_until(self.time_is_up_s(), at_s)) as self._timer:
                 await self._stopping
                 await self.over.wait()
-            left_s = min(left_s, self._slurm.kill_at_s - at_s)
-            if (facts := self._seen.save_of_stop(since_s=at_s, left_s=left_s)) is not None:
-                self._journal.append(EventName.STOP_SAVED, **facts)
         except TimeoutError:
+            self._begun = None
             took_s = time.monotonic() - at_s
             self._journal.append(EventName.STOP_OVERDUE, seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
             log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", took_s)
@@ -331,6 +333,14 @@ class Stops(Life):
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
             await asyncio.sleep(PEER_GRACE_S)
             self.feed(life.Ended())  # a node that is cut off cannot report that its workers are gone
+
+    def conclude(self) -> None:
+        """The attempt is over: write down what the stop has saved, if there was one and it was in time."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            left_s = min(begun.left_s, self._slurm.kill_at_s - begun.at_s)
+            if (facts := self._seen.save_of_stop(since_s=begun.at_s, left_s=left_s)) is not None:
+                self._journal.append(EventName.STOP_SAVED, **facts)
         if self._signal:
             log.info("exiting program after receiving %s.", self._signal)
 
