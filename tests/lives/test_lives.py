@@ -68,7 +68,7 @@ def test_what_a_stop_has_saved_is_in_the_journal() -> None:
     for at_s in (5.0, 5.01, 5.1):
         world = lived([(at_s, ask_for_requeue)], nodes=2, nproc_per_node=1, **KEEPING)
         for event in (EventName.STOP_REQUESTED, EventName.STOP_SAVED):
-            assert ["local-1.0.0"] == [line.split()[1] for line in world.journal if f" {event} " in line], story(world)
+            assert [line.split()[1] for line in world.journal if f" {event} " in line] == ["local-1.0.0"], story(world)
 
 
 def test_a_node_that_comes_back_while_another_is_waited_for_keeps_its_state() -> None:
