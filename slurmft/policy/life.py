@@ -205,7 +205,7 @@ class EndingKnown:
 
 @dataclass(frozen=True, slots=True)
 class SignalDue:
-    """Whoever got the signal as well has had the time to say so."""
+    """Workers that got the signal as well have had the time to report it."""
 
     name: str
 

@@ -649,10 +649,16 @@ MAX_TOLD = 250
 
 def last_words(text: str) -> str:
     """The line that names the newest exception in ``text``, or its last line; empty when there is none."""
-    if TRACEBACK in text and (exceptions := exceptions_in(text)):
-        return exceptions[-1][0][:500]
-    lines = [line.strip() for line in _lines(text) if line.strip()]
-    return lines[-1][:500] if lines else ""
+    return (_raised(text) or _said(text) or [""])[-1][:500]
+
+
+def _raised(text: str) -> list[str]:
+    """The lines that name its exceptions, oldest first."""
+    return [each[0] for each in exceptions_in(text)] if TRACEBACK in text else []
+
+
+def _said(text: str) -> list[str]:
+    return [line.strip() for line in _lines(text) if line.strip()]
 
 
 _TELLS = re.compile(r"\w(?:Error|Exception)\b|\b(?:error|fatal|failed|cannot|couldn't|unable|invalid|no such)\b", re.I)
@@ -669,9 +675,9 @@ def words_of_end(log: str) -> str:
     ours = [at for at, line in enumerate(lines) if line.startswith("slurmft: ")]
     begin, end = (ours[-2] + 1 if len(ours) > 1 else 0), (ours[-1] if ours else len(lines))
     text = "\n".join(lines[begin:end])
-    told = [each[0] for each in exceptions_in(text)] if TRACEBACK in text else []
+    told = _raised(text)
     if not told:
-        said = [line.strip() for line in _lines(text) if line.strip()]
+        said = _said(text)
         told = [*filter(_TELLS.search, said), *said[-1:]]
     program = "; ".join(dict.fromkeys(each[:MAX_TOLD] for each in (*told[:1], *told[-1:])))
     return ": ".join(filter(None, [" ".join(line.strip() for line in lines[end:]), program]))

@@ -509,9 +509,8 @@ class AttemptRunner:
             self._escape(stuck, suspects)
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
-        if (
-            self.stops.state.phase is life.Phase.FAILED
-        ):  # an agent that was away has begun its own only after the others were killed
+        if self.stops.state.phase is life.Phase.FAILED:
+            # an agent that was away has begun its own only after the others were killed
             await self._kill_workers("a rank has failed before all were started")
         self._injections.simulate()
         self.stops.feed(life.NodesBroken(self._reclaimed.broken))

@@ -258,6 +258,8 @@ log = logging.getLogger(__name__)
 class InferenceAttempt:
     """Runs one attempt, with agents that may have seen others before it."""
 
+    _life: type[InferenceStops] = InferenceStops
+
     def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         if config.inference is None:
             raise TypeError("this configuration has no section inference")
@@ -268,7 +270,7 @@ class InferenceAttempt:
         self._run, self._journal, self._pool = start.run, start.journal, crew.pool
         self._slurm = SlurmNotices(self._cluster, start.journal)
         self._background = Background(self._on_error)
-        self.stops = InferenceStops(config, start, self._pool, self._slurm, self._background)
+        self.stops = self._life(config, start, self._pool, self._slurm, self._background)
         self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
         self._ledger: Ledger | None = None
         self._coordinator: Coordinator | Roster | None = None

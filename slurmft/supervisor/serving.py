@@ -320,12 +320,12 @@ def _ports_in(history: Iterable[Event]) -> dict[tuple[str, int], int]:
 class ServingAttempt(InferenceAttempt):
     """Runs one attempt of an endpoint."""
 
+    _life = ServingStops
     stops: ServingStops
     _roster: Roster
 
     def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, crew: Crew) -> None:
         super().__init__(config, start, sender, crew)
-        self.stops: ServingStops = ServingStops(config, start, self._pool, self._slurm, self._background)
         self._routers: set[int] = set()
         """Nodes whose routers are known to listen."""
 

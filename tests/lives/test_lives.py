@@ -64,7 +64,7 @@ def test_a_lost_node_costs_no_step(fault: Callable[..., None]) -> None:
 
 
 def test_what_a_stop_has_saved_is_in_the_journal() -> None:
-    """Whoever comes first when all ranks have ended: the stop, or the end of the attempt."""
+    """In every order in which the stop and the end of the attempt may notice that all ranks have ended."""
     for at_s in (5.0, 5.01, 5.1):
         world = lived([(at_s, ask_for_requeue)], nodes=2, nproc_per_node=1, **KEEPING)
         for event in (EventName.STOP_REQUESTED, EventName.STOP_SAVED):
