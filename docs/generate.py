@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from slurmft.cli.main import VERBS, cli
 from slurmft.config.base import section_of
 from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
-from slurmft.policy import life
+from slurmft.policy import continuation, life
 from slurmft.policy.judge import WorkerEnd
 from slurmft.policy.symptoms import SIGNATURES, Remedy, Signature
-from slurmft.policy.verdict import Cause
+from slurmft.policy.verdict import Action, Cause, Decision, Suspect, Verdict
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
@@ -447,17 +448,79 @@ def _life() -> Iterator[str]:
         later one can only change what follows it. A user's stop counts whenever it comes."""
     )
     yield "## Phases"
-    tree = next(node for node in _tree("slurmft.policy.life").body if getattr(node, "name", "") == "Phase")
-    assert isinstance(tree, ast.ClassDef)
-    texts = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Expr)][1:]
     yield "| phase | |\n|---|---|\n" + "\n".join(
-        f"| {phase.value} | {_prose(text)} |" for phase, text in zip(life.Phase, texts, strict=True)
+        f"| {phase.value} | {_prose(text)} |" for phase, text in _members("slurmft.policy.life", life.Phase)
     )
     for title, kinds in (("What happens", life.Event), ("What is done", life.Action)):
         yield f"## {title}"
         yield "| | |\n|---|---|\n" + "\n".join(
             f"| {_spaced(kind)} | {_prose(_first_paragraph(inspect.getdoc(kind) or ''))} |" for kind in kinds.__args__
         )
+
+    yield "## What follows its end"
+    yield _paragraphs(
+        """`slurmft/policy/continuation.py` is the machine of what follows: one thing is done at a time, and what comes
+        of it decides on the next. `supervisor/act.py` does these things, also in the place of a supervisor that was
+        killed, whose decision is in the journal. Nothing is done for the run before that, a run that shall go on does
+        so in one way, and one that shall not has none: `tests/unit/policy/test_continuation.py` tries whatever may come
+        of each thing."""
+    )
+    then = _what_follows()
+    lines = [
+        f"    {do.name.lower()}[{do.value}] -->{f'|{words}|' if words else ''} {next_.name.lower()}[{next_.value}]"
+        for do, nexts in then.items()
+        for next_, words in nexts.items()
+    ]
+    yield "```mermaid\nflowchart TD\n" + "\n".join(lines) + "\n```"
+    yield "| | | then |\n|---|---|---|\n" + "\n".join(
+        f"| {do.value} | {_prose(text)} | "
+        + "; ".join(f"{words}: {next_.value}" if words else next_.value for next_, words in then[do].items())
+        + " |"
+        for do, text in _members("slurmft.policy.continuation", continuation.Do)
+    )
+
+
+def _members(module: str, kind: type[StrEnum]) -> Iterator[tuple[Any, str]]:
+    """The members of an enumeration, each with its docstring."""
+    tree = next(node for node in _tree(module).body if getattr(node, "name", "") == kind.__name__)
+    assert isinstance(tree, ast.ClassDef)
+    texts = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Expr)][1:]
+    yield from zip(kind, texts, strict=True)
+
+
+def _what_follows() -> dict[continuation.Do, dict[continuation.Do, str]]:
+    """What is done -> what comes next, and the answers that lead there, as the machine does in every situation."""
+    do = continuation.Do
+    open_ = [
+        continuation.State(
+            continuation.Rules(in_slurm=in_slurm, continue_by=by, resubmits=resubmits),
+            Verdict(cause=cause, reason="x", suspects=suspects),
+        )
+        for in_slurm, by, resubmits, cause, suspects in itertools.product(
+            (True, False), ("auto", "requeue", "resubmit", "nothing", "job"), (False, True),
+            (Cause.NODE_LOST, Cause.PREEMPTED, Cause.RERUN_ELSEWHERE), ((), (Suspect(node="n1", gpu="GPU-1"),)),
+        )
+    ]  # fmt: skip
+    decisions = [Decision(action=each, reason="x", exit_code=0, elsewhere=True) for each in Action]
+    examples: dict[type, list[continuation.Found]] = {
+        continuation.Decided: [continuation.Decided(each, doubt) for each in decisions for doubt in (False, True)],
+        continuation.NoPlace: [continuation.NoPlace("x")],
+    }
+    seen, found = set(open_), {each: dict[continuation.Do, dict[str, None]]() for each in do}
+    while open_:
+        state = open_.pop()
+        if state.do in (do.OVER, do.START_ANEW):
+            continue
+        kinds = continuation.FINDS.get(state.do, (continuation.Answer.DONE,))
+        words = {continuation.NoPlace: "no place", **({kinds[0]: ""} if len(kinds) == 1 else {})}
+        for kind in kinds:
+            for answer in examples[kind] if isinstance(kind, type) else [kind]:
+                after = continuation.step(state, answer)
+                found[state.do].setdefault(after.do, {})[words.get(kind, str(kind))] = None
+                if after not in seen:
+                    seen.add(after)
+                    open_.append(after)
+    return {each: {then: ", ".join(words) for then, words in found[each].items()} for each in do}
 
 
 def _tree(module: str) -> ast.Module:

@@ -43,8 +43,8 @@ from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
-from slurmft.supervisor.act import history_of
 from slurmft.supervisor.cluster import bundle_for
+from slurmft.supervisor.observations import history_of
 from slurmft.system.files import replace_atomically
 from slurmft.system.processes import user_name
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,19 @@ from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.policy.checkpoints import (
     COUNTING,
-    FailureHistory,
     Hopeless,
     NodeSuspected,
     Poisoned,
     Trial,
     examine,
-    mtbf_s,
 )
+from slurmft.policy.continuation import Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
-    BUDGETED,
     EXIT_DO_NOT_REQUEUE,
     EXIT_TEMPORARY,
-    EXIT_VALIDATION_FAILED,
     FREE,
     GOES_ON,
     PLANNED,
@@ -48,7 +47,7 @@ from slurmft.policy.verdict import (
     why_no_requeue,
     why_superfluous,
 )
-from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
+from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, smaller
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.slurm import compress, expand, ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
@@ -81,12 +80,9 @@ SLURM_PATIENCE_S = 600.0
 OTHERS_PATIENCE_S = 2.0
 """How long a silent Slurm is asked for a job that may be this one's successor already."""
 
-HANDED_ON = ("resubmitted", "left to job ")
-"""Beginnings of what ``Continuation.begin`` returns where another job continues the run."""
-
 
 class Continuation:
-    """Makes a job's run go on. Call its methods with signals ignored: a requeue signals its caller.
+    """The ways in which a job's run goes on. Call its methods with signals ignored: a requeue signals its caller.
 
     Args:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
@@ -103,48 +99,8 @@ class Continuation:
         self._placement, self._retry_delay_s = placement, retry_delay_s
         self._avoid = None if placement is None else placement.excluded
 
-    def begin(self, verdict: Verdict) -> str:
-        """How the run continues; empty when it does not."""
-        how = self._config.preemption.continue_by
-        outside = self._cluster.why_ending()
-        if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
-            # another process requeued the job first: a second requeue must not follow, and a cancelled run must stay
-            # cancelled
-            self._journal.append(EventName.LEFT_TO_SLURM, reason=outside[1])
-            if outside[0] is Cause.REQUEUED:
-                self._place()
-            return outside[0].value
-        if (other := self._other_job()) is not None:
-            self._journal.append(
-                EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue", job=other.job_id
-            )
-            return f"left to job {other}"
-        if how == "auto" and self._began_to_resubmit():
-            how = "resubmit"
-        if how == "auto" and verdict.cause is Cause.PREEMPTED and self._preemption_cancels():
-            reason = f"partition {self._cluster.job.partition} cancels what it preempts"
-            self._journal.append(EventName.REQUEUE_SKIPPED, reason=reason)
-            how = "resubmit"
-        if how in ("auto", "requeue") and (done := self._requeue(verdict)):
-            return done
-        return self._resubmit() if how in ("auto", "resubmit") else ""
-
-    def begin_after_another(self) -> bool:
-        """Whether another process has requeued or cancelled the job.
-
-        The process that requeued it may have been killed before it could set a begin time that lies after our end.
-        """
-        outside = self._cluster.why_ending()
-        if outside is not None and outside[0] is Cause.REQUEUED:
-            self._place()
-        return outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED)
-
-    def _began_to_resubmit(self) -> bool:
-        """Whether an earlier supervisor was killed while it submitted a successor: a requeue must not follow then."""
-        mine = str(self._cluster.attempt)
-        return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in self._start.history)
-
-    def _requeue(self, verdict: Verdict) -> str:
+    def requeue(self, verdict: Verdict) -> Answer:
+        """Requeue the job."""
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s
         job_id = job.job_id
         if verdict.cause not in PLANNED:
@@ -166,14 +122,14 @@ class Continuation:
             )  # fmt: skip
         except own_jobs.JobCancelled as error:
             self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
-            return "cancelled"
+            return Answer.CANCELLED
         except SlurmError as error:
             self._journal.append(EventName.REQUEUE_FAILED, job=job_id, reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
-            return ""
+            return Answer.FAILED
         own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.REQUEUED, job=job_id, **done.in_words())
-        return "requeued"
+        return Answer.DONE
 
     def _give_back(self, lost: frozenset[str]) -> bool:
         """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
@@ -192,7 +148,7 @@ class Continuation:
         self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
         return True
 
-    def _place(self) -> None:
+    def place(self) -> None:
         """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
@@ -200,20 +156,21 @@ class Continuation:
         own_jobs.keep_ahead(job, done)
         self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
 
-    def _resubmit(self) -> str:
+    def resubmit(self) -> Answer:
+        """Submit a successor of the job."""
         job_id, script = self._cluster.job.job_id, self._run.script
         try:
             next_job = self._successor(successor_options(self._config, script, self._cluster))
         except own_jobs.JobCancelled as error:
             self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
-            return "cancelled"
+            return Answer.CANCELLED
         except (SlurmError, OSError) as error:
             self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
             log.warning("no successor could be submitted: %s", error)
-            return ""
+            return Answer.FAILED
         self._journal.append(EventName.RESUBMITTED, job=next_job, after=job_id)
         in_folder(self._start, lambda: self._note_successor(next_job))
-        return "resubmitted"
+        return Answer.DONE
 
     def _successor(self, options: Sequence[str]) -> str:
         if self._placement is None:
@@ -237,7 +194,7 @@ class Continuation:
         return own_jobs.submit_successor(
             script, after=job, restart=self._cluster.attempt.restart, options=options, environment=os.environ,
             patience_s=self._patience_s(), known=in_folder(self._start, self._run.own_jobs) or [],
-            tried=self._began_to_resubmit(),
+            tried=began_to_resubmit(self._start),
         )  # fmt: skip
 
     def _note_successor(self, job_id: str) -> None:
@@ -246,7 +203,7 @@ class Continuation:
         with self._run.lock():
             self._run.add_job(job_id, seen)
 
-    def _other_job(self) -> OwnJob | None:
+    def later_job(self) -> OwnJob | None:
         """A later job of the run that is in the queue, or about to start: two of them would be one too many."""
         jobs: list[OwnJob] = in_folder(self._start, self._run.own_jobs) or []
         ids = [job.job_id for job in jobs]
@@ -269,18 +226,29 @@ class Continuation:
             return SLURM_PATIENCE_S
         return max(slurm.PATIENCE_S, self._ends_at_s - time.monotonic())
 
-    def _preemption_cancels(self) -> bool:
+    def is_cancelled_when_preempted(self) -> bool:
+        """Whether its partition cancels what it preempts; not where Slurm does not say."""
         try:
             # of a heterogeneous job that of the leader, with which Slurm requeues all components
-            return slurm.preempt_mode(self._cluster.job.partition.partition(",")[0]) == "CANCEL"
+            cancels = slurm.preempt_mode(self._cluster.job.partition.partition(",")[0]) == "CANCEL"
         except SlurmError:
             return False
+        if cancels:
+            reason = f"partition {self._cluster.job.partition} cancels what it preempts"
+            self._journal.append(EventName.REQUEUE_SKIPPED, reason=reason)
+        return cancels
 
     def _flush(self) -> None:
         self._journal.flush(FLUSH_S)
 
     def _in_words(self) -> dict[str, Any]:
         return {} if self._avoid is None else {"excluded": compress(self._avoid)}
+
+
+def began_to_resubmit(start: Start) -> bool:
+    """Whether a supervisor before this one was killed while it submitted a successor."""
+    mine = str(start.cluster.attempt)
+    return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in start.history)
 
 
 def successor_options(config: RunConfig, script: Path, cluster: SlurmCluster) -> list[str]:
@@ -558,11 +526,6 @@ def quarantined_in(history: Sequence[Event]) -> list[int]:
 # one from which it dies.
 
 
-def batch_divisor_of(history: Sequence[Event]) -> int:
-    """The number of pieces in which the workers of the next attempt compute each micro-batch."""
-    return divisor_in(event.details.get("divisor") for event in history if event.event == EventName.BATCH_REDUCED)
-
-
 class Remedies:
     """Looks at one verdict and what was decided about it.
 
@@ -633,7 +596,7 @@ log = logging.getLogger(__name__)
 
 
 class AttemptEnd:
-    """Decides and acts on the end of one attempt.
+    """Does what follows the end of one attempt, as ``policy.continuation`` says.
 
     Args:
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
@@ -652,20 +615,143 @@ class AttemptEnd:
 
         self.cluster: Cluster = start.cluster
         self.run, self.journal = start.run, start.journal
+        self._claim = self.run.ending(self.cluster.attempt)
         self._placement: Placement | None = None
-        self._stays = False
-        self._end = End.OPEN
         self._budget = Budget(failures_so_far=0, max_failures=0)
-        self._noted: list[Event] = []
+        self._may_stay = True
+        self._continuation: Continuation | None = None
+        self._outcome = self._why = ""
+        """What becomes of the claim; why the run is another's, or Slurm ends the job."""
+
+        self._state: State
 
     def act_on(self, verdict: Verdict) -> int | None:
         """Decide, journal, act; returns the supervisor's exit code, or None when the run goes on in this allocation.
 
         A start that another one has replaced decides nothing for the run. Main thread only.
         """
+        return self._do_all(State(self._rules(verdict), verdict))
+
+    def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:
+        """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only.
+
+        Args:
+            may_stay: other nodes of this allocation will do.
+        """
+        self._may_stay = may_stay
+        return self._do_all(carried_out(State(self._rules(verdict), verdict), decision))
+
+    def leave(self, end: End, exit_code: int) -> int:
+        """End this start, which decides nothing for the run; returns ``exit_code``."""
+        self._dismiss()
+        self._keep_ended(end)
+        self._flush()
+        return exit_code
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was decided that nothing follows."""
+        return self._state.end in (End.STOPPED, End.FINISHED)
+
+    def _rules(self, verdict: Verdict) -> Rules:
+        in_slurm = isinstance(self.cluster, SlurmCluster)
+        on_gpus = any(suspect.gpu for suspect in verdict.suspects)
+        return Rules(
+            in_slurm=in_slurm,
+            continue_by=self.config.preemption.continue_by,
+            resubmits=in_slurm and began_to_resubmit(self.start),
+            gpus=duty_of(self.start.history).gpus if on_gpus else frozenset(),
+        )
+
+    def _do_all(self, state: State) -> int | None:
+        work, self._state = self._work(), state
+        for ignores, things in groupby(self._things(), MAY_SIGNAL.__contains__):
+            with ignoring_signals() if ignores else contextlib.nullcontext():
+                for do in things:
+                    self._state = step(self._state, work[do]() or Answer.DONE)
+        if not self._flush():
+            for event in self.journal.unwritten():
+                log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
+        return self._state.exit_code
+
+    def _things(self) -> Iterator[Do]:
+        """One after the other, each as soon as the state says which."""
+        while self._state.do is not Do.OVER:
+            yield self._state.do
+
+    def _work(self) -> dict[Do, Callable[[], Found | None]]:
+        """How each thing is done; what has come of it, or None where it is just done."""
+
+        def note(event: EventName, **details: Any) -> Callable[[], None]:
+            return lambda: self._note(event, **details)
+
+        return {
+            Do.ASK_WHOSE: self._whose,
+            Do.LEAVE: self._leave_to_owner,
+            Do.DECIDE: self._decide,
+            Do.ASK_IN_DOUBT: self._why_ending,
+            Do.TELL_LIST: self._tell_list,
+            Do.SEEK: self._seek,
+            Do.NOTE_GPUS: self._note_gpus,
+            Do.NOTE_INCONCLUSIVE: self._note_inconclusive,
+            Do.WRITE: self._write,
+            Do.WAIT: self._wait,
+            Do.MARK_DONE: self._mark_done,
+            Do.DISMISS: self._dismiss,
+            Do.CLAIM: self._take_claim,
+            Do.ASK_CLAIMED: self._why_ending,
+            Do.PLACE_CLAIMED: self._place_claimed,
+            Do.NOTE_CLAIMED: note(EventName.NOT_CONTINUED, reason="the end of this attempt was acted on already"),
+            Do.OVERRULE: self._overrule,
+            Do.LEAVE_TO_JOB: note(EventName.LEFT_TO_SLURM, reason="the job goes on as a whole, with all of its roles"),
+            Do.LEAVE_TO_USER: self._leave_to_user,
+            Do.START_ANEW: self._start_anew,
+            Do.ASK_ENDING: self._why_ending,
+            Do.PLACE: self._place,
+            Do.LEAVE_CANCELLED: self._leave_to_slurm,
+            Do.FIND_LATER: self._later_job,
+            Do.ASK_PREEMPTION: self._preemption,
+            Do.REQUEUE: self._requeue,
+            Do.RESUBMIT: self._resubmit,
+            Do.SETTLE: self._settle,
+            Do.GIVE_BACK: self._give_back,
+            Do.TELL_USER: self._tell_user,
+            Do.KEEP_ENDED: lambda: self._keep_ended(self._state.end),
+            Do.ASK_UNDONE: self._why_ending,
+            Do.NOTE_UNDONE: lambda: self._note(EventName.REQUEUED_MEANWHILE, reason=self._why),
+            Do.TAKE_STOP: self._take_stop,
+        }
+
+    def _note(self, event: EventName, **details: Any) -> None:
+        self.journal.append(event, **details)
+
+    @property
+    def _slurm(self) -> SlurmCluster:
+        if not isinstance(self.cluster, SlurmCluster):
+            raise TypeError(f"there is no queue on {self.cluster.name}")
+        return self.cluster
+
+    @property
+    def _decision(self) -> Decision:
+        assert self._state.decision is not None
+        return self._state.decision
+
+    # the decision
+
+    def _whose(self) -> Answer:
         owner = in_folder(self.start, self.run.owner)
-        if isinstance(owner, Owner) and owner.generation > self.start.generation:
-            return self._leave_to(owner)
+        if not isinstance(owner, Owner) or owner.generation <= self.start.generation:
+            return Answer.NO
+        self._why = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
+        return Answer.YES
+
+    def _leave_to_owner(self) -> None:
+        self.journal.append(EventName.SUPERSEDED, reason=self._why)
+        log.error("%s; this start ends and changes nothing", self._why)
+        self._dismiss()
+
+    def _decide(self) -> Decided:
+        verdict = self._state.verdict
         facts = {key: value for key, value in asdict(verdict).items() if value is not None}
         self.journal.append(EventName.VERDICT, **facts)
         if verdict.cause in PLANNED and verdict.unsaved_steps:
@@ -676,201 +762,177 @@ class AttemptEnd:
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
         budget = budget_of(earlier, verdict, self.config, attempt)
-        budget = replace(budget, has_nodes=self._has_nodes(), outlived=self._outlived)
-        self._budget = budget
-        decision = decide(verdict, budget, self.config.exit_actions)
-        decision = Remedies(self.config, self.start, self._sender, has_nodes=budget.has_nodes).applied(
-            verdict, decision
-        )
-        is_in_doubt = decision.action is Action.RESTART and self.cluster.lost
-        if is_in_doubt and (outside := self.cluster.why_ending()) and outside[0] is Cause.REQUEUED:
-            decision = replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; Slurm has requeued the job")
-        # the exclusion list influences where the run goes on
-        self._sender.finish(verdict, wait=decision.action is not Action.RESTART)
-        return self.follow(verdict, decision)
+        self._budget = budget = replace(budget, has_nodes=self._has_nodes(), outlived=self._outlived)
+        remedies = Remedies(self.config, self.start, self._sender, has_nodes=budget.has_nodes)
+        decision = remedies.applied(verdict, decide(verdict, budget, self.config.exit_actions))
+        return Decided(decision, in_doubt=bool(self.cluster.lost))
 
-    def _leave_to(self, owner: Owner) -> int:
-        reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
-        self.journal.append(EventName.SUPERSEDED, reason=reason)
-        log.error("%s; this start ends and changes nothing", reason)
-        self._dismiss()
-        self._flush()
-        return EXIT_TEMPORARY
+    def _tell_list(self) -> None:
+        self._sender.finish(self._state.verdict, wait=self._decision.action is not Action.RESTART)
 
-    def leave(self, end: End, exit_code: int) -> int:
-        """End this start, which decides nothing for the run; returns ``exit_code``."""
-        self._dismiss()
-        keep_ended(self.config, end, self.cluster, self.journal, self.start.history)
-        self._flush()
-        return exit_code
+    def _seek(self) -> Answer | NoPlace:
+        decision, cluster = self._decision, self._slurm
+        if (
+            self._may_stay
+            and decision.elsewhere
+            and decision.avoid
+            and nodes_to_use(cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
+            and cluster.why_ending() is None
+        ):
+            return Answer.YES
+        # suspects of an earlier end that this attempt has not cleared or confirmed
+        may_be = not decision.elsewhere and not self._state.verdict.progressed
+        undecided = sorted(duty_of(self.start.history).undecided) if may_be else []
+        self._placement = next_placement(
+            self.config, partition=cluster.job.partition, job=cluster.own, history=self.start.history,
+            suspects=tuple(dict.fromkeys((*decision.avoid, *undecided))),
+        )  # fmt: skip
+        if self._placement is None:
+            return Answer.NO
+        why = self._placement.impossible
+        if not why and self._state.verdict.cause is Cause.RERUN_ELSEWHERE and not self.config.rerun.wait_for_others:
+            why = all_busy(self.config, cluster.job.partition, expand(cluster.job.nodes), self._placement.excluded)
+        if decision.elsewhere and why:
+            return NoPlace(why)
+        self.journal.append(EventName.AVOIDING, **self._placement.avoidance.as_event())
+        return Answer.NO
 
-    @property
-    def has_stopped(self) -> bool:
-        """Whether it was decided that nothing follows."""
-        return self._end in (End.STOPPED, End.FINISHED)
+    def _note_gpus(self) -> None:
+        gpus = sorted({suspect.gpu for suspect in self._state.verdict.suspects})
+        self._note(EventName.AVOIDING_GPUS, gpus=gpus, reason=self._state.why)
 
-    def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:
-        """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only.
+    def _note_inconclusive(self) -> None:
+        self._note(EventName.INCONCLUSIVE, reason=self._state.why, suspects=list(self._decision.avoid))
 
-        Args:
-            may_stay: other nodes of this allocation will do.
-        """
-        if decision.action is Action.CONTINUE:
-            decision = self._where_to(verdict, decision, may_stay=may_stay)
+    def _write(self) -> None:
+        decision = self._decision
         demands = {"avoid": list(decision.avoid), "elsewhere": decision.elsewhere}
         self.journal.append(
             EventName.DECISION, action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code,
             **{key: value for key, value in demands.items() if value},
         )  # fmt: skip
-        log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
+        log.info(
+            "verdict: %s; decision: %s; %s", self._state.verdict.cause.value, decision.action.value, decision.reason
+        )
         self._flush()
-        self._end = end_of(decision.action)
-        code = self._carry_out(verdict, decision)
-        if code is not None:
-            keep_ended(self.config, self._end, self.cluster, self.journal, self.start.history)
-            if self.has_stopped:
-                self._take_kill(decision)
-        if not self._flush():
-            for event in self.journal.unwritten():
-                log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
-        return code
 
-    def _take_kill(self, decision: Decision) -> None:
-        """A request for a stop outlives an attempt that could not finish it, a decision that is in no journal yet, and
-        a supervisor that is ended before Slurm knows that nothing follows."""
-        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
-        if outside is not None and outside[0] is Cause.REQUEUED:  # the next start finds the KILL, and ends
-            self.journal.append(EventName.REQUEUED_MEANWHILE, reason=outside[1])
-        elif not self.journal.unwritten():
-            in_folder(self.start, lambda: self.run.take_request("KILL"))
+    def _mark_done(self) -> None:
+        reason, step_ = self._decision.reason, self._state.verdict.last_step or None
+        done = {"step": step_, "job": self.cluster.attempt.job, "reason": reason}
+        patiently(
+            lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
+            patience_s=DONE_PATIENCE_S,
+        )
 
-    def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
-        if decision.action is Action.RESTART or self._stays:
-            wait_before_restart(self.config, self._budget.restarts_so_far)
-            return None
-        if decision.action is Action.FINISH:  # first: agents may take long to end, and the job may be ended meanwhile
-            done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
-            patiently(
-                lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
-                patience_s=DONE_PATIENCE_S,
-            )
-        self._dismiss()
-        if decision.action is Action.CONTINUE:
-            return self._continue(verdict, decision)
-        return decision.exit_code
+    def _wait(self) -> None:
+        wait_before_restart(self.config, self._budget.restarts_so_far)
 
-    def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
-        """The decision, as far as there are nodes for it. A run that may not go on here, and cannot elsewhere, ends."""
-        if not isinstance(self.cluster, SlurmCluster):
-            if verdict.cause is Cause.RECLAIMED:
-                reason = f"{verdict.reason}; there is no queue to go on through: start it again elsewhere"
-                return replace(decision, action=Action.STOP, reason=reason)
-            why = "there are no other nodes"
-            return self._without_others(verdict, decision, why) if decision.elsewhere else decision
-        if (
-            may_stay
-            and decision.elsewhere
-            and decision.avoid
-            and nodes_to_use(self.cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
-        ):
-            self._stays = self.cluster.why_ending() is None
-            if self._stays:
-                return decision
-        history = (*self.start.history, *self._noted)
-        suspects = dict.fromkeys((*decision.avoid, *([] if decision.elsewhere else self._undecided(verdict))))
-        self._placement = next_placement(
-            self.config, partition=self.cluster.job.partition, job=self.cluster.own, history=history,
-            suspects=tuple(suspects),
-        )  # fmt: skip
-        if self._placement is None:
-            return decision
-        why = self._placement.impossible
-        if not why and verdict.cause is Cause.RERUN_ELSEWHERE and not self.config.rerun.wait_for_others:
-            job = self.cluster.job
-            why = all_busy(self.config, job.partition, expand(job.nodes), self._placement.excluded)
-        if decision.elsewhere and why:
-            return self._without_others(verdict, decision, why)
-        self._note(EventName.AVOIDING, **self._placement.avoidance.as_event())
-        return decision
+    # the ways to go on
 
-    def _undecided(self, verdict: Verdict) -> list[str]:
-        """Suspects of an earlier end that this attempt has not cleared or confirmed."""
-        return [] if verdict.progressed else sorted(duty_of(self.start.history).undecided)
-
-    def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
-        gpus = {suspect.gpu for suspect in verdict.suspects}
-        if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent checks whether it can
-            self._note(EventName.AVOIDING_GPUS, gpus=sorted(gpus), reason=why)
-            return replace(decision, elsewhere=False, reason=f"{decision.reason}; on other GPUs, since {why}")
-        if verdict.cause is Cause.VALIDATION_FAILED:
-            reason = f"{decision.reason}; there is no other hardware to go on with: {why}"
-            return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
-        if verdict.cause is not Cause.RERUN_ELSEWHERE:
-            return replace(decision, elsewhere=False, reason=f"{decision.reason}; it goes on where it was: {why}")
-        reason = f"inconclusive: {decision.reason}; it cannot be computed again on different hardware: {why}"
-        self._note(EventName.INCONCLUSIVE, reason=reason, suspects=list(decision.avoid))
-        return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
-
-    def _note(self, event: EventName, **details: Any) -> None:
-        self._noted.append(self.journal.append(event, **details))
-
-    def _continue(self, verdict: Verdict, decision: Decision) -> int | None:
-        claim = self.run.ending(self.cluster.attempt)
+    def _take_claim(self) -> Answer:
         # an unreadable run folder must not block this: requeueing twice is as good as once
-        if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:
-            if self._was_continued(verdict):
-                reason = "the end of this attempt was acted on already"
-                self.journal.append(EventName.NOT_CONTINUED, reason=reason)
-                return decision.exit_code
-            self.journal.append(EventName.CLAIM_OVERRULED, outcome=in_folder(self.start, claim.outcome) or "none")
-            in_folder(self.start, claim.give_back)
-            in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}"))
-        if self.config.preemption.continue_by == "job":
-            self.journal.append(EventName.LEFT_TO_SLURM, reason="the job goes on as a whole, with all of its roles")
-            return decision.exit_code
-        if self.config.preemption.continue_by == "nothing":
-            self._end = End.NOT_CONTINUED
-            self.journal.append(EventName.NOT_CONTINUED, reason=CONTINUE_BY_NOTHING)
-            log.warning("to continue the run: %s", self._by_hand())
-            return decision.exit_code
-        if isinstance(self.cluster, LocalCluster):
-            self.journal.append(EventName.STARTING_ANEW, restart=self.cluster.attempt.restart + 1)
-            self._flush()  # the claim stays ours: the next start is this process, and may be killed before it begins
-            from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
+        taken = in_folder(self.start, lambda: self._claim.take(f"{SUPERVISOR}{os.uname().nodename}"))
+        return Answer.NO if taken is False else Answer.YES
 
-            self.log_file.close()
-            self.cluster.start_anew(RunSupervisor(self.run.config).argv())
-        if not isinstance(self.cluster, SlurmCluster):
+    def _overrule(self) -> None:
+        self.journal.append(EventName.CLAIM_OVERRULED, outcome=in_folder(self.start, self._claim.outcome) or "none")
+        in_folder(self.start, self._claim.give_back)
+        self._take_claim()
+
+    def _start_anew(self) -> None:
+        self.journal.append(EventName.STARTING_ANEW, restart=self.cluster.attempt.restart + 1)
+        self._flush()  # the claim stays ours: the next start is this process, and may be killed before it begins
+        from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
+
+        if not isinstance(self.cluster, LocalCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
-        with ignoring_signals():
-            outcome = self._continuation(self.cluster, verdict).begin(verdict)
-            in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
-        if outcome:
-            self._end = End.HANDED_ON if outcome.startswith(HANDED_ON) else End.OPEN
-            return decision.exit_code
+        self.log_file.close()
+        self.cluster.start_anew(RunSupervisor(self.run.config).argv())
+
+    def _why_ending(self) -> Answer:
+        if (outside := self.cluster.why_ending()) is None:
+            return Answer.NO
+        self._outcome, self._why = outside[0].value, outside[1]
+        return {Cause.REQUEUED: Answer.REQUEUED, Cause.CANCELLED: Answer.CANCELLED}.get(outside[0], Answer.NO)
+
+    @property
+    def _ways(self) -> Continuation:
+        if self._continuation is None:
+            cause, failures = self._state.verdict.cause, self._budget.failures_so_far
+            self._continuation = Continuation(
+                self.config, self.start, self._slurm, ends_at_s=self.ends_at_s, placement=self._placement,
+                retry_delay_s=0.0 if cause in FREE else retry_delay_s(self.config, failures),
+            )  # fmt: skip
+        return self._continuation
+
+    def _leave_to_slurm(self) -> None:
+        self.journal.append(EventName.LEFT_TO_SLURM, reason=self._why)
+
+    def _place(self) -> None:
+        self._leave_to_slurm()
+        self._place_claimed()
+
+    def _place_claimed(self) -> None:
+        self._ways.place()
+
+    def _later_job(self) -> Answer:
+        if (other := self._ways.later_job()) is None:
+            return Answer.NO
+        self.journal.append(
+            EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue", job=other.job_id
+        )
+        self._outcome = f"left to job {other}"
+        return Answer.YES
+
+    def _preemption(self) -> Answer:
+        return Answer.YES if self._ways.is_cancelled_when_preempted() else Answer.NO
+
+    def _requeue(self) -> Answer:
+        self._outcome = {Answer.DONE: "requeued"}.get(found := self._ways.requeue(self._state.verdict), found.value)
+        return found
+
+    def _resubmit(self) -> Answer:
+        self._outcome = {Answer.DONE: "resubmitted"}.get(found := self._ways.resubmit(), found.value)
+        return found
+
+    def _settle(self) -> None:
+        in_folder(self.start, lambda: self._claim.settle(self._outcome))
+
+    def _give_back(self) -> None:
+        in_folder(self.start, self._claim.give_back)
+
+    def _tell_user(self) -> None:
         command = self._by_hand()
         self.journal.append(EventName.NOT_CONTINUED, reason="neither requeue nor resubmit worked", command=command)
         log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
-        return EXIT_TEMPORARY
 
-    def _was_continued(self, verdict: Verdict) -> bool:
-        """Whether Slurm puts the job back into the queue already; what cron claims while this process lives is void."""
-        if not isinstance(self.cluster, SlurmCluster):
-            return True
-        with ignoring_signals():
-            return self._continuation(self.cluster, verdict).begin_after_another()
+    def _leave_to_user(self) -> None:
+        self.journal.append(EventName.NOT_CONTINUED, reason=CONTINUE_BY_NOTHING)
+        log.warning("to continue the run: %s", self._by_hand())
 
-    def _continuation(self, cluster: SlurmCluster, verdict: Verdict) -> Continuation:
-        return Continuation(
-            self.config, self.start, cluster, ends_at_s=self.ends_at_s, placement=self._placement,
-            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
-        )  # fmt: skip
+    def _by_hand(self) -> str:
+        return shlex.join(["slurmft", "submit", str(self.run.config)])
+
+    # the end
+
+    def _keep_ended(self, end: End) -> None:
+        keep_ended(self.config, end, self.cluster, self.journal, self.start.history)
+
+    def _take_stop(self) -> None:
+        if not self.journal.unwritten():  # a decision that is in no journal yet may be lost with this process
+            in_folder(self.start, lambda: self.run.take_request("KILL"))
 
     def _flush(self) -> bool:
         return self.journal.flush(FLUSH_S)
 
-    def _by_hand(self) -> str:
-        return shlex.join(["slurmft", "submit", str(self.run.config)])
+
+MAY_SIGNAL = frozenset(
+    {
+        Do.ASK_CLAIMED, Do.PLACE_CLAIMED, Do.ASK_ENDING, Do.PLACE, Do.LEAVE_CANCELLED, Do.FIND_LATER, Do.ASK_PREEMPTION,
+        Do.REQUEUE, Do.RESUBMIT, Do.SETTLE, Do.GIVE_BACK,
+    }
+)  # fmt: skip
+"""What is done with signals ignored: a requeue signals the very process that asks for it."""
 
 
 LONGEST_RESTART_S = 10.0
@@ -898,47 +960,3 @@ def wait_before_restart(config: RunConfig, restarts: int) -> float:
     while time.monotonic() < until and not any_kept():
         time.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
     return time.monotonic() - began
-
-
-# --- The run's journal as a history of failures: how often work was lost, and the node-time of training ---
-
-_LOST_WORK = frozenset(cause.value for cause in BUDGETED)
-_MAX_NODES = 1 << 20
-
-
-def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
-    """Failures that lost work, and node-seconds of training, from the journal.
-
-    A failure is an unplanned end after at least one step, or a planned stop that saved nothing. An attempt without
-    a verdict counts until its newest event. Times of one attempt are of one clock, that of its supervisor.
-    """
-    began: dict[str, tuple[float, int]] = {}
-    last: dict[str, float] = {}
-    failures = 0
-    for event in events:
-        last[event.attempt] = event.seconds()
-        if event.event == EventName.WORKERS_STARTED:
-            began[event.attempt] = event.seconds(), _nodes(event.details.get("world_size"), nproc_per_node)
-        elif event.event == EventName.VERDICT:
-            failures += str(event.details.get("cause")) in _LOST_WORK and _has_worked(event.details)
-        elif event.event == EventName.STOP_WITHOUT_A_SAVE:
-            failures += 1
-    node_s = sum(max(0.0, last[attempt] - at) * nodes for attempt, (at, nodes) in began.items())
-    return FailureHistory(failures=failures, node_s=node_s)
-
-
-def facts_for_workers(history: Sequence[Event], config: RunConfig, *, nodes: int) -> dict[str, Any]:
-    """Facts of the run's history for the workers of the next attempt, on ``nodes``."""
-    seen = history_of(history, config.nproc_per_node)
-    return {"batch_divisor": batch_divisor_of(history), "mtbf_s": round(mtbf_s(seen, nodes), 1)}
-
-
-def _nodes(world_size: Any, nproc_per_node: int) -> int:
-    if type(world_size) is not int or not 0 < world_size <= _MAX_NODES * nproc_per_node:
-        return 1
-    return max(1, world_size // nproc_per_node)
-
-
-def _has_worked(facts: dict[str, Any]) -> bool:
-    first, last = facts.get("first_step", 0), facts.get("last_step", 0)
-    return type(first) is int and type(last) is int and last > first

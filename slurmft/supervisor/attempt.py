@@ -27,7 +27,6 @@ from slurmft.scheduler.slurm import expand, in_order
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import LiveView, take_order
-from slurmft.supervisor.act import facts_for_workers
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
     AgentLink,
@@ -46,6 +45,7 @@ from slurmft.supervisor.observations import (
     READ_S,
     Observations,
     budget_after,
+    facts_for_workers,
     past_ends,
     testimony_of,
 )

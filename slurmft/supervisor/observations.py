@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from slurmft.errors import StorageError
 from slurmft.ipc.messages import WorkerExited, WorkerFacts
 from slurmft.ipc.pages import State
 from slurmft.policy import symptoms
-from slurmft.policy.checkpoints import FailingSaves, News
+from slurmft.policy.checkpoints import FailingSaves, FailureHistory, News, mtbf_s
 from slurmft.policy.decide import Budget, PastEnd, budget_for
 from slurmft.policy.judge import Report, StepWords, Testimony, WorkerEnd, claimed
 from slurmft.policy.verdict import (
+    BUDGETED,
     EXIT_RERUN_ELSEWHERE,
     EXIT_VALIDATION_FAILED,
     Action,
@@ -39,6 +40,7 @@ from slurmft.policy.verdict import (
     has_progressed,
     steps_at_risk,
 )
+from slurmft.policy.worker_settings import divisor_in
 from slurmft.scheduler.parsing import parse_srun_lines
 from slurmft.storage import history as storage_timings
 from slurmft.storage.history import MAX_COSTS, MAX_SAVES, Timings
@@ -125,6 +127,55 @@ def progressed(facts: Mapping[str, object]) -> bool:
     """Whether the end that these details of an event ``verdict`` describe came after a new saved step."""
     first, saved = facts.get("first_step", 0), facts.get("saved_step")
     return has_progressed(first, saved) if type(first) is int and type(saved) is int else False
+
+
+# --- The run's journal as a history of failures: how often work was lost, and the node-time of training ---
+
+_LOST_WORK = frozenset(cause.value for cause in BUDGETED)
+_MAX_NODES = 1 << 20
+
+
+def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
+    """Failures that lost work, and node-seconds of training, from the journal.
+
+    A failure is an unplanned end after at least one step, or a planned stop that saved nothing. An attempt without
+    a verdict counts until its newest event. Times of one attempt are of one clock, that of its supervisor.
+    """
+    began: dict[str, tuple[float, int]] = {}
+    last: dict[str, float] = {}
+    failures = 0
+    for event in events:
+        last[event.attempt] = event.seconds()
+        if event.event == EventName.WORKERS_STARTED:
+            began[event.attempt] = event.seconds(), _nodes(event.details.get("world_size"), nproc_per_node)
+        elif event.event == EventName.VERDICT:
+            failures += str(event.details.get("cause")) in _LOST_WORK and _has_worked(event.details)
+        elif event.event == EventName.STOP_WITHOUT_A_SAVE:
+            failures += 1
+    node_s = sum(max(0.0, last[attempt] - at) * nodes for attempt, (at, nodes) in began.items())
+    return FailureHistory(failures=failures, node_s=node_s)
+
+
+def batch_divisor_of(history: Sequence[Event]) -> int:
+    """The number of pieces in which the workers of the next attempt compute each micro-batch."""
+    return divisor_in(event.details.get("divisor") for event in history if event.event == EventName.BATCH_REDUCED)
+
+
+def facts_for_workers(history: Sequence[Event], config: RunConfig, *, nodes: int) -> dict[str, Any]:
+    """Facts of the run's history for the workers of the next attempt, on ``nodes``."""
+    seen = history_of(history, config.nproc_per_node)
+    return {"batch_divisor": batch_divisor_of(history), "mtbf_s": round(mtbf_s(seen, nodes), 1)}
+
+
+def _nodes(world_size: Any, nproc_per_node: int) -> int:
+    if type(world_size) is not int or not 0 < world_size <= _MAX_NODES * nproc_per_node:
+        return 1
+    return max(1, world_size // nproc_per_node)
+
+
+def _has_worked(facts: dict[str, Any]) -> bool:
+    first, last = facts.get("first_step", 0), facts.get("last_step", 0)
+    return type(first) is int and type(last) is int and last > first
 
 
 # --- The files of workers, agents and srun about an attempt in its run folder, as values for the judge ---

@@ -18,7 +18,8 @@ from lives.world import World
 from slurmft.agent.agent import Agent
 from slurmft.ipc.messages import RescueState
 from slurmft.ipc.pages import Slot
-from slurmft.policy import stop
+from slurmft.policy import continuation, stop
+from slurmft.policy.continuation import Do
 from slurmft.policy.verdict import Action, Cause
 from slurmft.scheduler import own_jobs
 from slurmft.storage.journal import EventName, Journal
@@ -247,8 +248,12 @@ async def _admit_in_attempts(self: AgentPool, *connection: Any) -> Any:
 REAL_ADMIT = AgentPool._admit
 
 
-def _finish(real: Any, self: AttemptEnd, verdict: Any, decision: Any, **rest: Any) -> Any:
-    return real(self, verdict, replace(decision, action=Action.FINISH, exit_code=0), **rest)
+def _finish(real: Any, state: Any, decision: Any) -> Any:
+    return real(state, replace(decision, action=Action.FINISH, exit_code=0))
+
+
+def _written_only(real: Any, state: Any, found: Any) -> Any:
+    return replace(state, do=Do.OVER, exit_code=0) if state.do is Do.WRITE else real(state, found)
 
 
 def _counted(real: Any, *args: Any) -> Any:
@@ -337,9 +342,9 @@ PLANTED: dict[str, Planted] = {
     "a supervisor that was stopped blames its nodes": Planted(
         _put(crew_module, "overslept_s", _slept), "no evidence", SUSPENDED),
     # decisions, and the journal before them
-    "no decision is carried out": Planted(_put(AttemptEnd, "_carry_out", lambda *_: 0), "the run ends", RANK),
+    "no decision is carried out": Planted(_wrap(act_module, "step", _written_only), "the run ends", RANK),
     "an attempt is taken for finished when it was stopped": Planted(
-        _wrap(AttemptEnd, "follow", _finish), "the run ends complete", ASKED),
+        _wrap(continuation, "carried_out", _finish), "the run ends complete", ASKED),
     "an attempt begins before the journal knows": Planted(
         _unsaid(EventName.ATTEMPT_STARTED), "entry before action", RANK),
     "a requeue comes before its decision": Planted(_unsaid(EventName.DECISION), "entry before action", RANK_IN_SLURM),
@@ -372,8 +377,8 @@ PLANTED: dict[str, Planted] = {
     "a submission without an answer is made again": Planted(
         _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
     "a killed supervisor's submission is made again": Planted(
-        lambda patch: (patch.setattr(Continuation, "_began_to_resubmit", lambda _: False),
-                       patch.setattr(Continuation, "_other_job", lambda _: None))[0],
+        lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda _: False),
+                       patch.setattr(Continuation, "later_job", lambda _: None))[0],
         "one continuation", KILLED_AFTER_SBATCH),
     "a run that is complete is started again": Planted(
         _put(RunFolder, "done", lambda _: None), "the run ends complete", RANK),

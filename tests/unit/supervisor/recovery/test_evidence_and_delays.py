@@ -24,8 +24,9 @@ from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder, give_order
-from slurmft.supervisor.act import LONGEST_RESTART_S, facts_for_workers, history_of, retry_delay_s, wait_before_restart
+from slurmft.supervisor.act import LONGEST_RESTART_S, retry_delay_s, wait_before_restart
 from slurmft.supervisor.attempt import Injections
+from slurmft.supervisor.observations import facts_for_workers, history_of
 from slurmft.supervisor.placement import ON_PURPOSE, EvidenceSender
 from slurmft.system.background import Background
 

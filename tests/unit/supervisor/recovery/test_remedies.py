@@ -11,8 +11,9 @@ from slurmft.storage.checkpoint_names import MANIFEST, read_quarantine, usable
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import note_batches, note_resuming
-from slurmft.supervisor.act import Remedies, batch_divisor_of
+from slurmft.supervisor.act import Remedies
 from slurmft.supervisor.cluster import Start
+from slurmft.supervisor.observations import batch_divisor_of
 
 OLD, NEW = "step-00000020.g1.c1", "step-00000040.g1.c2"
 RESTART = Decision(action=Action.RESTART, reason="as decided", exit_code=1)
