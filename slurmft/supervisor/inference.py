@@ -290,7 +290,6 @@ class InferenceAttempt:
         self._is_hopeless = False
         """The last engine that did not start cannot be started, wherever it is tried."""
 
-        self._problem = ""
         self._is_short = False
         """Too few nodes are left for an engine."""
 
@@ -315,7 +314,7 @@ class InferenceAttempt:
                 await self._work()
                 await self.stops.cause_is_known()
             except (SlurmftError, OSError) as error:
-                self._problem = str(error)
+                self.stops.feed(life.LaunchFailed(str(error)))
             finally:
                 await self._wind_down()
         return self._verdict()
@@ -431,8 +430,8 @@ class InferenceAttempt:
             await asyncio.sleep(POLL_S)
             why = "" if self._gangs is None else self._gangs.too_few(time.monotonic())
             if why and self.stops.planned is None:
-                self._problem, self._is_short = why, True
-                self.stops.feed(life.Ended())
+                self._is_short = True
+                self.stops.feed(life.Ended(why))
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""
@@ -460,11 +459,10 @@ class InferenceAttempt:
             )  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
         except CallFailed as error:  # this node takes no part
-            self._problem = str(error)
             log.error("%s", error)
             self._coordinator.lose(link.node)
             if not self._coordinator.agents:
-                self.stops.feed(life.Ended())
+                self.stops.feed(life.Ended(str(error)))
             return
         except AgentLost as error:
             if link.channel is not None:  # else it may come back by another connection, which is waited for
@@ -530,9 +528,10 @@ class InferenceAttempt:
             codes = await self._crew.all_ended()
         if not self.stops.over.is_set():
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
-            if self.stops.planned is None and self._slurm.outside is None:
-                self._problem = self._problem or f"all agents ended, with {codes}{self._folder.last_words()}"
-            self.stops.feed(life.Ended())
+            is_meant = self.stops.planned is not None or self._slurm.outside is not None
+            self.stops.feed(
+                life.Ended("" if is_meant else f"all agents ended, with {codes}{self._folder.last_words()}")
+            )
 
     async def _are_begun_again(self) -> bool:
         """All own agents have ended: whether one that took part is being started again in its place."""
@@ -576,8 +575,7 @@ class InferenceAttempt:
                     if self._coordinator.on_report(link.node, report) and not self._coordinator.requests.finished:
                         self._tell(link, report)
             if self._coordinator.all_down and self.stops.planned is None and not self.stops.over.is_set():
-                self._problem = f"no replica is left: {self._last_death}"
-                self.stops.feed(life.Ended())
+                self.stops.feed(life.Ended(f"no replica is left: {self._last_death}"))
 
     def _tell(self, link: AgentLink, report: messages.InferenceReport) -> None:
         match report:
@@ -679,6 +677,7 @@ class InferenceAttempt:
             log.debug("the last progress: %s", error)
 
     def _verdict(self) -> Verdict:
+        problem = self.stops.state.problem
         done = self._coordinator.requests.done if self._coordinator is not None else 0
         facts: dict[str, Any] = {"first_step": self._first, "last_step": done, "saved_step": done}
         if self._output is not None:
@@ -691,21 +690,20 @@ class InferenceAttempt:
             return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
         suspects = tuple(Suspect(node=host) for host in self._lost)
         if suspects and (self._is_short or not self._joined):
-            told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {self._problem}"
+            told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {problem}"
             living = tuple(host for host, has_closed in self._lost.items() if has_closed) or None
             return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, living=living, **facts)
         if self._coordinator is not None and self._coordinator.all_down:
             code = EXIT_USAGE if self._is_hopeless else 1
-            return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)
-        return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem or "unknown", **facts)
+            return Verdict(cause=Cause.WORKER_ERROR, reason=problem, exit_code=code, **facts)
+        return Verdict(cause=Cause.LAUNCH_FAILURE, reason=problem or "unknown", **facts)
 
     async def _in_folder(self, work: Any) -> Any:
         return await asyncio.wrap_future(self._start.thread.submit(work))
 
     def _on_error(self, error: BaseException) -> None:
-        self._problem = self._problem or f"internal error: {error!r}"
         log.error("internal error", exc_info=error)
-        self.stops.feed(life.Ended())
+        self.stops.feed(life.Ended(f"internal error: {error!r}"))
 
 
 # --- One attempt of a sweep: a batch that may grow while it is worked on, on the nodes of as many jobs as it needs ---

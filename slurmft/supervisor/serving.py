@@ -439,8 +439,7 @@ class ServingAttempt(InferenceAttempt):
         event = EventName.ROUTER_DOWN if report.phase == "down" else EventName.ROUTER_ENDED
         self._journal.append(event, node=link.host, reason=report.why)
         if self._roster.routers_down and self.stops.planned is None and not self.stops.over.is_set():
-            self._problem = f"no router is left: {link.host}: {report.why}"
-            self.stops.feed(life.Ended())
+            self.stops.feed(life.Ended(f"no router is left: {link.host}: {report.why}"))
 
     def _router_port(self, link: AgentLink) -> int | None:
         return self._ports.get((link.host, link.node))
@@ -489,8 +488,7 @@ class ServingAttempt(InferenceAttempt):
         """As a candidate: leave where that is over, and take the run over once all is ready, or no other job has it."""
         if why := await self._in_folder(candidacy.why_over):
             self.is_called_off = True
-            self._problem = why
-            self.stops.feed(life.Ended())
+            self.stops.feed(life.Ended(why))
             return
         if self.stops.planned is not None or self.stops.over.is_set():
             return

@@ -118,4 +118,4 @@ async def test_an_agent_that_cannot_begin_is_no_lost_node() -> None:
     finally:
         await one.end()
     assert one.events == [] and one.attempt._lost == {}
-    assert "/dev/shm/x: No space left on device" in one.attempt._problem
+    assert "/dev/shm/x: No space left on device" in one.attempt.stops.state.problem
