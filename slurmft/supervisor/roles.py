@@ -91,7 +91,7 @@ class _Live:
     def is_ready(self) -> bool:
         """Whether those that need it may begin: an endpoint has routers, where requests wait for a replica."""
         if self.process is None:
-            return False
+            return self.is_over
         return not self.role.is_endpoint or self.code == 0 or HighAvailabilityCluster.read(self.run.path).available
 
 
@@ -140,7 +140,7 @@ class RolesAttempt:
             yield _Live(role, RunFolder(role.config.run_folder), mine)
 
     def _take_over(self) -> None:
-        """Roles that go on without the supervisor before this one go on with this one."""
+        """Roles that go on without the supervisor before this one go on with this one; those that are done stay so."""
         began = {event.details.get("role"): event.at for event in self._start.history
                  if event.event == EventName.ROLE_STARTED}  # fmt: skip
         for name, live in self._roles.items():
@@ -149,6 +149,10 @@ class RolesAttempt:
             if live.process is not None:
                 live.began = began.get(name)
                 log.info("role %s goes on", name)
+        for live in self._roles.values():
+            if live.process is None and live.run.done() is not None:
+                live.began = began.get(live.role.name)
+                self._ended(live, 0)
 
     # --- the loop ---
 
@@ -173,7 +177,7 @@ class RolesAttempt:
 
     async def _begin_those_that_may(self) -> None:
         for each in self._roles.values():
-            if each.process is not None or time.monotonic() < each.not_before_s:
+            if each.process is not None or each.is_over or time.monotonic() < each.not_before_s:
                 continue
             if not (missing := [name for name in each.role.needs if not self._roles[name].is_ready]):
                 await self._begin(each)
