@@ -39,7 +39,7 @@ from slurmft.operations.run_configuration import configuration_of, refuse_moved
 from slurmft.policy.job_identity import JobIdentity, OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
-from slurmft.policy.verdict import GOES_ON, Cause, Evidence, Kind, Suspect
+from slurmft.policy.verdict import GOES_ON, Action, Cause, Evidence, Kind, Suspect
 from slurmft.scheduler import own_jobs, parsing, slurm
 from slurmft.scheduler.slurm import NotPermitted, Refusal, compress, undisturbed
 from slurmft.storage import run_folder
@@ -529,6 +529,13 @@ def _submit_again(
     run: RunFolder, records: Mapping[OwnJob, parsing.JobRecord], jobs: Sequence[OwnJob], who: str
 ) -> str | None:
     owner, events = run.owner(), run.journal().read()
+    if owner is not None and (complete_at := _unmarked_end(events)) is not None:
+        config = _configuration(run)
+        if config is None or config.trials is not None:  # whose mark goes when trials are added
+            return None
+        with run.lock():
+            run.mark_done(step=complete_at, job=owner.job, reason="its supervisor was lost when it had decided so")
+        return f"run {run.path.name} is complete, and marked as such now: its supervisor was lost before it could"
     if owner is None or not is_unfinished(events, owner.job) or run.see_request("KILL") is not None:
         return None
     mine = next((job for job in reversed(jobs) if job.job_id == owner.job), OwnJob(owner.job))
@@ -615,7 +622,8 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
     """Whether the newest attempt, of ``job``, ended with no decision and no stop by its user, or did not continue.
 
     By the order of the lines: the clocks of hosts differ. A user who submits the run again revokes earlier decisions;
-    decisions of another attempt do not matter for this one.
+    decisions of another attempt do not matter for this one. A ``job`` without a line has owned the run, and was lost
+    before its first one: it was to train.
     """
     begun, newest, unfinished = set[str](), "", False
     for event in events:
@@ -630,7 +638,17 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
             unfinished = True
         elif event.event == EventName.DECISION and event.attempt == newest:
             unfinished = str(event.details.get("action")) in GOES_ON
-    return unfinished and newest.startswith(f"{job}.")
+    return unfinished and (newest.startswith(f"{job}.") or not any(each.startswith(f"{job}.") for each in begun))
+
+
+def _unmarked_end(events: Sequence[Event]) -> int | None:
+    """The last step of a run that is complete by the newest decision in its journal; None where it is not."""
+    ends = (EventName.ATTEMPT_STARTED, EventName.SUBMITTING, EventName.SUBMITTED, EventName.DECISION)
+    newest = next((event for event in reversed(events) if event.event in ends), None)
+    if newest is None or newest.event != EventName.DECISION or newest.details.get("action") != Action.FINISH:
+        return None
+    steps = [event.details.get("last_step") for event in events if event.event == EventName.VERDICT]
+    return next((step for step in reversed(steps) if type(step) is int), 0)
 
 
 def rescues_without_progress(events: Sequence[Event]) -> int:

@@ -1,14 +1,22 @@
 """What befalls a life: drawn from its seed, told in its story, and over at some time, so that the run can end well."""
 
+import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
+
+from fake_slurm import HELD_FOR_GOOD
 
 from lives import slurm
 from lives.nodes import HANG_S, Agent
-from lives.timeline import Thread, inside
+from lives.timeline import PROCESS, Thread, inside
 from lives.world import World
+from slurmft.errors import SlurmftError
 from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
+from slurmft.storage.journal import EventName
+from slurmft.storage.run_folder import FRESH_S, Attempt, Owner
+from slurmft.supervisor import run as run_module
 
 Fault = Callable[[World], None]
 PAUSE_S = 5.0
@@ -71,7 +79,8 @@ def slow_node(world: World) -> None:
         host, late_s = agent.host, world.chance.choice((0.3, 1.2, 2.5))
         world.note(f"messages of {host} take {late_s} s")
         far = [each.host for each in world.agents] if host == world.host else [host]
-        world.accusable |= {("node lost", each) for each in far}  # a handshake takes four, and its time is limited
+        # a handshake takes four, and its time is limited, after a reset as well
+        world.accusable |= {(kind, each) for kind in ("node lost", "crash") for each in far}
         world.network.delay(host, late_s, world.chance.choice((1.0, 20.0)))
 
 
@@ -102,7 +111,12 @@ def kill_agent(world: World) -> None:
 def power_off(world: World) -> None:
     """A node is gone without a word; its power comes back later."""
     if (agent := _agent(world, may_be="node lost")) is not None:
-        host, away_s = agent.host, world.chance.choice((1.0, 30.0, 90.0, 1000.0))
+        lose_power(world, agent.host, world.chance.choice((1.0, 30.0, 90.0, 1000.0)))
+
+
+def lose_power(world: World, host: str, away_s: float) -> None:
+    """The same of this node."""
+    if host:
         world.note(f"{host} loses power for {away_s} s")
         world.network.cut(host)
         world.off.add(host)
@@ -180,6 +194,7 @@ def kill_supervisor(world: World) -> None:
 def kill_supervisor_in_its_work(world: World) -> None:
     """SIGKILL for the supervisor, before one of its next effects on the run folder."""
     world.killed_at = world.effects + world.chance.randrange(1, 40)
+    world.killed_whole = world.slurm is not None and world.chance.random() < 0.3
 
 
 def stop_supervisor(world: World) -> None:
@@ -325,8 +340,110 @@ def give_number_again(world: World) -> None:
 def look_in_between(world: World) -> None:
     """Cron looks while everything goes on."""
     if world.slurm is not None and not world.is_full and world.silent_until_s < world.timeline.now_s:
-        with inside(None):  # while it waits for Slurm, all others go on
-            Thread(world.timeline, slurm.look, (world,), world.timeline.create_future()).go_on()
+        slurm.look(world)
+        if world.chance.random() < 0.5:
+            slurm.look(world, "login2")
+
+
+def kill_batch_script(world: World) -> None:
+    """The batch script is killed as a whole, supervisor and guardian: nobody says how it ended."""
+    if world.slurm is not None and world.job is not None:
+        world.note("SIGKILL for the batch script")
+        world.kill_supervisor(by_slurm=True)
+
+
+def kill_cron_in_its_work(world: World) -> None:
+    """Cron is killed, before one of the next things that it changes."""
+    world.cron_killed_at = world.chance.randrange(1, 14)
+
+
+def hold_job(world: World) -> None:
+    """The next job that is requeued is held: requeued too often (MaxBatchRequeue), or by its user for a while."""
+    if world.slurm is not None:
+        world.slurm.holds = world.chance.choice((HELD_FOR_GOOD, slurm.HELD_BY_USER))
+
+
+def fail_prolog(world: World) -> None:
+    """The Prolog fails on a node when the job begins there the next time, and Slurm holds the job."""
+    if world.slurm is not None:
+        host = world.chance.choice(world.slurm.nodes)
+        world.accusable.add(("launch failed", host))
+        world.slurm.sick.add(host)
+
+
+def _owner(world: World) -> tuple[Owner, slurm.Job] | None:
+    """Who has the run, and its job, while it trains; None at its begin, and at its end."""
+    supervisor, job = world.supervisor, world.job
+    is_there = supervisor is not None and supervisor.alive and not supervisor.stopped and world.folder_is_well
+    if world.slurm is None or job is None or not is_there or (owner := world.run.owner()) is None:
+        return None
+    is_it = (owner.job, owner.restart, owner.generation) == (job.job_id, job.restarts, world.newest)
+    return (owner, job) if is_it else None
+
+
+def take_place(world: World) -> None:
+    """Slurm has lost sight of the batch host, and started the job elsewhere. That start has taken the run over, and is
+    gone without a word; the one before it lives on, until its node registers again."""
+    found, supervisor, controller = _owner(world), world.supervisor, world.slurm
+    if found is None or controller is None or found[1].state != "RUNNING" or found[1].preempted:
+        return
+    owner, job = found
+    job.restarts += 1
+    world.fenced, world.fenced_s, world.fence = supervisor, world.timeline.now_s, owner.generation + 1
+    world.note(f"job {job.job_id} was started elsewhere, as generation {world.fence}, and is gone")
+    attempt = Attempt(job=job.job_id, restart=job.restarts)
+    with world.run.lock():
+        world.run.take_over(
+            replace(owner, generation=world.fence, restart=job.restarts, cycle=0, host="n9", birth="gone")
+        )
+    world.run.journal(attempt).append(EventName.ATTEMPT_STARTED, generation=world.fence, cluster="slurm", host="n9")
+    controller.end(job, "NODE_FAIL")
+
+    def register() -> None:
+        if world.supervisor is supervisor:
+            world.kill_supervisor(by_slurm=True)
+        for agent in world.agents:
+            if agent.job is job and agent.is_there and agent.restarts < attempt.restart:
+                agent.die()
+
+    world.timeline.call_later(world.chance.uniform(30.0, 90.0), register)
+
+
+def start_beside(world: World) -> None:
+    """One more supervisor begins while this one lives: in another job of the run, out of an older start of this job, on
+    another of its nodes, or a second time in its batch script."""
+    found, controller = _owner(world), world.slurm
+    if found is None or controller is None or world.timeline.now_s < world.resumed_s + FRESH_S:
+        return
+    job = found[1]
+    host = world.chance.choice((job.batch_host, job.batch_host, *job.nodes[1:], "n9"))
+    restarts = max(0, job.restarts - world.chance.choice((0, 0, 1)))
+    if host == "n9":
+        job = controller.submit(job.script, foreign=True)
+        job.state, job.node, job.batch_host, restarts = "RUNNING", host, host, 0
+    world.note(f"one more supervisor begins in job {job.job_id} on {host}, restart {restarts}")
+    facts = {**slurm.environment_of(job), "SLURM_RESTART_COUNT": str(restarts), "SLURMD_NODENAME": host,
+             "SLURM_JOB_NUM_NODES": "1"}  # fmt: skip
+    with inside(world.begin_cron(host)):
+        Thread(world.timeline, _take_over, (world, facts), world.timeline.create_future()).go_on()
+
+
+def _take_over(world: World, environment: dict[str, str]) -> None:
+    supervisor, own = world.supervisor, os.environ["SLURMD_NODENAME"]
+    os.environ["SLURMD_NODENAME"] = environment["SLURMD_NODENAME"]
+    try:
+        claim = run_module._Claim(environment, secret=None, held=None)
+        run_module._take_over(world.run, slurm.SlurmMachine(world, environment), claim)
+    except SlurmftError as error:
+        world.note(f"it refuses: {error.what}")
+    else:
+        if world.supervisor is supervisor and supervisor is not None and supervisor.alive and not supervisor.stopped:
+            world.violate("one owner", f"job {environment['SLURM_JOB_ID']} takes the run over from one that lives")
+    finally:
+        os.environ["SLURMD_NODENAME"] = own
+        if world.slurm is not None and environment["SLURMD_NODENAME"] == "n9":
+            del world.slurm.state.jobs[environment["SLURM_JOB_ID"]]
+    world.crons.pop(PROCESS.get(), None)  # type: ignore[arg-type]
 
 
 def cancel_job(world: World) -> None:
@@ -349,7 +466,8 @@ FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 OF_SLURM: tuple[Fault, ...] = (
     preempt, preempt, requeue_job, lose_controller, lose_controller, forget, give_number_again,
-    look_in_between, exclude_node, kill_supervisor_in_its_work,
+    look_in_between, exclude_node, kill_supervisor_in_its_work, kill_batch_script, kill_cron_in_its_work, hold_job,
+    fail_prolog, take_place, start_beside,
 )  # fmt: skip
 RARE: tuple[Fault, ...] = (ask_for_stop, cancel_job)
 RARELY = 0.02

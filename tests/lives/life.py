@@ -15,6 +15,7 @@ import pytest
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
+from slurmft.operations import rescue
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import PASSED_OVER, Event, EventName
@@ -188,10 +189,15 @@ def _judge(world: World, code: int) -> None:
     known = {event.details.get("generation") for event in events if event.event == EventName.ATTEMPT_STARTED}
     if unknown := {*world.starts} - known - world.never_written if world.folder_is_well else set():
         world.violate("the journal is whole", f"generations {sorted(unknown)} are not in it")
-    if world.slurm is not None and len(left := world.slurm.mine()) > 0 and world.run.done() is not None:
-        world.violate("one continuation", f"jobs {[job.job_id for job in left]} are left of a complete run")
+    left = [] if world.slurm is None else [job.job_id for job in world.slurm.mine() if not job.is_held]
+    if left and world.run.done() is not None:
+        world.violate("one continuation", f"jobs {left} are left of a complete run")
+    if left and world.slurm is not None and world.stop_asked_s and not world.slurm.errs:
+        world.violate("stop means stop", f"jobs {left} are left")
     # a job that is gone before slurmft has begun in it looks like one that its user has cancelled in the queue
-    if code != 0 and not world.stop_asked_s and not world.most_starts and world.run.owner() is not None:
+    _judge_rescues(world, events)
+    is_given_up = world.rescues >= rescue.MAX_RESCUES
+    if code != 0 and not (world.stop_asked_s or world.most_starts or is_given_up) and world.run.owner() is not None:
         decided = [event.details.get("reason") for event in events if event.event == EventName.DECISION][-1:]
         world.violate("the run goes on", f"it ends with {code}: {decided}")
     elif code == 0 and world.saved != world.until:
@@ -247,6 +253,29 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
     if twice := [fact for fact, times in told.items() if times > 1]:
         world.violate("once", f"{twice} are in the journal more than once")
     _judge_budgets(world, events)
+
+
+def _judge_rescues(world: World, events: Sequence[Event]) -> None:
+    """Rescues in a row, without a step that is new, and what a start of the job has decided after another one."""
+    furthest, newest, started = 0, "", list[str]()
+    for event in events:
+        facts = event.details
+        if event.event == EventName.RESCUING:
+            world.rescues += 1
+        elif event.event == EventName.FIRST_STEP and facts["resumed_from"] > furthest:
+            furthest, world.rescues = facts["resumed_from"], 0
+        elif event.event == EventName.VERDICT:
+            if (facts.get("saved_step") or 0) > facts["first_step"]:
+                world.rescues = 0
+            if event.attempt in started and event.attempt != newest:
+                world.violate("one owner", f"{event.attempt} is judged, and {newest} has begun")
+        elif event.event == EventName.ATTEMPT_STARTED:
+            started.append(newest := event.attempt)
+        elif event.event == EventName.STALE_REQUEST_DROPPED and not event.attempt.endswith(".0"):
+            world.violate("requests are answered", f"{event.attempt} drops {facts['request']}, which is for this start")
+        if world.rescues > rescue.MAX_RESCUES:
+            world.violate("budgets add up", f"rescue {world.rescues} without progress")
+            break
 
 
 def _judge_budgets(world: World, events: Sequence[Event]) -> None:

@@ -11,17 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from fake_slurm import HELD_FOR_GOOD
 
-from lives import faults
+from lives import faults, slurm
 from lives.life import PATIENT, Bounds, lived
+from lives.timeline import PROCESS
 from lives.world import World
 from slurmft.agent.agent import Agent
 from slurmft.ipc.messages import RescueState
 from slurmft.ipc.pages import Slot
+from slurmft.operations import rescue
 from slurmft.policy import continuation, stop
 from slurmft.policy.continuation import Do
 from slurmft.policy.verdict import Action, Cause
-from slurmft.scheduler import own_jobs
+from slurmft.scheduler import own_jobs, parsing
+from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PatientJournal
 from slurmft.storage.run_folder import EndingClaim, RunFolder
@@ -66,9 +70,9 @@ def _life(*befalls: tuple[float, faults.Fault], shift_s: float = 0.0, **settings
 
     def scene(seed: int) -> World:
         moved = [(at_s + seed * shift_s, fault) for at_s, fault in befalls]
-        bounds = settings.get("bounds", Bounds())
-        longest_s = 1600.0 if "in_slurm" in settings else 250.0
-        return lived(moved, seed=seed, **{**KEEPING, **settings, "bounds": replace(bounds, longest_s=longest_s)})
+        longest_s = 4000.0 if "in_slurm" in settings else 250.0
+        bounds = replace(settings.get("bounds", Bounds()), longest_s=longest_s)
+        return lived(moved, seed=seed, **{**KEEPING, **settings, "bounds": bounds})
 
     return scene
 
@@ -120,9 +124,8 @@ def _controller(mood: str, commands: int, *, at: str) -> faults.Fault:
     """From the first command that begins with ``at``, the controller is like that for so many commands."""
 
     def fault(world: World) -> None:
-        slurm = world.slurm
-        assert slurm is not None
-        slurm.moods.append((at, mood, commands))
+        assert world.slurm is not None
+        world.slurm.moods.append((at, mood, commands))
 
     return fault
 
@@ -134,6 +137,100 @@ def _kill_after(command: str) -> faults.Fault:
         world.killed_after = command
 
     return fault
+
+
+def once(holds: Callable[[World], bool], fault: faults.Fault) -> faults.Fault:
+    """The fault, as soon as this holds."""
+
+    def look(world: World) -> None:
+        fault(world) if holds(world) else world.timeline.call_later(0.001, look, world)
+
+    return look
+
+
+def kill_in_work(effects: int) -> faults.Fault:
+    """The batch script is killed before one of the supervisor's next effects: nobody acts in its place."""
+
+    def fault(world: World) -> None:
+        world.killed_at, world.killed_whole = world.effects + effects, True
+
+    return fault
+
+
+def _kill_scripts(most: int) -> faults.Fault:
+    """The first batch scripts, each as soon as it trains."""
+
+    def fault(world: World) -> None:
+        is_there = world.supervisor is not None and bool(world.starts)
+        if is_there:
+            faults.kill_batch_script(world)
+        if left := most - is_there:
+            world.timeline.call_later(1.0, _kill_scripts(left), world)
+
+    return fault
+
+
+def _forget(world: World) -> None:
+    """MinJobAge."""
+    assert world.slurm is not None
+    world.note("the controller forgets jobs that are over")
+    world.slurm.forget()
+
+
+def _lose_job(world: World) -> None:
+    """The controller does not know the job any more, whose supervisor lives."""
+    assert world.slurm is not None and world.job is not None
+    world.note("the controller has lost the job")
+    world.slurm.errs = True
+    world.slurm.lose_job(world.job, after_s=1000.0)
+    world.slurm.state.next_id += 1
+
+
+def _look(host: str = "login") -> faults.Fault:
+    """Cron looks, there."""
+    return lambda world: slurm.look(world, host)
+
+
+def _lose_batch_host(world: World) -> None:
+    """Slurm notices after a minute; the job keeps its other nodes."""
+    assert world.job is not None
+    world.accusable |= {("node lost", world.job.batch_host), ("crash", world.job.batch_host)}
+    faults.lose_power(world, world.job.batch_host, 1000.0)
+
+
+def _drain(seconds: float) -> faults.Fault:
+    """No job begins for so long."""
+
+    def fault(world: World) -> None:
+        assert world.slurm is not None
+        world.slurm.drained = dict.fromkeys(world.slurm.nodes, (0, "maintenance"))
+        world.timeline.call_later(seconds, world.slurm.drained.clear)
+
+    return fault
+
+
+def _hold(why: str) -> faults.Fault:
+    """The next job that is requeued is held for that."""
+
+    def fault(world: World) -> None:
+        assert world.slurm is not None
+        world.slurm.holds = why
+
+    return fault
+
+
+def _cron_dies(effects: int) -> faults.Fault:
+    """Before one of the next things that it changes."""
+
+    def fault(world: World) -> None:
+        world.cron_killed_at = effects
+
+    return fault
+
+
+def _each(lives: Callable[[int], Scene]) -> Scene:
+    """Another life for each seed."""
+    return lambda seed: lives(seed)(seed)
 
 
 REQUEUE = faults._request("REQUEUE")
@@ -179,6 +276,39 @@ SLOWLY = _life((4.5, lambda world: world.network.delay("n1", 1.2, 6.0)), (5.0, R
                nproc_per_node=1)  # fmt: skip
 WAITING = _in_slurm((5.0, faults.requeue_job), (9.0, faults.exclude_node), shift_s=0.1, nodes=2, nproc_per_node=1)
 FORGOTTEN = _in_slurm((5.0, faults.give_number_again), (5.1, REQUEUE), nodes=1)
+SCRIPT = _in_slurm((5.0, faults.kill_batch_script), nodes=1)
+SCRIPT_FORGOTTEN = _in_slurm((5.0, faults.kill_batch_script), (50.0, _forget), nodes=1)
+SCRIPT_IN_WORK = _each(lambda seed: _in_slurm((5.0, REQUEUE), (5.0, kill_in_work(3 * seed + 1)), nodes=1))
+SCRIPTS = _in_slurm((1.0, _kill_scripts(6)), nodes=1)
+TWO_CRONS = _each(lambda seed: _in_slurm(
+    (5.0, faults.kill_batch_script), (50.0, _forget), (51.0, _look()),
+    (51.0 + 0.05 * seed, _look("login2" if seed % 2 else "login")), nodes=1))  # fmt: skip
+CRON_DIES = _each(lambda seed: _in_slurm(
+    (5.0, faults.kill_batch_script), (50.0 if seed % 2 else 1e4, _forget), (50.0, _cron_dies(seed // 2 + 1)),
+    nodes=1))  # fmt: skip
+SCRIPT_AT_BEGIN = _each(lambda seed: _in_slurm((0.0, kill_in_work(seed + 1)), nodes=1))
+SCRIPT_AT_END = _each(lambda seed: _in_slurm(
+    (1.0, once(lambda world: world.saved == world.until, kill_in_work(seed + 1))), until=20, nodes=1))  # fmt: skip
+STOPPED_AND_LOST = _in_slurm((5.0, faults.kill_batch_script), (9.0, faults.ask_for_stop), nodes=1)
+LOST_JOB = _in_slurm((4.0, faults.kill_rank), (5.0, _lose_job), (50.0, _look()), until=400, nodes=1)
+LOOKED_AT = _in_slurm((5.0, _look()), nodes=1)
+WAITS = _in_slurm((5.0, REQUEUE), (5.0, _drain(150.0)), nodes=1)
+ASKED_BETWEEN = _life((5.0, faults.kill_rank), (5.1, faults._request("SAVE")), shift_s=0.03, nodes=1)
+BATCH_HOST = _in_slurm((5.0, _lose_batch_host), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1},
+                       bounds=Bounds(within_s=600.0))  # fmt: skip
+LATE_FOR_CRON = _in_slurm((5.0, faults.kill_batch_script), (50.0, _forget), (50.0, _drain(150.0)),
+                          (50.0, _controller("late", 1, at="sbatch")), nodes=1)  # fmt: skip
+HELD = _in_slurm((4.0, _hold(HELD_FOR_GOOD)), (5.0, faults.requeue_job), nodes=1)
+HELD_BY_USER = _in_slurm((4.0, _hold(slurm.HELD_BY_USER)), (5.0, faults.requeue_job), nodes=1)
+PROLOG = _in_slurm((4.0, faults.fail_prolog), (5.0, faults.requeue_job), nodes=3)
+BESIDE = _in_slurm((5.0, faults.start_beside), (7.0, faults.start_beside), nodes=2, nproc_per_node=1)
+BESIDE_SILENT = _in_slurm((5.0, _controller("silent", 40, at="scontrol")), (5.1, faults.start_beside), until=400,
+                          nodes=2, nproc_per_node=1)  # fmt: skip
+TAKEN = _in_slurm((12.0, faults.take_place), nodes=2, nproc_per_node=1)
+TAKEN_AND_FAILED = _in_slurm((12.0, faults.take_place), (12.01, faults.kill_rank), nodes=2, nproc_per_node=1)
+UNTOLD = _in_slurm((4.0, _controller("silent", 12, at="scontrol update")), (5.0, faults.ask_for_stop),
+                   (5.0, preempted(60)), nodes=1, slurm={"requeues_early": True})  # fmt: skip
+KILLED = _in_slurm((5.0, faults.kill_supervisor), nodes=1)
 
 
 # what is planted
@@ -313,6 +443,34 @@ def _unowned(self: RunFolder, owner: Any) -> None:
 
 REAL_TAKE_OVER = RunFolder.take_over
 
+
+def _owner_of_before(self: RunFolder) -> Any:
+    """Of a supervisor whose place was taken: itself."""
+    found = REAL_OWNER(self)
+    return replace(found, generation=found.generation - 1) if found is not None and found.host == "n9" else found
+
+
+REAL_OWNER = RunFolder.owner
+
+
+def _unseen_by_cron(real: Any, self: RunFolder, kind: str) -> Any:
+    process = PROCESS.get()
+    return None if process is not None and process.name == "cron" else real(self, kind)
+
+
+def _with_a_line(real: Any, events: Any, job: str) -> bool:
+    return real(events, job) and any(event.attempt.startswith(f"{job}.") for event in events)
+
+
+def _without_rescuing(patch: pytest.MonkeyPatch) -> None:
+    real = Journal.append
+
+    def append(self: Journal, event: EventName, **details: Any) -> Any:
+        return None if event == EventName.RESCUING else real(self, event, **details)
+
+    patch.setattr(Journal, "append", append)
+
+
 PLANTED: dict[str, Planted] = {
     # ends, and what is kept before them
     "nodes are asked for their state once": Planted(
@@ -394,6 +552,52 @@ PLANTED: dict[str, Planted] = {
         _put(stop, "passed", lambda *_: False), "requests are answered", SLOWLY),
     "a start does not read the newest line": Planted(
         _wrap(Journal, "read_past", lambda real, self: real(self)[:-1]), "the journal is what was written", RANKS),
+    # claims, owners, and who comes back
+    "a claim is refused to nobody": Planted(
+        _put(run_folder, "_is_taken", lambda _: False), "one continuation", TWO_CRONS),
+    "a claim is never settled": Planted(_put(EndingClaim, "settle", lambda *_: None), "one continuation", TWO_CRONS),
+    "a claim of another host is void": Planted(_put(run_folder, "CLAIM_LEASE_S", 0.0), "one continuation", TWO_CRONS),
+    "a claim that led to nothing is kept": Planted(
+        _put(EndingClaim, "give_back", lambda _: None), "the run goes on", SCRIPT_IN_WORK),
+    "a supervisor that lives is replaced": Planted(
+        _put(run_module, "_refuse_to_replace", lambda *_: None), "one owner", BESIDE),
+    "a job of the run that trains is not seen": Planted(
+        _put(run_module, "owner_lives", lambda *_: False), "one owner", BESIDE),
+    "a supervisor whose place was taken decides": Planted(
+        _put(RunFolder, "owner", _owner_of_before), "one owner", TAKEN_AND_FAILED),
+    "no sign of life is believed": Planted(
+        _put(run_folder, "is_fresh", lambda *_: False), "a run that lives is left alone", LOST_JOB),
+    "nobody decides in the place of a lost supervisor": Planted(
+        _put(run_module, "_is_lost", lambda *_: False), "every end is decided", KILLED),
+    "a start does not look whether Slurm alone wanted it": Planted(
+        _put(run_module, "superfluous", lambda *_: None), "stop means stop", UNTOLD),
+    "Slurm is not told that nothing follows": Planted(
+        _put(act_module, "keep_ended", lambda *_: None), "stop means stop", STOPPED_IN_GRACE),
+    # what cron does
+    "cron brings back what a user has stopped": Planted(
+        _wrap(RunFolder, "see_request", _unseen_by_cron), "stop means stop", STOPPED_AND_LOST),
+    "a job that runs counts as gone": Planted(
+        _put(parsing.JobRecord, "alive", property(lambda _: False)), "a run that lives is left alone", LOOKED_AT),
+    "a job that waits counts as gone": Planted(
+        _put(parsing.JobRecord, "waiting", property(lambda _: False)), "a run that lives is left alone", WAITS),
+    "cron brings a run back for ever": Planted(
+        _put(rescue, "rescues_without_progress", lambda _: 0), "budgets add up", SCRIPTS),
+    "cron acts before its entry": Planted(_without_rescuing, "entry before action", SCRIPT_FORGOTTEN),
+    "cron does not look for the job of a try before": Planted(
+        _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_FOR_CRON),
+    "cron does not see a job without its batch script": Planted(
+        _put(rescue, "is_orphan", lambda _: False), "in time", BATCH_HOST),
+    "cron finishes no requeue": Planted(_put(rescue, "complete", lambda *_: None), "the run goes on", CRON_DIES),
+    "cron leaves a job that Slurm holds for good": Planted(
+        _put(parsing, "is_held_for_good", lambda _: False), "the run goes on", HELD),
+    "cron leaves a job that a node has refused": Planted(
+        _put(parsing, "is_held_by_launch", lambda _: False), "the run goes on", PROLOG),
+    "cron releases what a user holds": Planted(
+        _put(parsing, "is_held_by_launch", lambda reason: "Held" in reason), "what a user holds", HELD_BY_USER),
+    "cron takes a run that begins for none": Planted(
+        _wrap(rescue, "is_unfinished", _with_a_line), "the run goes on", SCRIPT_AT_BEGIN),
+    "cron leaves a complete run unmarked": Planted(
+        _put(rescue, "_unmarked_end", lambda _: None), "the run goes on", SCRIPT_AT_END),
     # agents
     "an agent has ten leases": Planted(_put(Agent, "_watch_lease", _ten_leases), "agents end", ORPHANED),
     "an agent says on a new connection nothing of what it said before": Planted(

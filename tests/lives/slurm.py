@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import fake_slurm
 from fake_slurm import REQUEUE_DELAY_S, FakeSlurm
 
-from lives.timeline import PROCESS, inside
+from lives.timeline import PROCESS, Thread, inside
 from slurmft.config.run import RunConfig
 from slurmft.operations import rescue
 from slurmft.scheduler import submission
@@ -29,10 +29,15 @@ if TYPE_CHECKING:
     from lives.world import World
 
 COMMAND_S = 0.03
+CRON_COMMAND_S = (0.02, 0.2)
 RACE_S = 1.0
 """A job may lose its number between a look at it and the next command: nobody can ask Slurm for both at once."""
 
+HELD_BY_USER = "JobHeldUser"
 CRON_S = 60.0
+TWO_CRONS = 0.2
+"""How often another login node looks as well."""
+
 GIVEN_UP_S = 900.0
 """A run without a job for so long, although cron looks every minute, has ended."""
 
@@ -83,6 +88,12 @@ class Controller(FakeSlurm):
         self._seen: dict[str, tuple[Job, float]] = {}
         """By number, the job that was shown last, and when."""
 
+        self.sick: set[str] = set()
+        """Nodes whose Prolog fails the next time."""
+
+        self.holds = ""
+        """Why the next job that is requeued is held."""
+
         self.down: set[str] = set()
         self.jobs_of_run: list[Job] = []
 
@@ -110,6 +121,7 @@ class Controller(FakeSlurm):
             job.begin += 10**9
         else:
             self._world.note(f"job {job.job_id} is submitted")
+            self._check_alone(job, "is submitted")
             self.jobs_of_run.append(job)
         self._account(job)
         return job
@@ -118,6 +130,12 @@ class Controller(FakeSlurm):
         """The run's jobs that wait or have nodes."""
         return [job for job in self.state.jobs.values()
                 if id(job) not in self.foreign and (not job.is_over or job.completing)]  # fmt: skip
+
+    def _check_alone(self, job: Job, what: str) -> None:
+        others = [each.job_id for each in self.mine()
+                  if each not in (job, self._world.job) and not each.is_held and not each.completing]  # fmt: skip
+        if others and not self.errs:
+            self._world.violate("one continuation", f"job {job.job_id} {what} beside {others}")
 
     def _free(self, job: Job) -> list[str]:
         excluded = {*expand(job.excluded)} if job.excluded else set()
@@ -141,6 +159,11 @@ class Controller(FakeSlurm):
             self.down.add(chosen[0])
             return False
         job.nodes, job.node, job.batch_host = tuple(chosen), compress(chosen), chosen[0]
+        if sick := sorted(self.sick & {*chosen}):
+            self.sick.clear()
+            self._world.note(f"job {job.job_id} cannot start on {sick[0]}, and is held")
+            self.refuse(job, sick[0])
+            return False
         job.state, job.reason, job.code, job.preempted = "RUNNING", "None", "0:0", 0
         job.started, job.ends = self.now, self.now + job.limit_s
         self._account(job)
@@ -200,8 +223,19 @@ class Controller(FakeSlurm):
         super().requeue(job, delay_s=delay_s, reason=reason)
         job.batch_host = batch_host if was_running else ""
         self._world.note(f"job {job.job_id} is requeued")
+        if self.holds and reason == "BeginTime":
+            job.reason, self.holds = self.holds, ""
+            self._world.note(f"job {job.job_id} is held: {job.reason}")
+            if job.reason == HELD_BY_USER:
+                with inside(None):
+                    self._world.timeline.call_later(self._world.chance.uniform(100, 400), self._release, job)
         if was_running:
             self._complete(job)
+
+    def _release(self, job: Job) -> None:
+        if job.reason == HELD_BY_USER:
+            self._world.note(f"its user releases job {job.job_id}")
+            job.reason = "None"
 
     def end(self, job: Job, state: str) -> None:  # type: ignore[override]
         """It has ended, or is about to."""
@@ -271,6 +305,10 @@ class Controller(FakeSlurm):
             return
         job.code = f"{code}:0"
         early = self.requeues_early and job.preempted and job.may_requeue
+        last = {event.event: event.details for event in self._world.events()[-20:]} if early else {}
+        is_told = EventName.REQUEUE_STAYS_ON in last or self.errs or not self._world.folder_is_well
+        if not is_told and last.get(EventName.DECISION, {}).get("action") == "stop":
+            self._world.violate("stop means stop", f"Slurm may requeue job {job.job_id}")
         if early:
             self.requeue(job)
         else:
@@ -287,7 +325,7 @@ class Controller(FakeSlurm):
                 world.note(f"Slurm notices that {host} is down")
                 self.down.add(host)
                 for job in [job for job in self.mine() if host in job.nodes and job.state == "RUNNING"]:
-                    if world.config.survives_nodes and host != job.batch_host:
+                    if world.config.survives_nodes and len(job.nodes) > 1:  # the batch host's script is not missed
                         job.nodes = tuple(node for node in job.nodes if node != host)
                         job.node = compress(job.nodes)
                     elif job.may_requeue:
@@ -324,7 +362,8 @@ class Controller(FakeSlurm):
         """A command of the supervisor's, or of cron's; a supervisor may be killed before it, and after it."""
         world = self._world
         is_ours = world.supervisor is not None and PROCESS.get() is world.supervisor
-        what = " ".join(argv[:4])
+        process, what = PROCESS.get(), " ".join(argv[:4])
+        is_cron = process is not None and process.name == "cron"
         if is_ours:
             world.effect(what)
             world.check_told(argv)
@@ -337,6 +376,10 @@ class Controller(FakeSlurm):
             ["requeuehold"],
             ["release"],
         )
+        if is_cron:
+            world.effect(what)
+            if changes:
+                world.check_rescue(argv)
         answer = super().subprocess_run(argv, env=env, **rest)
         if changes:
             world.note(f"$ {' '.join(argv)}: {(answer.stderr or answer.stdout).strip()[:80] or 'done'}")
@@ -344,6 +387,10 @@ class Controller(FakeSlurm):
         seen = [at_s for _, at_s in self._seen.values() if world.timeline.now_s - at_s < RACE_S]
         world.violations += [each for each in self.violations if not ((late or seen) and each.startswith("afterany"))]
         self.violations.clear()
+        if is_cron:
+            if changes:
+                world.effect(f"after {what}")
+            world.pass_time(world.chance.uniform(*CRON_COMMAND_S))
         if is_ours:
             if world.killed_after and what.startswith(world.killed_after):
                 world.killed_after, world.killed_at = "", world.effects + 1
@@ -398,10 +445,14 @@ class Controller(FakeSlurm):
             return "", "Job requeue is presently disabled for this job"
         if isinstance(job, Job) and job.state == "CANCELLED":
             self._excuse(job)
+        if isinstance(job, Job) and act == "release" and job.reason == HELD_BY_USER:
+            self._world.violate("what a user holds stays held", f"job {job_id} is released")
+        if isinstance(job, Job) and act == "requeuehold":
+            self._check_alone(job, "is requeued")
         return super()._act(act, job_id)
 
     def _excuse(self, job: Job) -> None:
-        """A cancel between a look at a job and its requeue is undone: nobody can ask Slurm for both at once."""
+        """A cancel between a look at a job and what continues it is undone: nobody can ask Slurm for both at once."""
         seen, at_s = self._seen.get(job.job_id, (None, 0.0))
         if seen is job and at_s <= self._world.stop_asked_s < at_s + RACE_S:
             self._world.note(f"job {job.job_id} was cancelled after the last look at it")
@@ -421,6 +472,9 @@ class Controller(FakeSlurm):
 
     def _sbatch(self, rest: list[str]) -> tuple[str, str]:
         before = self.state.next_id
+        after = next((self.state.jobs.get(word.rpartition(":")[2]) for word in rest if word.startswith("--dep")), None)
+        if isinstance(after, Job) and after.state == "CANCELLED":
+            self._excuse(after)
         text, error = super()._sbatch(rest)
         if not error and self.state.next_id > before:
             excluded = [word.partition("=")[2] for word in rest if word.startswith("--exclude=")]
@@ -531,18 +585,24 @@ def next_job(world: World) -> Job | None:
         if world.timeline.now_s - cron_s > CRON_S and not world.is_full and world.silent_until_s < world.timeline.now_s:
             cron_s = world.timeline.now_s
             look(world)
+            if world.chance.random() < TWO_CRONS:
+                world.timeline.call_later(world.chance.uniform(0.0, 0.5), look, world, "login2")
 
 
-def look(world: World) -> None:
+def look(world: World, host: str = "login") -> None:
     """Cron looks, on a login node; it may be killed before an effect of its own."""
-    from lives.world import Killed
+    with inside(world.begin_cron(host)):  # while it waits for Slurm, all others go on
+        Thread(world.timeline, _rescue, (world,), world.timeline.create_future()).go_on()
+
+
+def _rescue(world: World) -> None:
     from slurmft.errors import SlurmftError
 
-    with inside(None):
-        try:
-            for line in rescue.rescue([world.run], "cron"):
-                world.note(f"cron: {line}")
-        except (SlurmftError, OSError) as error:
-            world.note(f"cron: {error}")
-        except Killed:
-            world.note("cron is killed")
+    try:
+        for line in rescue.rescue([world.run], "cron"):
+            world.note(f"cron: {line}")
+    except (SlurmftError, OSError) as error:
+        world.note(f"cron: {error}")
+    except Exception as error:  # noqa: BLE001 - nobody waits for this thread
+        world.violate("no internal error", f"cron: {error!r}")
+    world.crons.pop(PROCESS.get(), None)

@@ -24,7 +24,18 @@ from lives.faults import (
     signal_agents,
 )
 from lives.life import PATIENT, Bounds, Drawn, Scheduled, live, lived, shortest, story
-from lives.planted import KEEPING, PLANTED, SLURM, lives_to_find, preempted, run_folder_is, scenes, suspended
+from lives.planted import (
+    KEEPING,
+    PLANTED,
+    SLURM,
+    kill_in_work,
+    lives_to_find,
+    once,
+    preempted,
+    run_folder_is,
+    scenes,
+    suspended,
+)
 from lives.planted import REQUEUE as ask_for_requeue
 from lives.world import World
 from slurmft.storage.journal import EventName
@@ -256,15 +267,6 @@ def test_an_end_that_is_judged_twice_spends_one_retry(effect: int) -> None:
     assert not world.violations, story(world)
 
 
-def once(holds: Callable[[World], bool], fault: Callable[[World], None]) -> Callable[[World], None]:
-    """The fault, as soon as this holds."""
-
-    def look(world: World) -> None:
-        fault(world) if holds(world) else world.timeline.call_later(0.001, look, world)
-
-    return look
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_an_agent_that_is_started_again_while_slurm_takes_its_time_is_no_end(seed: int) -> None:
     """All had ended when Slurm was asked why; when it answered, the next agent's ranks trained, and were killed."""
@@ -294,12 +296,29 @@ def test_ranks_that_are_started_after_another_has_failed_are_ended() -> None:
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("effects", range(1, 26, 2))
+def test_a_batch_script_that_is_killed_while_it_begins_is_brought_back(effects: int) -> None:
+    """With the run taken over and no line of it in the journal yet, cron took it for none that had begun."""
+    faults = [(0.0, kill_in_work(effects)), (5.0, ask_for_requeue)]
+    world = lived(faults, until=30, in_slurm=SLURM, nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("effects", range(1, 20, 2))
+def test_a_run_whose_batch_script_is_killed_when_all_is_done_is_complete(effects: int) -> None:
+    """Killed between the decision and the mark, it was neither complete nor brought back."""
+    faults = [(1.0, once(lambda world: world.saved == world.until, kill_in_work(effects)))]
+    world = lived(faults, until=20, in_slurm=SLURM, nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
 # Faults of ours, each in one place, and what shows them
 
 SHOWN = (
     "nodes are asked for their state once", "every report counts as told before",
     "no pings are sent between two attempts", "no agent is taken in between two attempts",
     "a requeue comes before its decision", "events that meet a full disk are lost", "a budget is not spent",
+    "a claim is refused to nobody", "a supervisor that lives is replaced", "cron releases what a user holds",
     "Slurm may undo a stop", "a submission without an answer is made again", "an exclusion is forgotten",
 )  # fmt: skip
 """Some of each kind; the others take longer, all together."""

@@ -59,6 +59,9 @@ PARTLY = 0.3
 SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED, EventName.EXCLUSIONS_REFUSED})
 """Events that say why a run is on a node that is to be kept off."""
 
+SAYS_RESCUE = frozenset({EventName.RESCUING, EventName.RELEASED, EventName.REQUEUEING})
+"""Events that say what cron is about to do."""
+
 STOPPED_LOOK_S = 0.5
 
 LOOKED_S = 0.5
@@ -66,6 +69,9 @@ LOOKED_S = 0.5
 
 HEALED_S = 2.0
 """A node that can be reached again is told what it has missed within this time."""
+
+FENCED_S = 15.0
+"""A supervisor whose place was taken has seen so by then."""
 
 PINGED_S = 20.0
 """An agent that can be reached hears of its supervisor within this time; no lease is as short."""
@@ -234,7 +240,7 @@ class World:
         """Of the journal: what the present supervisor still has to write."""
 
         self.begun: list[int] = []
-        """Generations that the present supervisor has started."""
+        """Generations that the present supervisor has started, and those in whose place it acts."""
 
         self.to_decide: set[int] = set()
         """Those whose supervisor has come to its end, with the run folder well."""
@@ -253,7 +259,28 @@ class World:
         """The supervisor is killed after the first command that begins like this."""
 
         self.killed_at = -1
-        """The supervisor is killed before this effect on the run folder."""
+        """The supervisor is killed before this effect on the run folder, ..."""
+
+        self.killed_whole = False
+        """... and the batch script with it, so that no guardian acts in its place."""
+
+        self.fenced: Process | None = None
+        """The supervisor whose place another start has taken, and ..."""
+
+        self.fenced_s = 0.0
+        """... when that was."""
+
+        self.fence = 0
+        """The generation of that start: what older ones save is refused."""
+
+        self.rescues = 0
+        """Of cron, in a row and without progress, at the end of the life."""
+
+        self.crons: dict[Process, processes.Process] = {}
+        """What cron has started, and what it is for itself."""
+
+        self.cron_killed_at = -1
+        """The next one is killed before this effect of its own."""
 
     # what agents and workers ask of it
 
@@ -323,6 +350,7 @@ class World:
             seen_s = max(self.stop_asked_s, self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
             begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
             looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
+            looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
             if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
                 self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
             self._trainings[order.generation] = Training(self, order)
@@ -355,7 +383,7 @@ class World:
 
     def on_save(self, training: Training) -> None:
         """A training has committed its step."""
-        if training.generation < self.newest:
+        if training.generation < max(self.newest, self.fence):
             return  # the fence in the checkpoint directory refuses it
         self.saved, self.saved_by = max(self.saved, training.step), training.generation
 
@@ -367,7 +395,7 @@ class World:
         # a stop that is overdue, or one before it could save, kills what cannot answer; a newer start has its state
         if (
             living
-            and agent.generation == self.newest
+            and agent.generation == max(self.newest, self.fence)
             and self.config.checkpoint.just_in_time
             and not asked
             and not self.is_stopping()
@@ -405,6 +433,8 @@ class World:
     def check_going(self, training: Training) -> None:
         """A training goes on: it is told how far it is, and no request waits for its answer."""
         now_s = self.timeline.now_s
+        if training.generation != self.newest:  # it ends by its lease
+            return
         if not self.network.is_whole or any(agent.process.stopped for agent in self.agents if agent.is_there):
             return
         for kind, at_s in self.asked.items():
@@ -476,7 +506,8 @@ class World:
             self.violate("the end is the end", f"generation {order.generation} starts after the run was complete")
         can_know = self.slurm is not None and not self.slurm.errs and abs(self.ahead_s) < SKEW_S
         if self.slurm is not None and self.job is not None and can_know and not self.full_until_s:
-            others = [job.job_id for job in self.slurm.mine() if job.job_id != self.job.job_id and not job.completing]
+            others = [job.job_id for job in self.slurm.mine() if job.job_id != self.job.job_id
+                      and not (job.completing or job.is_held)]  # fmt: skip
             if others:
                 self.violate("one continuation", f"generation {order.generation} starts, and jobs {others} wait")
         barred = self.excluded & set(expand(order.nodelist))
@@ -485,6 +516,9 @@ class World:
             self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
             return
+        if self.job is not None and self.job.job_id not in self.run.jobs():
+            self.violate("a job is known", f"generation {order.generation} starts in {self.job.job_id}")
+        self.check_fence(f"generation {order.generation} starts")
         # an agent that was stopped may carry out an order of long ago when it goes on, and hears then that it is lost
         started = [event.details for event in self.events() if event.event == EventName.ATTEMPT_STARTED]
         if not any(facts.get("generation") == order.generation for facts in started):
@@ -498,6 +532,7 @@ class World:
         ):
             return
         last = self.events()[-40:]
+        self.check_fence(" ".join(argv[:3]))
         wanted = EventName.RESUBMITTING if argv[0] == "sbatch" else EventName.REQUEUEING
         begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED), default=0)
         if not any(event.event == EventName.DECISION for event in last[begun:]):
@@ -507,17 +542,51 @@ class World:
         if not any(event.event == wanted for event in last[begun:]):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and the journal does not know of it")
 
+    def check_fence(self, what: str) -> None:
+        """A supervisor whose place was taken has seen that, and does nothing more for the run."""
+        is_fenced = self.fenced is not None and self.fenced is self.supervisor
+        if is_fenced and self.timeline.now_s > max(self.fenced_s, self.resumed_s) + FENCED_S:
+            self.violate("one owner", f"{what}, by a supervisor whose place was taken")
+
+    def check_rescue(self, argv: Sequence[str]) -> None:
+        """What cron changes in Slurm is told before, and is of a run that has lost its supervisor."""
+        assert self.slurm is not None
+        last = self.events()[-40:]
+        begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED), default=0)
+        if argv[0] in ("sbatch", "scontrol") and not any(event.event in SAYS_RESCUE for event in last[begun:]):
+            self.violate("entry before action", f"cron: {' '.join(argv[:3])}, and the journal does not know of it")
+        if (argv[0] == "sbatch" and "--test-only" not in argv) or argv[1] == "requeuehold":
+            if (self.run.path / "KILL").exists():
+                self.violate("stop means stop", f"cron: {' '.join(argv[:3])}")
+            waiting = [each for each in self.slurm.mine() if each.state == "PENDING" and not each.is_held]
+            if any(not each.completing for each in waiting) and not self.slurm.errs:
+                self.violate("a run that lives is left alone", f"cron: {' '.join(argv[:3])}, and a job of it waits")
+        job, supervisor = self.job, self.supervisor
+        if job is None or supervisor is None or not supervisor.alive or supervisor.stopped:
+            return
+        is_well = not self.is_full and self.folder_is_well and job.batch_host not in self.off
+        if job.state == "RUNNING" and is_well and job.batch_host in job.nodes:
+            self.violate("a run that lives is left alone", f"cron: {' '.join(argv[:3])}")
+
     def effect(self, what: str) -> None:
-        """One more effect of the supervisor's, before which it may be killed."""
+        """One more effect of the supervisor's, or of cron's, before which it may be killed."""
         if self.is_gone():
             raise Killed
+        if (cron := PROCESS.get()) is not None and cron in self.crons:
+            self.cron_killed_at -= 1
+            if self.cron_killed_at == 0:
+                self.note(f"before {what}: cron is killed")
+                cron.alive = False
+                del self.crons[cron]
+                raise Killed
+            return
         self.effects += 1
         if self.effects == self.full_at:
             self.note(f"before {what}: the run folder is full for {self.full_s} s")
             self.full_until_s = self.timeline.now_s + self.full_s
         if self.effects == self.killed_at:
             self.note(f"before {what}:")
-            self.kill_supervisor()
+            self.kill_supervisor(by_slurm=self.killed_whole)
             raise Killed
 
     # the life of the supervisor
@@ -540,8 +609,9 @@ class World:
         self.excluded, self.excluded_next = self.excluded | self.excluded_next, set()
         environment = environment_of(job)
         os.environ["SLURMD_NODENAME"] = job.batch_host
+        self.begun = []
         for _ in range(guardian.MAX_LOSSES + 1):
-            self.supervisor, pid, self.begun = self.process("supervisor"), self.next_pid(), []
+            self.supervisor, pid = self.process("supervisor"), self.next_pid()
             self.disturb()
             self._me = processes.Process(job.batch_host, pid, f"born {pid}")
             environment["SLURMFT_GUARD_LOST"] = " ".join(map(str, self._lost))
@@ -575,7 +645,21 @@ class World:
 
     def me(self) -> processes.Process:
         """The process around: the supervisor's, or what cron or a person does on a login node."""
-        return self._me if PROCESS.get() is not None else LOGIN
+        process = PROCESS.get()
+        if process is None:
+            return LOGIN
+        return self.crons.get(process, self._me)
+
+    def living(self) -> list[processes.Process]:
+        """What lives of the supervisor and of cron."""
+        is_there = self.supervisor is not None and self.supervisor.alive
+        return [*self.crons.values(), *([self._me] if is_there else [])]
+
+    def begin_cron(self, host: str) -> Process:
+        """A process that cron starts there."""
+        process, pid = self.process("cron", host), self.next_pid()
+        self.crons[process] = processes.Process(host, pid, f"born {pid}")
+        return process
 
     def live(self) -> int:
         """Run supervisors until the run has ended for good; returns the last exit code.
@@ -585,7 +669,7 @@ class World:
         """
         code, number = -1, None
         for _ in range(200):
-            self.supervisor, self.begun = self.process("supervisor"), []
+            self.supervisor, self.begun = self.process("supervisor"), self.begun if number else []
             self.disturb()
             environment = dict(self._attempt_environment)
             try:
@@ -675,8 +759,9 @@ class World:
         self.timeline.end()
 
     def is_gone(self) -> bool:
-        """Whether the process around is the supervisor, and was killed."""
-        return PROCESS.get() is self.supervisor and self.supervisor is not None and not self.supervisor.alive
+        """Whether the process around is the supervisor, or cron's, and was killed."""
+        process = PROCESS.get()
+        return process is not None and not process.alive and (process is self.supervisor or process.name == "cron")
 
     def pass_time(self, seconds: float) -> None:
         """The supervisor sleeps; the rest of the world does not."""
@@ -824,34 +909,20 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     for module in (slurm, act_module, run_module):
         patch.setattr(module, "ignoring_signals", world.ignoring_signals)
     patch.setattr(processes, "me", world.me)
-    patch.setattr(processes, "lives", lambda pid, birth: (pid, birth) == (world.me().pid, world.me().birth))
+    patch.setattr(processes, "lives", lambda pid, birth: any(
+        (pid, birth) == (each.pid, each.birth) for each in (world.me(), *world.living())))  # fmt: skip
     patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world.me().host))
     patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
     world.timeline.may_sleep = lambda: controller.mood_lasts > 0 or world.silent_until_s > world.timeline.now_s
-    signs: dict[str, float] = {}
-
-    def touch(_: RunFolder, attempt: Any) -> None:
-        if world.is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        signs[str(attempt)] = world.timeline.now_s
-
-    def newest(_: RunFolder, owner: Any) -> float | None:
-        return signs.get(f"{owner.job}.{owner.restart}.{owner.cycle}")
-
-    def is_fresh(run: RunFolder, owner: Any) -> bool:
-        at_s = newest(run, owner)
-        return at_s is not None and world.timeline.now_s - at_s < run_folder_module.FRESH_S
-
-    def seconds_since(run: RunFolder, path: Path) -> float | None:
-        return world.timeline.now_s - world.written.get(str(path), 0.0) if path.exists() else None
-
-    for function in (touch, newest, is_fresh, seconds_since):
-        patch.setattr(run_folder_module, function.__name__, function)
+    patch.setattr(run_folder_module, "_now", lambda _: world.timeline.now_s)
+    patch.setattr(
+        run_folder_module, "_modified", lambda path: world.written.get(str(path), 0.0) if path.exists() else None
+    )
 
 
 def _simulate_disk(world: World, patch: pytest.MonkeyPatch) -> None:  # noqa: C901 - one small function for each call
     """A full disk, a kill between two writes, and reads that are old."""
-    write, replace, root = os.write, os.replace, str(world.run.path)
+    write, replace, unlink, utime, root = os.write, os.replace, os.unlink, os.utime, str(world.run.path)
 
     def path_of(descriptor: int) -> str:
         try:
@@ -861,7 +932,7 @@ def _simulate_disk(world: World, patch: pytest.MonkeyPatch) -> None:  # noqa: C9
         return path if path.startswith(root) else ""
 
     def is_ours() -> bool:
-        return world.supervisor is not None and PROCESS.get() is world.supervisor
+        return PROCESS.get() is not None and (PROCESS.get() is world.supervisor or PROCESS.get().name == "cron")
 
     def full_write(descriptor: int, content: Any) -> int:
         if path := path_of(descriptor):
@@ -885,13 +956,30 @@ def _simulate_disk(world: World, patch: pytest.MonkeyPatch) -> None:  # noqa: C9
             world.written[str(target)] = world.timeline.now_s
         replace(source, target, **rest)
 
+    def noted_unlink(path: Any, **rest: Any) -> None:
+        name = str(path).removeprefix(root)
+        if name != str(path) and not name.rpartition("/")[2].startswith(".") and is_ours():
+            world.effect(f"the end of {name}")
+        unlink(path, **rest)
+
+    def noted_utime(path: Any, *times: Any, **rest: Any) -> None:
+        if type(path) is int and (name := path_of(path)):
+            if world.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            world.written[name] = world.timeline.now_s
+            return
+        utime(path, *times, **rest)
+
+    patch.setattr(os, "unlink", noted_unlink)
+    patch.setattr(os, "utime", noted_utime)
     patch.setattr(os, "write", full_write)
     patch.setattr(os, "fsync", full_fsync)
     patch.setattr(os, "replace", noted_replace)
     seen = RunFolder.see_request
 
     def see_request(run: RunFolder, kind: str) -> str | None:
-        return None if world.timeline.now_s < world.stale_until_s and is_ours() else seen(run, kind)
+        is_stale = world.timeline.now_s < world.stale_until_s and PROCESS.get() is world.supervisor
+        return None if is_stale and world.supervisor is not None else seen(run, kind)
 
     patch.setattr(RunFolder, "see_request", see_request)
 

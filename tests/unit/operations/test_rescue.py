@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from of_each import of_each
 
-from slurmft.operations import control
+from slurmft.config.run import RunConfig
+from slurmft.operations import control, rescue
 from slurmft.operations.rescue import is_orphan, is_unfinished, rescues_without_progress
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage.journal import Event, EventName
-from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.system import processes
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -37,7 +38,7 @@ STOPPED = ("7.0.0", "stop requested", {"cause": "stopped by user"})
 @of_each(
     events__unfinished=[
         ([], False),
-        ([("", "submitting"), ("", "submitted")], False),
+        ([("", "submitting"), ("", "submitted")], True),
         ([STARTED, STEP], True),
         ([STARTED, STEP, CONTINUES], True),
         ([STARTED, STEP, CONTINUES, ("7.0.0", "requeueing")], True),
@@ -53,6 +54,8 @@ STOPPED = ("7.0.0", "stop requested", {"cause": "stopped by user"})
         ([STARTED, STEP, CONTINUES, ("", "submitting"), ("", "submitted")], True),
         ([STARTED, CONTINUES, ("7.1.0", "attempt started")], True),
         ([STARTED, CONTINUES, ("8.0.0", "attempt started")], False),
+        ([("6.0.0", "attempt started"), ("6.0.0", "decision", {"action": "continue"})], True),
+        ([("6.0.0", "attempt started"), ("6.0.0", "decision", {"action": "stop"})], False),
         ([STARTED, ("7.0.0", "decision", {"action": ["continue"]})], False),
         ([STARTED, ("7.0.0", "decision", {"action": {}})], False),
     ]
@@ -96,6 +99,26 @@ def test_a_job_without_its_batch_host_is_an_orphan(state, nodes, batch_host, orp
     record = JobRecord(job_id="7", state=state, reason="None", nodes=nodes, batch_host=batch_host, start=1.0, end=2.0,
                        limit_s=60.0, partition="low")  # fmt: skip
     assert is_orphan(record) is orphan
+
+
+@pytest.mark.parametrize(("action", "is_sweep", "done"), [("finish", False, 20), ("continue", False, None),
+                                                          ("finish", True, None)])  # fmt: skip
+def test_a_run_that_was_lost_before_its_mark_is_complete(
+    tmp_path: Path, action: str, is_sweep: bool, done: int | None
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    sweep = {"trials": {"list": [{"x": 1}]}} if is_sweep else {}
+    settings = {"run_folder": str(run.path), "command": ["true"], **sweep}
+    run.config.write_text(RunConfig.model_validate(settings).as_yaml())
+    run.take_over(Owner(job="7", restart=0, generation=1, cluster="slurm", host="n0", pid=1))
+    journal = run.journal(Attempt(job="7", restart=0))
+    journal.append(EventName.ATTEMPT_STARTED, generation=1)
+    journal.append(EventName.VERDICT, cause="finished", last_step=20)
+    journal.append(EventName.DECISION, action=action)
+    run.request("KILL", "me")  # no job of it is to follow
+    assert (rescue._submit_again(run, {}, [], "cron") is None) is (done is None)
+    assert (run.done() or {}).get("step") == done
 
 
 # --- A stop that comes while no supervisor owns the run: its guardian is about to start another one, and must find it
