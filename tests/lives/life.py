@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lives import batches
+from lives.batches import batch_of
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
@@ -39,6 +41,9 @@ class Bounds:
     most_starts: int = 0
     """Each training fails before its first step, and there may be so many; 0: it trains."""
 
+    most_agents: int = 0
+    """No more of them are started, and of engines no more than one for each; 0: whatever it takes."""
+
     within_s: float = 0.0
     """The run is over after so many seconds; 0: whenever."""
 
@@ -50,6 +55,9 @@ NUMBER = re.compile(r"(restart|retry) (\d+)")
 
 SAYS_HOW = frozenset({EventName.WORKER_FAILED, EventName.AGENT_LOST, EventName.WORKER_HUNG})
 """Events that say how an attempt has come to its end."""
+
+IN_BATCHES = 0.1
+"""Share of lives that answer requests, with agents that outlive a supervisor; the others train."""
 
 IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
@@ -96,7 +104,12 @@ def life_of(seed: int, *, most: int = 6) -> Drawn:
             "slurm": {"partition": "low"},
         }  # fmt: skip
     faults = drawn(chance, most=most, in_slurm=in_slurm is not None)
-    return Drawn(faults, chance.choice((20, 60, 150)), in_slurm, settings)
+    until, of_batch = chance.choice((20, 60, 150)), random.Random(f"batch {seed}")
+    if of_batch.random() < IN_BATCHES:
+        faults, until, section = batch_of(of_batch, faults)
+        settings = {key: value for key, value in settings.items() if key not in ("nproc_per_node", "checkpoint")}
+        settings["inference"] = section
+    return Drawn(faults, until, in_slurm, settings)
 
 
 def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
@@ -136,6 +149,8 @@ def lived(
     try:
         world = World(folder, random.Random(seed), in_slurm=in_slurm, **settings)
         world.until, world.save_every = until, 10
+        if world.config.inference is not None:
+            batches.write_input(folder / "requests.jsonl", until)
         if not peers_fail:
             world.peers_fail_s = (1e9,)
         with pytest.MonkeyPatch.context() as patch, simulated(world, patch):
@@ -176,6 +191,8 @@ def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
             world.violate("the journal is whole", f"no decision about {missing} is in it")
     if bounds.most_starts and code == 0:
         world.violate("budgets add up", "a run that never trains ends well")
+    if bounds.most_agents and bounds.most_agents < max(len(world.agents), world.engines):
+        world.violate("agents outlive", f"{len(world.agents)} agents and {world.engines} engines were started")
     if bounds.within_s and world.timeline.now_s - 1000.0 > bounds.within_s:
         world.violate("in time", f"it ends after {world.timeline.now_s - 1000.0:.0f} s, not {bounds.within_s:.0f}")
 
@@ -183,6 +200,8 @@ def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
 def _judge(world: World, code: int) -> None:
     """What must hold at the end of a life."""
     events = world.events()
+    if world.config.inference is not None:
+        batches.judge(world, code)
     if code == 0 and not world.stop_asked_s and world.run.done() is None:
         world.violate("the run ends complete", "it ends well, and no mark of it is in the run folder")
     known = {event.details.get("generation") for event in events if event.event == EventName.ATTEMPT_STARTED}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lives import faults
+from lives import batches, faults, guarding
 from lives.life import PATIENT, Bounds, lived
 from lives.world import World
 from slurmft.agent.agent import Agent
@@ -23,13 +23,15 @@ from slurmft.policy.verdict import Action, Cause
 from slurmft.scheduler import own_jobs
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PatientJournal
-from slurmft.storage.run_folder import EndingClaim, RunFolder
+from slurmft.storage.run_folder import Attempt, EndingClaim, RunFolder
 from slurmft.supervisor import act as act_module
+from slurmft.supervisor import agents as agents_module
 from slurmft.supervisor import attempt as attempt_module
 from slurmft.supervisor import crew as crew_module
+from slurmft.supervisor import placement
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.act import AttemptEnd, Continuation
-from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
+from slurmft.supervisor.agents import AgentLink, AgentPool, Outlived, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.hangs import Hangs
@@ -180,6 +182,41 @@ WAITING = _in_slurm((5.0, faults.requeue_job), (9.0, faults.exclude_node), shift
 FORGOTTEN = _in_slurm((5.0, faults.give_number_again), (5.1, REQUEUE), nodes=1)
 
 
+# lives of a batch, whose agents outlive their supervisor
+
+
+def _batch(*befalls: tuple[float, faults.Fault], **settings: Any) -> Scene:
+    """A batch of two nodes in which these faults come."""
+
+    def scene(seed: int) -> World:
+        return lived(befalls, seed=seed, **{"until": 40, "inference": batches.SETTINGS, "nodes": 2,
+                                            "fault_tolerance": PATIENT, **settings})  # fmt: skip
+
+    return scene
+
+
+def _kill_in_begin(seed: int) -> World:
+    """Killed twice, the second time at another effect of the next supervisor's begin for each seed."""
+
+    def kill_soon(world: World) -> None:
+        world.killed_at = world.effects + 14 + seed % 8
+
+    return _batch((3.0, faults.kill_supervisor), (3.01, kill_soon))(seed)
+
+
+def _sleeping(world: World) -> None:
+    """An agent is stopped until the others have ended."""
+    process = world.agents[1].process
+    process.stop()
+    world.timeline.call_later(15.0, process.go_on)
+
+
+OUTLIVED = _batch((3.0, faults.kill_supervisor), bounds=Bounds(most_agents=2))
+OUTLIVED_TWICE = _batch((3.0, faults.kill_supervisor), (6.0, faults.kill_supervisor), bounds=Bounds(most_agents=2))
+OUTLIVED_A_STOP = _batch((3.0, faults.ask_for_stop), (3.001, faults.kill_supervisor))
+OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20)
+
+
 # what is planted
 
 
@@ -308,6 +345,20 @@ def _unowned(self: RunFolder, owner: Any) -> None:
 
 REAL_TAKE_OVER = RunFolder.take_over
 
+
+def _of_its_own_attempt(run: RunFolder) -> Attempt | None:
+    owner = run.owner()
+    return None if owner is None else Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
+
+
+class _Never:
+    def __get__(self, *_: Any) -> bool:
+        return False
+
+    def __set__(self, *_: Any) -> None:
+        pass
+
+
 PLANTED: dict[str, Planted] = {
     # ends, and what is kept before them
     "nodes are asked for their state once": Planted(
@@ -410,6 +461,20 @@ PLANTED: dict[str, Planted] = {
         _put(run_module, "settle", lambda *_: None), "excluded nodes", WAITING),
     "another run's job is requeued": Planted(
         _put(own_jobs, "refuse_another", lambda *_: None), "update of job", FORGOTTEN),
+    # agents that outlive their supervisor
+    "a guardian spares nothing": Planted(
+        _put(guarding, "outliving", lambda _: lambda _pid: False), "agents outlive", OUTLIVED),
+    "agents that have outlived a supervisor are not looked for": Planted(
+        _put(run_module, "find_outlived", lambda *_: None), "agents end", OUTLIVED),
+    "agents are looked for where the newest attempt is": Planted(
+        _put(agents_module, "crew_of", _of_its_own_attempt), "agents outlive", OUTLIVED_TWICE),
+    "agents that are not needed any more are not ended": Planted(
+        _put(Outlived, "end", lambda _: None), "agents end with the run", OUTLIVED_A_STOP),
+    "an agent that connects after the end is not told of it": Planted(
+        lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False),
+        "agents end with the run", OUTLIVED_ASLEEP),
+    "an attempt that left no entry has no number": Planted(
+        _put(placement, "_STARTS", frozenset({EventName.ATTEMPT_STARTED})), "one decision", _kill_in_begin),
 }  # fmt: skip
 
 
