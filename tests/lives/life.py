@@ -272,19 +272,26 @@ def _judge_budgets(world: World, events: Sequence[Event]) -> None:
     """Each retry and restart has the number that follows from those before it, since the run has last progressed."""
     causes: dict[str, str] = {}
     spent: Counter[str] = Counter()
+    undecided: Counter[str] = Counter()
     counted: set[str] = set()
+    decided = {event.attempt for event in events if event.event == EventName.DECISION}
     for event in events:
         facts, attempt = event.details, event.attempt
         if event.event == EventName.VERDICT:
             causes[attempt] = str(facts["cause"])
             if (facts.get("saved_step") or 0) > facts["first_step"]:
                 spent.clear()
+                undecided.clear()
+            if attempt not in decided:  # it was killed with its guardian, and is a failure all the same
+                undecided.update((attempt.rpartition(".")[0], causes[attempt]))
         elif event.event == EventName.DECISION and attempt not in counted and (said := NUMBER.search(facts["reason"])):
             counted.add(attempt)  # one that a killed supervisor has left is decided again in the same way
             purse = attempt.rpartition(".")[0] if said[1] == "restart" else causes[attempt]
             spent[purse] += 1
-            if int(said[2]) != spent[purse]:
+            if not spent[purse] <= int(said[2]) <= spent[purse] + undecided[purse]:
                 world.violate("budgets add up", f"{said[0]} after attempt {attempt} is number {spent[purse]}")
+            undecided[purse] -= int(said[2]) - spent[purse]
+            spent[purse] = int(said[2])
 
 
 def story(world: World) -> str:
