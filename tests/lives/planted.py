@@ -204,6 +204,12 @@ def _kill_in_begin(seed: int) -> World:
     return _batch((3.0, faults.kill_supervisor), (3.01, kill_soon))(seed)
 
 
+def _die(world: World) -> None:
+    """An agent is killed, and nobody sees it."""
+    world.accusable.add(("agent lost", world.agents[1].host))
+    world.agents[1].die()
+
+
 def _sleeping(world: World) -> None:
     """An agent is stopped until the others have ended."""
     process = world.agents[1].process
@@ -214,6 +220,10 @@ def _sleeping(world: World) -> None:
 OUTLIVED = _batch((3.0, faults.kill_supervisor), bounds=Bounds(most_agents=2))
 OUTLIVED_TWICE = _batch((3.0, faults.kill_supervisor), (6.0, faults.kill_supervisor), bounds=Bounds(most_agents=2))
 OUTLIVED_A_STOP = _batch((3.0, faults.ask_for_stop), (3.001, faults.kill_supervisor))
+OUTLIVED_BY_ONE = _batch(
+    (3.0, faults.kill_supervisor), (3.01, _die), until=300, bounds=Bounds(within_s=85.0),
+    fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0},
+)  # fmt: skip
 OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20)
 
 
@@ -473,6 +483,8 @@ PLANTED: dict[str, Planted] = {
     "an agent that connects after the end is not told of it": Planted(
         lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False),
         "agents end with the run", OUTLIVED_ASLEEP),
+    "nobody takes the place of an agent that does not report": Planted(
+        _put(crew_module.Reviver, "expect", lambda *_: None), "in time", OUTLIVED_BY_ONE),
     "an attempt that left no entry has no number": Planted(
         _put(placement, "_STARTS", frozenset({EventName.ATTEMPT_STARTED})), "one decision", _kill_in_begin),
 }  # fmt: skip

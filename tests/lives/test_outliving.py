@@ -8,7 +8,7 @@ import pytest
 from lives import faults
 from lives.batches import SETTINGS, SLOTS, leave_old_record, lose_secret, take_port, tear_record
 from lives.faults import Fault, kill_supervisor
-from lives.life import PATIENT, Scheduled, lived, story
+from lives.life import PATIENT, Bounds, Scheduled, lived, story
 from lives.planted import SLURM, run_folder_is
 from lives.world import World
 from slurmft.storage.journal import EventName
@@ -107,7 +107,8 @@ def test_an_agent_that_ends_around_the_loss_is_begun_again(at_s: float, where: d
         world.accusable.add(("agent lost", one.host))
         one.die()
 
-    world = answered([(3.0, kill_supervisor), (3.0 + at_s, agent(1, die))], until=200, **where)
+    befalls = [(3.0, kill_supervisor), (3.0 + at_s, agent(1, die))]
+    world = answered(befalls, until=300, bounds=Bounds(within_s=85.0), **where)
     assert len(world.agents) == 3, story(world)
 
 
