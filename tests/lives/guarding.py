@@ -91,6 +91,7 @@ class Guarding:
         self.has_given_up = False
         self.kept.clear()
         self.spared.clear()
+        self._children.clear()  # those of an earlier one, which has given up, are nobody's
         for name in (guardian._LOSSES_VARIABLE, guardian._LOST_VARIABLE):
             os.environ.pop(name, None)
 
@@ -122,6 +123,7 @@ class Guarding:
             ]
         except Exits as end:
             self.has_given_up = True
+            self._world.check_left_behind(agent for _, each in self._children for agent in each.agents)
             return end.code
         except Killed:
             return KILLED

@@ -229,7 +229,8 @@ class Own(agent_module.Agent):
         return await super()._start(call)
 
     async def _answer(self, call: Any) -> Any:
-        if isinstance(call, BeginReplicas):
+        # one that was stopped may carry out an order of long ago when it goes on
+        if isinstance(call, BeginReplicas) and not self.agent.world.is_alone(self.agent):
             self.agent.world.begin_generation(call.generation, self.agent.host)
         return await super()._answer(call)
 

@@ -165,6 +165,12 @@ def test_agents_whose_lease_is_over_before_the_run_folder_is_well_are_begun_agai
     assert len(world.agents) == 4, story(world)
 
 
+def test_a_guardian_that_gives_up_leaves_no_agent_behind() -> None:
+    """Without Slurm they lived on, with their engines, beside those of the next start."""
+    befalls = [(at_s, kill_supervisor) for at_s in (3.0, 6.0, 9.0, 12.0)]
+    assert any("giving up" in line for line in answered(befalls, until=100).story)
+
+
 def test_a_life_with_requests_is_one_life() -> None:
     befalls = [(2.9, agent(1, stopped(4.0))), (3.0, kill_supervisor)]
     assert answered(befalls).story == answered(befalls).story

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, tzinfo
@@ -508,6 +508,12 @@ class World:
             is_ours = is_ours or (agent in self.guarding.spared and self.config.inference is not None)
             if agent.is_there and is_ours and is_reached and agent.host not in self.network.slow:
                 self.violate(invariant, f"{agent.process.name} lives")
+
+    def check_left_behind(self, agents: Iterable[Agent]) -> None:
+        """A guardian has given up: what it could reach of its supervisors' agents has ended."""
+        for agent in agents:
+            if agent.is_there and not self.network.is_cut(agent.host):
+                self.violate("agents end with the run", f"{agent.process.name} lives, and its guardian has given up")
 
     def _check_start(self, generation: int, nodelist: str) -> None:
         if self.run.done() is not None:
