@@ -673,6 +673,7 @@ class World:
             self.asked["SIGTERM"] = self.timeline.now_s
             guardian._note(signal.SIGTERM, None)
         elif self.guarding.is_alone:
+            self.asked["SIGTERM"] = self.timeline.now_s
             self.guarding.kept.append(signal.SIGTERM)
 
     @contextmanager
