@@ -1103,10 +1103,11 @@ class Driver:
         for epoch in dict.fromkeys(epoch for _, epoch, _ in answers):
             records = [{"index": index, **answer} for index, at, answer in answers if at == epoch]
             indexes = [record["index"] for record in records]
-            if epoch >= self._epoch:  # else its lease was revoked, and another agent has the request
-                while not self._write(records, epoch):
-                    await asyncio.sleep(STORAGE_PAUSE_S)
-                self._uncommitted += indexes
+            while epoch >= self._epoch:  # else its lease was revoked, maybe just now, and another agent has the request
+                if self._write(records, epoch):
+                    self._uncommitted += indexes
+                    break
+                await asyncio.sleep(STORAGE_PAUSE_S)
             self._tell_soon()
             self._completed.setdefault(epoch, []).extend(indexes)
         self._good += len(answers) * by_engine

@@ -246,6 +246,9 @@ class AgentPool:
         self.generation: int | None = None
         """Of the attempt that they work for; None between two, where what they report of workers is nobody's."""
 
+        self.is_over = False
+        """All are to end; one that connects only now is told so."""
+
         self.events: asyncio.Queue[tuple[AgentLink, messages.Report]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
@@ -397,6 +400,8 @@ class AgentPool:
             return None
         finally:
             self._strangers.forget(writer)
+        if self.is_over:
+            channel.send(messages.Shutdown().as_call(UNANSWERED))
         old = self.links.get(link.node)
         if old is not None and not old.dropped and old.channel is not None and not old.is_same(link):
             # a lost agent that was replaced: the two would take the connection from each other for ever
@@ -620,6 +625,7 @@ async def end_agents(
     A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` it is not waited for.
     """
     patience_s = LOST_S if node_lost else WIND_DOWN_S
+    pool.is_over = True
     await pool.tell_all(messages.Shutdown())
     if not pool.complete.is_set():
         for process in processes:  # agents that are still starting cannot get the message

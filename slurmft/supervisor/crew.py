@@ -410,12 +410,20 @@ class Reviver:
         self._tasks[link.node] = task = asyncio.create_task(self._revive(link) if hung_up else self._give_up(link))
         task.add_done_callback(lambda _: self._tasks.pop(link.node, None))
 
-    def expect(self, cluster: Cluster, within_s: float) -> None:
-        """Start agents where none has reported within this time; those that lived before have ended by then."""
-        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s))
+    def expect(self, cluster: Cluster, within_s: float, of: Sequence[Orphan]) -> None:
+        """Start agents where none has reported within this time; those that lived before have ended by then.
 
-    async def _start_missing(self, cluster: Cluster, within_s: float) -> None:
-        await asyncio.sleep(within_s)
+        Sooner where all that has started those, ``of``, has ended.
+        """
+        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s, of))
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether agents are still to report, or to be started in their places."""
+        return self._expecting is not None and not self._expecting.done()
+
+    async def _start_missing(self, cluster: Cluster, within_s: float, of: Sequence[Orphan]) -> None:
+        await asyncio.wait([asyncio.ensure_future(asyncio.gather(*(each.wait() for each in of)))], timeout=within_s)
         self._miss(cluster, cluster.agent_hosts(self._config), hung_up=True)
 
     def _miss(self, cluster: Cluster, hosts: Collection[str], *, hung_up: bool) -> None:
@@ -593,12 +601,15 @@ class Crew:
         self._mustered = True
         self._background.start(self._watch())
         allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
+        if self._outlived is not None and not any(each.returncode is None for each in self._outlived.processes):
+            self._outlived.end()  # their lease was over before this supervisor came to listen to them
+            self._outlived = None
         if self._outlived is not None and self._outlived.listener is not None:
             await self.pool.listen(None, self._outlived.listener)
             self.processes = [*self._outlived.processes]
             lease_s = self._config.fault_tolerance.supervisor_lease_s
             self._settled_s = time.monotonic() + lease_s
-            self.reviver.expect(cluster, lease_s)
+            self.reviver.expect(cluster, lease_s, self._outlived.processes)
             return
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
@@ -632,7 +643,8 @@ class Crew:
         while True:
             processes = [*self.processes, *self.reviver.processes]
             codes = await asyncio.gather(*(process.wait() for process in processes))
-            if len(processes) == len(self.processes) + len(self.reviver.processes) and not self.roster.returning:
+            more = len(processes) < len(self.processes) + len(self.reviver.processes)
+            if not more and not self.roster.returning and not self.reviver.is_expecting:
                 return codes
             await asyncio.sleep(CREW_LOOK_S)
 
@@ -688,6 +700,9 @@ class Crew:
 
         Nothing where none was mustered, or all have been dismissed.
         """
+        if self.has_outlived and self._outlived is not None and self._outlived.listener is not None:
+            outlived, self._outlived = self._outlived, None  # nothing was left to do for them
+            await asyncio.to_thread(outlived.end)
         if not self._mustered:
             return
         self._mustered = False

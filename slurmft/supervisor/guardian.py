@@ -181,14 +181,14 @@ def lost_pids(environment: Mapping[str, str]) -> frozenset[int]:
 def _recover(after_loss: Sequence[str], spares: Callable[[int], bool], lost: int, number: int) -> NoReturn:
     losses = int(os.environ.get(_LOSSES_VARIABLE, "0")) + 1
     name = signal.Signals(number).name
+    # after the last loss that is put up with, only a start of its own has losses of its own
+    end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False, parents=(os.getpid(),))
     if losses > MAX_LOSSES:
         sys.stderr.write(f"slurmft: the supervisor was ended {losses} times, now by {name}; giving up\n")
         sys.stderr.flush()
         os._exit(128 + number)
     sys.stderr.write(f"slurmft: {name} has ended the supervisor; acting in its place\n")
     sys.stderr.flush()
-    # after the last loss that is put up with, only a start of its own has losses of its own
-    end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False, parents=(os.getpid(),))
     all_lost = f"{os.environ.get(_LOST_VARIABLE, '')} {lost}"
     os.environ |= {_LOSSES_VARIABLE: str(losses), _LOST_VARIABLE: all_lost}
     os.environ.pop(_GUARD_VARIABLE, None)

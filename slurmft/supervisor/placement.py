@@ -454,7 +454,8 @@ def without_other_gpus(hosts: Sequence[str], gpus: Collection[str]) -> Verdict:
 # --- Before an attempt begins: which nodes of the allocation it runs on, and whether it must keep off them ---
 
 _MOVING = frozenset({Cause.STRAGGLER, Cause.VALIDATION_FAILED, Cause.DATA_CORRUPTION, Cause.REPLICAS_DIFFER})
-_STARTS = frozenset({EventName.ATTEMPT_STARTED, EventName.CANDIDATE_STARTED})
+_STARTS = frozenset({EventName.ATTEMPT_STARTED, EventName.CANDIDATE_STARTED, EventName.SUPERVISOR_LOST})
+"""The last: a supervisor that was killed at the very begin of an attempt has left no entry of it but this one."""
 
 
 def next_cycle(attempt: Attempt, history: Sequence[Event]) -> Attempt:

@@ -58,7 +58,7 @@ def open_regular(
 
     The file is first opened as a name only (``O_PATH``), looked at, and then opened through that descriptor: the file
     that was checked is opened, even if names change meanwhile. With ``O_CREAT`` a missing file is created, never
-    through a symbolic link.
+    through a symbolic link; with ``O_EXCL`` as well, none that is there is opened.
 
     Args:
         follow: follow a symbolic link in the last part of the path.
@@ -86,6 +86,8 @@ def open_regular(
                 continue
         break
     try:
+        if flags & os.O_CREAT and flags & os.O_EXCL:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         check_regular(path, os.fstat(name), owners=owners)
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:

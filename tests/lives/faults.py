@@ -79,7 +79,7 @@ def slow_node(world: World) -> None:
         host, late_s = agent.host, world.chance.choice((0.3, 1.2, 2.5))
         world.note(f"messages of {host} take {late_s} s")
         far = [each.host for each in world.agents] if host == world.host else [host]
-        # a handshake takes four, and its time is limited, after a reset as well
+        # a handshake takes four, and its time is limited: a connection that breaks meanwhile is not back in time
         world.accusable |= {(kind, each) for kind in ("node lost", "crash") for each in far}
         world.network.delay(host, late_s, world.chance.choice((1.0, 20.0)))
 

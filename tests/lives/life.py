@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lives import batches
+from lives.batches import batch_of
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
@@ -40,6 +42,9 @@ class Bounds:
     most_starts: int = 0
     """Each training fails before its first step, and there may be so many; 0: it trains."""
 
+    most_agents: int = 0
+    """No more of them are started, and of engines no more than one for each; 0: whatever it takes."""
+
     within_s: float = 0.0
     """The run is over after so many seconds; 0: whenever."""
 
@@ -51,6 +56,9 @@ NUMBER = re.compile(r"(restart|retry) (\d+)")
 
 SAYS_HOW = frozenset({EventName.WORKER_FAILED, EventName.AGENT_LOST, EventName.WORKER_HUNG})
 """Events that say how an attempt has come to its end."""
+
+IN_BATCHES = 0.1
+"""Share of lives that answer requests, with agents that outlive a supervisor; the others train."""
 
 IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
@@ -97,7 +105,12 @@ def life_of(seed: int, *, most: int = 6) -> Drawn:
             "slurm": {"partition": "low"},
         }  # fmt: skip
     faults = drawn(chance, most=most, in_slurm=in_slurm is not None)
-    return Drawn(faults, chance.choice((20, 60, 150)), in_slurm, settings)
+    until, of_batch = chance.choice((20, 60, 150)), random.Random(f"batch {seed}")
+    if of_batch.random() < IN_BATCHES:
+        faults, until, section = batch_of(of_batch, faults)
+        settings = {key: value for key, value in settings.items() if key not in ("nproc_per_node", "checkpoint")}
+        settings["inference"] = section
+    return Drawn(faults, until, in_slurm, settings)
 
 
 def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
@@ -137,6 +150,8 @@ def lived(
     try:
         world = World(folder, random.Random(seed), in_slurm=in_slurm, **settings)
         world.until, world.save_every = until, 10
+        if world.config.inference is not None:
+            batches.write_input(folder / "requests.jsonl", until)
         if not peers_fail:
             world.peers_fail_s = (1e9,)
         with pytest.MonkeyPatch.context() as patch, simulated(world, patch):
@@ -152,6 +167,8 @@ def lived(
                     "budgets add up" if is_over else "every life ends", f"{error}; {len(world.starts)} starts"
                 )
             else:
+                if world.config.inference is not None:
+                    batches.judge(world, code)
                 _judge(world, code)
                 _judge_bounds(world, code, bounds)
                 world.outlive()
@@ -177,6 +194,8 @@ def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
             world.violate("the journal is whole", f"no decision about {missing} is in it")
     if bounds.most_starts and code == 0:
         world.violate("budgets add up", "a run that never trains ends well")
+    if bounds.most_agents and bounds.most_agents < max(len(world.agents), world.engines):
+        world.violate("agents outlive", f"{len(world.agents)} agents and {world.engines} engines were started")
     if bounds.within_s and world.timeline.now_s - 1000.0 > bounds.within_s:
         world.violate("in time", f"it ends after {world.timeline.now_s - 1000.0:.0f} s, not {bounds.within_s:.0f}")
 
@@ -282,19 +301,26 @@ def _judge_budgets(world: World, events: Sequence[Event]) -> None:
     """Each retry and restart has the number that follows from those before it, since the run has last progressed."""
     causes: dict[str, str] = {}
     spent: Counter[str] = Counter()
+    undecided: Counter[str] = Counter()
     counted: set[str] = set()
+    decided = {event.attempt for event in events if event.event == EventName.DECISION}
     for event in events:
         facts, attempt = event.details, event.attempt
         if event.event == EventName.VERDICT:
             causes[attempt] = str(facts["cause"])
             if (facts.get("saved_step") or 0) > facts["first_step"]:
                 spent.clear()
+                undecided.clear()
+            if attempt not in decided:  # it was killed with its guardian, and is a failure all the same
+                undecided.update((attempt.rpartition(".")[0], causes[attempt]))
         elif event.event == EventName.DECISION and attempt not in counted and (said := NUMBER.search(facts["reason"])):
             counted.add(attempt)  # one that a killed supervisor has left is decided again in the same way
             purse = attempt.rpartition(".")[0] if said[1] == "restart" else causes[attempt]
             spent[purse] += 1
-            if int(said[2]) != spent[purse]:
+            if not spent[purse] <= int(said[2]) <= spent[purse] + undecided[purse]:
                 world.violate("budgets add up", f"{said[0]} after attempt {attempt} is number {spent[purse]}")
+            undecided[purse] -= int(said[2]) - spent[purse]
+            spent[purse] = int(said[2])
 
 
 def story(world: World) -> str:

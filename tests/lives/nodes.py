@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lives.timeline import PROCESS
+from lives.timeline import PROCESS, Process
 from slurmft.agent import agent as agent_module
-from slurmft.ipc.messages import HangReport, SectionsReply, Started, StartWorkers, WorkerFacts, WorkerSections
+from slurmft.ipc.messages import (
+    BeginReplicas,
+    HangReport,
+    SectionsReply,
+    Started,
+    StartWorkers,
+    WorkerFacts,
+    WorkerSections,
+)
 from slurmft.ipc.pages import Slot, State, StopAction
 from slurmft.policy.stop import END, NEVER, NOT_STARTED, Look, step_of, tick_of
 
@@ -65,6 +73,8 @@ class Worker:
     told: bool = False
     """Its hang was reported."""
     first_at: float = 0.0
+    process: Process | None = None
+    """Of a replica's driver; ranks of a training are not simulated by themselves."""
 
     @property
     def alive(self) -> bool:
@@ -100,7 +110,7 @@ class Workers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.by_rank: dict[int, Worker] = {}
-        self.memory = self.folder = Path("/nowhere")
+        self.memory = self.folder = Path(f"/nowhere/{agent.pid}")
         self.private = SimpleNamespace(tell_alive=lambda: None)
         self.ready = asyncio.Event()
         self.ready.set()
@@ -117,6 +127,16 @@ class Workers:
             )
         self.by_rank = {rank: Worker(rank, world.until, moved_s=world.timeline.now_s) for rank in ranks}
         world.training_of(self._agent.order).join(self._agent)
+
+    def start_one(self, rank: int, environment: dict[str, str], **_: Any) -> None:
+        """The driver of a replica."""
+        from lives.batches import start_driver
+
+        start_driver(self._agent, rank, environment)
+
+    def kill_one(self, rank: int) -> None:
+        """The driver of a replica."""
+        self._agent.end_worker(rank, -9, killed=True)
 
     def signal(self, _: int) -> None:
         """All of them use a session, and stop by the agreement."""
@@ -208,6 +228,12 @@ class Own(agent_module.Agent):
         self.agent.order = call
         return await super()._start(call)
 
+    async def _answer(self, call: Any) -> Any:
+        # one that was stopped may carry out an order of long ago when it goes on
+        if isinstance(call, BeginReplicas) and not self.agent.world.is_alone(self.agent):
+            self.agent.world.begin_generation(call.generation, self.agent.host)
+        return await super()._answer(call)
+
 
 async def _for_ever() -> None:
     await asyncio.Event().wait()
@@ -238,7 +264,7 @@ class Agent:
     """One node's agent, from its start to its end; a process of its own."""
 
     def __init__(self, world: World, node: int, host: str, *, port: int, folder: Path, secret: bytes) -> None:
-        self.world, self.node, self.host, self.port = world, node, host, port
+        self.world, self.node, self.host, self.port, self.folder = world, node, host, port, folder
         self.supervisor = world.host
         """Where its supervisor is."""
 
@@ -268,7 +294,8 @@ class Agent:
     @property
     def generation(self) -> int:
         """That it has begun last; 0 before."""
-        return self._own._generation
+        replicas = self._own._replicas
+        return self._own._generation if replicas is None else replicas._pool.generation
 
     @property
     def is_there(self) -> bool:
@@ -297,6 +324,7 @@ class Agent:
             self.world.check_lease(self)
             self.world.ended.add(self.host)
         self.end(code)
+        self.process.alive = False
 
     def end(self, code: int) -> None:
         """Its process has ended; what has started it sees that."""
@@ -347,6 +375,8 @@ class Agent:
         if not worker.alive:
             return
         worker.exit_code, worker.killed = code, killed
+        if worker.process is not None:
+            worker.process.end()
         if code:
             worker.state = worker.state if code < 0 else State.FAILED
         if report and self.process.alive:

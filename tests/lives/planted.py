@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_slurm import HELD_FOR_GOOD
 
-from lives import faults, slurm
+from lives import batches, faults, guarding, slurm
 from lives.life import PATIENT, Bounds, lived
 from lives.timeline import PROCESS
 from lives.world import World
@@ -28,13 +28,15 @@ from slurmft.scheduler import own_jobs, parsing
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PatientJournal
-from slurmft.storage.run_folder import EndingClaim, RunFolder
+from slurmft.storage.run_folder import Attempt, EndingClaim, RunFolder
 from slurmft.supervisor import act as act_module
+from slurmft.supervisor import agents as agents_module
 from slurmft.supervisor import attempt as attempt_module
 from slurmft.supervisor import crew as crew_module
+from slurmft.supervisor import placement
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.act import AttemptEnd, Continuation
-from slurmft.supervisor.agents import AgentLink, AgentPool, ask_each
+from slurmft.supervisor.agents import AgentLink, AgentPool, Outlived, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.hangs import Hangs
@@ -311,6 +313,51 @@ UNTOLD = _in_slurm((4.0, _controller("silent", 12, at="scontrol update")), (5.0,
 KILLED = _in_slurm((5.0, faults.kill_supervisor), nodes=1)
 
 
+# lives of a batch, whose agents outlive their supervisor
+
+
+def _batch(*befalls: tuple[float, faults.Fault], **settings: Any) -> Scene:
+    """A batch of two nodes in which these faults come."""
+
+    def scene(seed: int) -> World:
+        return lived(befalls, seed=seed, **{"until": 40, "inference": batches.SETTINGS, "nodes": 2,
+                                            "fault_tolerance": PATIENT, **settings})  # fmt: skip
+
+    return scene
+
+
+def _kill_in_begin(seed: int) -> World:
+    """Killed twice, the second time at another effect of the next supervisor's begin for each seed."""
+
+    def kill_soon(world: World) -> None:
+        world.killed_at = world.effects + 14 + seed % 8
+
+    return _batch((3.0, faults.kill_supervisor), (3.01, kill_soon))(seed)
+
+
+def _die(world: World) -> None:
+    """An agent is killed, and nobody sees it."""
+    world.accusable.add(("agent lost", world.agents[1].host))
+    world.agents[1].die()
+
+
+def _sleeping(world: World) -> None:
+    """An agent is stopped until the others have ended."""
+    process = world.agents[1].process
+    process.stop()
+    world.timeline.call_later(15.0, process.go_on)
+
+
+OUTLIVED = _batch((3.0, faults.kill_supervisor), bounds=Bounds(most_agents=2))
+OUTLIVED_TWICE = _batch((3.0, faults.kill_supervisor), (6.0, faults.kill_supervisor), bounds=Bounds(most_agents=2))
+OUTLIVED_A_STOP = _batch((3.0, faults.ask_for_stop), (3.001, faults.kill_supervisor))
+OUTLIVED_BY_ONE = _batch(
+    (3.0, faults.kill_supervisor), (3.01, _die), until=300, bounds=Bounds(within_s=85.0),
+    fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0},
+)  # fmt: skip
+OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20)
+
+
 # what is planted
 
 
@@ -471,6 +518,19 @@ def _without_rescuing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Journal, "append", append)
 
 
+def _of_its_own_attempt(run: RunFolder) -> Attempt | None:
+    owner = run.owner()
+    return None if owner is None else Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
+
+
+class _Never:
+    def __get__(self, *_: Any) -> bool:
+        return False
+
+    def __set__(self, *_: Any) -> None:
+        pass
+
+
 PLANTED: dict[str, Planted] = {
     # ends, and what is kept before them
     "nodes are asked for their state once": Planted(
@@ -619,6 +679,22 @@ PLANTED: dict[str, Planted] = {
         _put(run_module, "settle", lambda *_: None), "excluded nodes", WAITING),
     "another run's job is requeued": Planted(
         _put(own_jobs, "refuse_another", lambda *_: None), "update of job", FORGOTTEN),
+    # agents that outlive their supervisor
+    "a guardian spares nothing": Planted(
+        _put(guarding, "outliving", lambda _: lambda _pid: False), "agents outlive", OUTLIVED),
+    "agents that have outlived a supervisor are not looked for": Planted(
+        _put(run_module, "find_outlived", lambda *_: None), "agents end", OUTLIVED),
+    "agents are looked for where the newest attempt is": Planted(
+        _put(agents_module, "crew_of", _of_its_own_attempt), "agents outlive", OUTLIVED_TWICE),
+    "agents that are not needed any more are not ended": Planted(
+        _put(Outlived, "end", lambda _: None), "agents end with the run", OUTLIVED_A_STOP),
+    "an agent that connects after the end is not told of it": Planted(
+        lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False),
+        "agents end with the run", OUTLIVED_ASLEEP),
+    "nobody takes the place of an agent that does not report": Planted(
+        _put(crew_module.Reviver, "expect", lambda *_: None), "in time", OUTLIVED_BY_ONE),
+    "an attempt that left no entry has no number": Planted(
+        _put(placement, "_STARTS", frozenset({EventName.ATTEMPT_STARTED})), "one decision", _kill_in_begin),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -269,8 +270,7 @@ class Controller(FakeSlurm):
         return running or any(agent.is_there and agent.host not in self.down for agent in self._agents(job))
 
     def _has_script(self, job: Job) -> bool:
-        world = self._world
-        return world.job is job and world.supervisor is not None and world.supervisor.alive
+        return self._world.job is job and self._world.guarding.lives_on
 
     def _is_lost(self, host: str) -> bool:
         return host in self._world.off or host in self.down
@@ -485,18 +485,20 @@ class Controller(FakeSlurm):
 class Srun:
     """What starts agents: a step of several nodes, as an ``asyncio.subprocess.Process``."""
 
+    name = "srun"
+
     def __init__(self, world: World, agents: Sequence[Agent]) -> None:
-        self._world, self._agents, self._ended = world, agents, False
+        self._world, self.agents, self._ended = world, agents, False
         self.pid = world.next_pid()
 
     @property
     def returncode(self) -> int | None:
         """None while a task runs, as far as Slurm knows; it waits for one whose node is gone until that is noticed."""
         down = self._world.slurm.down if self._world.slurm else set()
-        unheard = [each for each in self._agents if each.host in self._world.off - down]
-        if not self._ended and (unheard or any(each.code is None and each.host not in down for each in self._agents)):
+        unheard = [each for each in self.agents if each.host in self._world.off - down]
+        if not self._ended and (unheard or any(each.code is None and each.host not in down for each in self.agents)):
             return None
-        return max((each.code or 0 for each in self._agents), default=1)
+        return max((each.code or 0 for each in self.agents), default=1)
 
     async def wait(self) -> int:
         """Return when it has ended."""
@@ -506,12 +508,18 @@ class Srun:
 
     def terminate(self) -> None:
         """It kills its step, as far as nodes can be reached."""
-        for agent in self._agents:
+        for agent in self.agents:
             if agent.is_there and not self._world.network.is_cut(agent.host):
                 agent.die()
         self._ended = True
 
-    kill = terminate
+    def kill(self) -> None:
+        """It is gone, and its step finds that out by itself."""
+        self._ended = True
+
+    def signal(self, number: int) -> None:
+        """As the kernel does."""
+        self.kill() if number == signal.SIGKILL else self.terminate()
 
 
 class SlurmMachine(SlurmCluster):
@@ -530,16 +538,16 @@ class SlurmMachine(SlurmCluster):
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[Any]:
         """One step, one task a node."""
         hosts = self.agent_hosts(config)
-        return [
-            Srun(self._world, [self._world.begin_agent(index, host, log_folder) for index, host in enumerate(hosts)])
-        ]
+        agents = [self._world.begin_agent(index, host, log_folder) for index, host in enumerate(hosts)]
+        return [self._world.guarding.began(Srun(self._world, agents))]
 
     async def start_agent(self, config: RunConfig, log_folder: Path, attempt: Any, *, host: str, index: int) -> Any:
         """A step of one node; refused where Slurm has taken the node away."""
         job = self._world.job
         if job is None or host not in job.nodes:
             return Srun(self._world, [])
-        return Srun(self._world, [self._world.begin_agent(index, host, log_folder)])
+        agent = self._world.begin_agent(index, host, log_folder)
+        return self._world.guarding.began(Srun(self._world, [agent]))
 
 
 @contextmanager

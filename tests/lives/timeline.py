@@ -12,6 +12,7 @@ import contextvars
 import heapq
 import random
 import threading
+from asyncio import base_events
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,12 @@ class Process:
         self.alive = False
         for end in self.connections:
             end.abort()
+
+    def end(self) -> None:
+        """It is gone; what it has said to others of its node before arrives."""
+        self.alive = False
+        for end in self.connections:
+            end.close()
 
     def stop(self) -> None:
         """SIGSTOP."""
@@ -126,6 +133,13 @@ class Timeline(asyncio.BaseEventLoop):
         self.tasks: list[asyncio.Task[Any]] = []
         self.set_task_factory(_as_part_of_a_process)  # type: ignore[arg-type]
         self.set_exception_handler(lambda _loop, _context: None)
+
+    def run_until_complete(self, future: Any) -> Any:
+        """As of any loop; what is left of a wait that was broken off stops no other."""
+        ready = [handle for handle in self._ready if handle._callback is not base_events._run_until_complete_cb]  # type: ignore[attr-defined]
+        self._ready.clear()
+        self._ready.extend(ready)
+        return super().run_until_complete(future)
 
     def _run_once(self) -> None:
         """As ``BaseEventLoop._run_once``, but that it jumps to the next timer instead of waiting for it."""
@@ -378,10 +392,15 @@ class Network:
         self._cut: dict[str, float] = {}
         self.listeners: dict[int, tuple[Process, Callable[[Any, Any], Coroutine[Any, Any, None]]]] = {}
         self.on_change: Callable[[], object] = lambda: None
+        self.unserved: list[Any] = []
+        """Of listeners at which connections wait."""
+
         self.slow: dict[str, float] = {}
         """By how many seconds messages of a node are late."""
 
         self.healed_s: dict[str, float] = {}
+        self.sockets: dict[str, tuple[Process, Callable[[Any, Any], Coroutine[Any, Any, None]]]] = {}
+        """By their paths, those that listen within a node."""
 
     def latency_s(self, *nodes: str) -> float:
         """Of one message between these nodes; within one, none is slow."""
@@ -449,8 +468,19 @@ class Network:
         if own != host and (self.is_cut(own) or self.is_cut(host)):
             await asyncio.sleep(10.0)
             raise TimeoutError
-        process, serve = self.listeners.get(port, (None, None))
-        if process is None or serve is None or not process.alive:
+        return self._connect(self.listeners.get(port), own, host)
+
+    async def dial_here(self, path: str) -> tuple[asyncio.StreamReader, End]:
+        """Connect with a process of the same node, as the present one.
+
+        Raises:
+            OSError: nothing listens there.
+        """
+        return self._connect(self.sockets.get(path), "", "")
+
+    def _connect(self, listener: Any, own: str, host: str) -> tuple[asyncio.StreamReader, End]:
+        process, serve = listener or (None, None)
+        if process is None or not process.alive:
             raise ConnectionRefusedError
         mine, theirs = End(self, own, own), End(self, host, host)
         mine.peer, theirs.peer = theirs, mine

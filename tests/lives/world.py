@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
 import random
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, tzinfo
@@ -27,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from lives.guarding import Guarding, Listener, simulate_guardian
 from lives.nodes import OLD_S, Agent, Training, simulate_agents
 from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
@@ -42,7 +44,6 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import act as act_module
-from slurmft.supervisor import agents as agents_module
 from slurmft.supervisor import guardian
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.agents import AgentPool
@@ -97,7 +98,7 @@ ENDED_S, FOUND_S = 45.0, 150.0
 
 
 class Killed(BaseException):
-    """The supervisor has got a SIGKILL: nothing of it runs any more."""
+    """The supervisor, or its guardian, has got a SIGKILL: nothing of it runs any more."""
 
 
 class StartedAnew(BaseException):
@@ -105,11 +106,13 @@ class StartedAnew(BaseException):
 
 
 class Started:
-    """What starts an agent, as a ``asyncio.subprocess.Process``."""
+    """An agent that is started without Slurm, as a ``asyncio.subprocess.Process``."""
+
+    name = "python"
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.pid = agent.pid
+        self.agents, self.pid = (agent,), agent.pid
 
     @property
     def returncode(self) -> int | None:
@@ -130,6 +133,12 @@ class Started:
 
     kill = terminate
 
+    def signal(self, number: int) -> None:
+        """As the kernel does: an agent that gets a SIGTERM tells its supervisor of it."""
+        if self._agent.world.network.is_cut(self._agent.host):
+            return
+        self._agent.die() if number == signal.SIGKILL else self._agent.note_signal(signal.Signals(number).name)
+
 
 class Machine(LocalCluster):
     """The cluster that the supervisor runs on: nodes of this life."""
@@ -144,7 +153,7 @@ class Machine(LocalCluster):
 
     async def start_agent(self, config: RunConfig, log_folder: Path, attempt: Any, *, host: str, index: int) -> Any:
         """A simulated agent; none on a node that is off."""
-        return Started(self._world.begin_agent(index, f"n{index}", log_folder))
+        return self._world.guarding.began(Started(self._world.begin_agent(index, f"n{index}", log_folder)))
 
     def start_anew(self, argv: Any) -> None:
         """End this process here; the life starts the next one."""
@@ -168,9 +177,12 @@ class World:
         self.network = Network(self.timeline, chance)
         self.network.on_change = self.disturb
         self.run = RunFolder(folder / "run")
+        work: dict[str, Any] = {"command": ["true"], "nproc_per_node": 2}
+        if "inference" in config:
+            work = {"inference": {"input": str(folder / "requests.jsonl"), **config.pop("inference")}}
         self.config = RunConfig.model_validate({
-            "run_folder": str(self.run.path), "command": ["true"], "nodes": 2, "nproc_per_node": 2,
-            "exclusions": {"path": str(folder / "exclusions.json")}, **config,
+            "run_folder": str(self.run.path), "nodes": 2, "exclusions": {"path": str(folder / "exclusions.json")},
+            **work, **config,
         })  # fmt: skip
         self.until, self.step_s, self.save_every = 400, 0.2, 50
         self.agents: list[Agent] = []
@@ -193,9 +205,12 @@ class World:
         self.journal: list[str] = []
         self.supervisor: Process | None = None
         self._trainings: dict[int, Training] = {}
+        self._generations: set[int] = set()
+        self.answers = self.engines = 0
+        """That engines have given, and engines that were started."""
+
         self._processes: list[Process] = []
         self._pids = 1000
-        self._attempt_environment: dict[str, str] = {LOCAL_JOB_VARIABLE: "local-1", LOCAL_RESTART_VARIABLE: "0"}
         self.peers_fail_s: tuple[float, ...] = (0.05, 0.5, 3.0, 1e9)
         """How long ranks may wait for one that is gone before they fail of it."""
 
@@ -231,10 +246,9 @@ class World:
         self.job: Job | None = None
         """Whose supervisor runs."""
 
-        self._lost: list[int] = []
+        self.guarding = Guarding(self)
         self._me = LOGIN
         self._ignores_signals = False
-        self._ended_by_slurm = False
 
         self.unwritten: deque[tuple[Event, str]] = deque()
         """Of the journal: what the present supervisor still has to write."""
@@ -247,6 +261,9 @@ class World:
 
         self.never_written: set[int] = set()
         """Generations that the journal was never told of: their supervisor ended before the run folder was well."""
+
+        self.is_record_spoiled = False
+        """What says where agents look for their supervisor was damaged."""
 
         self.written: dict[str, float] = {}
         """When files of the run folder were written."""
@@ -330,7 +347,7 @@ class World:
 
     def begin_agent(self, node: int, host: str, folder: Path) -> Agent:
         """Start an agent, which finds its supervisor by this folder; it ends at once on a node that is off."""
-        port = max(self.network.listeners, default=0)
+        port = json.loads((folder / "control.json").read_text())["port"]
         agent = Agent(self, node, host, port=port, folder=folder, secret=(folder / "secret").read_bytes())
         self.agents.append(agent)
         self.note(f"{agent.process.name} starts" + (", in vain" if host in self.off else ""))
@@ -345,24 +362,31 @@ class World:
     def training_of(self, order: StartWorkers) -> Training:
         """The training of an order's generation."""
         if order.generation not in self._trainings:
-            self.note(f"generation {order.generation} starts on {order.nodelist}")
-            self._check_start(order)
-            seen_s = max(self.stop_asked_s, self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
-            begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
-            looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
-            looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
-            if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
-                self.violate("stop means stop", f"generation {order.generation} starts after a stop was asked for")
+            self.begin_generation(order.generation, order.nodelist)
             self._trainings[order.generation] = Training(self, order)
-            self.begun.append(order.generation)
             if 0 < self.most_starts < len(self._trainings):
                 self.timeline.until_s = self.timeline.now_s  # enough is seen
         return self._trainings[order.generation]
 
+    def begin_generation(self, generation: int, nodelist: str) -> None:
+        """The first workers of a generation are about to start, or engines get to work for it."""
+        if generation in self._generations:
+            return
+        self.note(f"generation {generation} starts on {nodelist}")
+        self._check_start(generation, nodelist)
+        seen_s = max(self.stop_asked_s, self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
+        begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
+        looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
+        looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
+        if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
+            self.violate("stop means stop", f"generation {generation} starts after a stop was asked for")
+        self._generations.add(generation)
+        self.begun.append(generation)
+
     @property
     def starts(self) -> list[int]:
         """The generations whose workers were started."""
-        return sorted(self._trainings)
+        return sorted(self._generations)
 
     @property
     def trainings(self) -> list[Training]:
@@ -372,7 +396,7 @@ class World:
     @property
     def newest(self) -> int:
         """The generation that was started last."""
-        return max(self._trainings, default=0)
+        return max(self._generations, default=0)
 
     def resumed(self, training: Training) -> int:
         """The step that a training begins with: the newest that is on the disk, or was kept in memory of its nodes."""
@@ -413,6 +437,13 @@ class World:
         return self.run.journal().read_past()
 
     # what holds at each moment
+
+    @property
+    def agents_are_safe(self) -> bool:
+        """Whether nothing but the end of their supervisor has befallen agents that outlive one: they are needed."""
+        is_calm = self.folder_is_well and self.network.is_whole and not self.off and not self.stop_asked_s
+        is_calm = is_calm and self.run.done() is None and not self.ahead_s and not self.is_record_spoiled
+        return is_calm and not self.asked and (self.slurm is None or not self.slurm.errs)
 
     @property
     def folder_is_well(self) -> bool:
@@ -484,45 +515,54 @@ class World:
     def _can_reach_supervisor(self, agent: Agent) -> bool:
         """For long enough to have heard of it."""
         is_there = self.supervisor is not None and self.supervisor.alive and agent.job is self.job
-        is_there = is_there and self.network.listeners[agent.port][0] is self.supervisor  # not of one before it
+        process, serve = self.network.listeners[agent.port]
+        is_there = is_there and process is self.supervisor  # not of one before it
+        is_there = is_there and serve not in self.network.unserved  # it waits for the run folder, or for Slurm
         is_there = is_there and not self.is_suspended and not agent.process.stopped
         if [event.event for event in self.events()[-1:]] == [EventName.DECISION]:
             return False  # which has been carried out: it waits for the run folder
         is_reached = not self.network.is_cut(agent.host) and agent.host not in self.network.slow
         return is_there and is_reached and self.timeline.now_s - self.disturbed_s > PINGED_S
 
-    def check_requeue(self) -> None:
-        """Nothing of a job runs any more when its supervisor puts it back into the queue."""
+    def check_gone(self, invariant: str, healed_s: float = HEALED_S) -> None:
+        """Nothing of a start runs any more when its supervisor ends, or puts the job back into the queue."""
         for agent in self.agents:
-            since_s = self.timeline.now_s - self.network.healed_s.get(agent.host, -HEALED_S)
-            is_reached = not self.network.is_cut(agent.host) and since_s >= HEALED_S and not agent.process.stopped
+            since_s = self.timeline.now_s - self.network.healed_s.get(agent.host, -healed_s)
+            is_reached = not self.network.is_cut(agent.host) and since_s >= healed_s and not agent.process.stopped
             # those of a killed supervisor are its guardian's, which tries once; Slurm ends the rest with the job
             is_ours = agent.job is self.job and self.network.listeners[agent.port][0] is self.supervisor
+            is_ours = is_ours or (agent in self.guarding.spared and self.config.inference is not None)
             if agent.is_there and is_ours and is_reached and agent.host not in self.network.slow:
-                self.violate("agents end before the requeue", f"{agent.process.name} lives")
+                self.violate(invariant, f"{agent.process.name} lives")
 
-    def _check_start(self, order: StartWorkers) -> None:
+    def check_left_behind(self, agents: Iterable[Agent]) -> None:
+        """A guardian has given up: what it could reach of its supervisors' agents has ended."""
+        for agent in agents:
+            if agent.is_there and not self.network.is_cut(agent.host):
+                self.violate("agents end with the run", f"{agent.process.name} lives, and its guardian has given up")
+
+    def _check_start(self, generation: int, nodelist: str) -> None:
         if self.run.done() is not None:
-            self.violate("the end is the end", f"generation {order.generation} starts after the run was complete")
+            self.violate("the end is the end", f"generation {generation} starts after the run was complete")
         can_know = self.slurm is not None and not self.slurm.errs and abs(self.ahead_s) < SKEW_S
         if self.slurm is not None and self.job is not None and can_know and not self.full_until_s:
             others = [job.job_id for job in self.slurm.mine() if job.job_id != self.job.job_id
                       and not (job.completing or job.is_held)]  # fmt: skip
             if others:
-                self.violate("one continuation", f"generation {order.generation} starts, and jobs {others} wait")
-        barred = self.excluded & set(expand(order.nodelist))
+                self.violate("one continuation", f"generation {generation} starts, and jobs {others} wait")
+        barred = self.excluded & set(expand(nodelist))
         knows = self.slurm is None or self.slurm.mood_lasts <= 0  # which can be avoided
         if barred and knows and not any(event.event in SAYS_WHY for event in self.events()):
-            self.violate("excluded nodes", f"generation {order.generation} starts on {sorted(barred)}")
+            self.violate("excluded nodes", f"generation {generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
             return
         if self.job is not None and self.job.job_id not in self.run.jobs():
-            self.violate("a job is known", f"generation {order.generation} starts in {self.job.job_id}")
-        self.check_fence(f"generation {order.generation} starts")
+            self.violate("a job is known", f"generation {generation} starts in {self.job.job_id}")
+        self.check_fence(f"generation {generation} starts")
         # an agent that was stopped may carry out an order of long ago when it goes on, and hears then that it is lost
         started = [event.details for event in self.events() if event.event == EventName.ATTEMPT_STARTED]
-        if not any(facts.get("generation") == order.generation for facts in started):
-            self.violate("entry before action", f"generation {order.generation} starts, and the journal does not know")
+        if not any(facts.get("generation") == generation for facts in started):
+            self.violate("entry before action", f"generation {generation} starts, and the journal does not know")
 
     def check_told(self, argv: Sequence[str]) -> None:
         """What goes on in Slurm was decided, and is in the journal."""
@@ -538,7 +578,7 @@ class World:
         if not any(event.event == EventName.DECISION for event in last[begun:]):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and no decision is in the journal")
         if argv[0] != "sbatch":
-            self.check_requeue()
+            self.check_gone("agents end before the requeue")
         if not any(event.event == wanted for event in last[begun:]):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and the journal does not know of it")
 
@@ -604,44 +644,49 @@ class World:
         return 0 if self.run.done() is not None else code or -1
 
     def _run_batch_script(self, job: Job) -> int:
-        restarts, number, code = job.restarts, None, -1
-        self.job, self._ended_by_slurm, self._lost = job, False, []
+        restarts, self.job = job.restarts, job
         self.excluded, self.excluded_next = self.excluded | self.excluded_next, set()
-        environment = environment_of(job)
         os.environ["SLURMD_NODENAME"] = job.batch_host
-        self.begun = []
-        for _ in range(guardian.MAX_LOSSES + 1):
-            self.supervisor, pid = self.process("supervisor"), self.next_pid()
-            self.disturb()
-            self._me = processes.Process(job.batch_host, pid, f"born {pid}")
-            environment["SLURMFT_GUARD_LOST"] = " ".join(map(str, self._lost))
-            try:
-                with inside(self.supervisor):
-                    if number is None:
-                        code = run_module.supervise(self.config, environment)
-                    else:
-                        code = run_module.recover(self.config, environment, number)
-                self._end_of_supervisor(f"ends with {code}")
-                break
-            except Killed:
-                code, number = 137, signal.SIGKILL
-                is_off = job.batch_host in self.off
-                self._end_of_supervisor("is gone", quietly=is_off)
-                if is_off or self._ended_by_slurm:
-                    break
-                self._lost.append(pid)
-                for agent in self.agents:  # its guardian ends what it can reach
-                    if agent.job is job and agent.is_there and not self.network.is_cut(agent.host):
-                        agent.die()
-            except SlurmftError as error:
-                code = error.exit_code
-                self._end_of_supervisor(f"refuses: {error}")
-                break
+        code = self._guarded(environment_of(job), job.batch_host)
         assert self.slurm is not None
         if job.batch_host not in self.off:
             self.slurm.script_ended(job, restarts, code)
         self.supervisor = self.job = None
         return code
+
+    def _guarded(self, environment: dict[str, str], host: str) -> int:
+        """A guardian, and one supervisor after the other, until one ends by itself; returns the exit code."""
+        number: int | None = None
+        self.guarding.begin(host)
+        while True:
+            self.supervisor = self.process("supervisor")
+            if number is None:
+                self.begun = []
+            self._me = self.guarding.begin_child()
+            self.disturb()
+            given = {**environment, **self.guarding.variables()}
+            try:
+                with inside(self.supervisor):
+                    if number is None:
+                        code = run_module.supervise(self.config, given)
+                    else:
+                        code = run_module.recover(self.config, given, number)
+                self._end_of_supervisor(f"ends with {code}")
+            except SlurmftError as error:
+                code = error.exit_code
+                self._end_of_supervisor(f"refuses: {error}")
+            except StartedAnew:
+                number = None
+                environment[LOCAL_RESTART_VARIABLE] = str(int(environment[LOCAL_RESTART_VARIABLE]) + 1)
+                self._end_of_supervisor("starts anew")
+                continue
+            except Killed:
+                self._end_of_supervisor("is gone", quietly=host in self.off)
+                if (code := self.guarding.recover(self._me.pid)) is None:
+                    number = signal.SIGKILL
+                    continue
+            self.guarding.end()
+            return code
 
     def me(self) -> processes.Process:
         """The process around: the supervisor's, or what cron or a person does on a login node."""
@@ -667,35 +712,12 @@ class World:
         Raises:
             Stuck: it never ends.
         """
-        code, number = -1, None
-        for _ in range(200):
-            self.supervisor, self.begun = self.process("supervisor"), self.begun if number else []
-            self.disturb()
-            environment = dict(self._attempt_environment)
-            try:
-                with inside(self.supervisor):
-                    if number is None:
-                        code = run_module.supervise(self.config, environment)
-                    else:
-                        environment["SLURMFT_GUARD_LOST"] = str(os.getpid())
-                        code = run_module.recover(self.config, environment, number)
-                self._end_of_supervisor(f"ends with {code}")
+        for number in range(1, 50):
+            code = self._guarded({LOCAL_JOB_VARIABLE: f"local-{number}", LOCAL_RESTART_VARIABLE: "0"}, "here")
+            if not self.guarding.has_given_up:
                 return code
-            except StartedAnew:
-                restart = int(self._attempt_environment[LOCAL_RESTART_VARIABLE]) + 1
-                self._attempt_environment[LOCAL_RESTART_VARIABLE] = str(restart)
-                number = None
-                self._end_of_supervisor("starts anew")
-            except Killed:
-                number = signal.SIGKILL
-                self._end_of_supervisor("is gone")
-                for agent in self.agents:  # its guardian ends what it can reach
-                    if agent.is_there and not self.network.is_cut(agent.host):
-                        agent.die()
-            except SlurmftError as error:
-                self._end_of_supervisor(f"refuses: {error}")
-                return error.exit_code
-        raise Stuck("200 supervisors")
+            self.note("a person starts the run again")
+        raise Stuck("50 guardians")
 
     def outlive(self) -> None:
         """No supervisor follows: what is left of the agents ends within their lease."""
@@ -711,6 +733,8 @@ class World:
     def _end_of_supervisor(self, how: str, *, quietly: bool = False) -> None:
         self.note(f"the supervisor {how}")
         assert self.supervisor is not None
+        if how != "is gone":
+            self.check_gone("agents end with the run", healed_s=PINGED_S)
         if self.folder_is_well and how.startswith(("ends with", "starts anew")):
             self.to_decide.update(self.begun)
         if quietly:  # its node is gone, and the end is not reported
@@ -725,10 +749,13 @@ class World:
         guardian._listeners.clear()
 
     def signal_supervisor(self) -> None:
-        """SIGTERM."""
+        """SIGTERM, which the guardian hands on; between two supervisors it is kept for the next one."""
         if self.supervisor is not None and self.supervisor.alive and not self._ignores_signals:
             self.asked["SIGTERM"] = self.timeline.now_s
             guardian._note(signal.SIGTERM, None)
+        elif self.guarding.is_alone:
+            self.asked["SIGTERM"] = self.timeline.now_s
+            self.guarding.kept.append(signal.SIGTERM)
 
     @contextmanager
     def ignoring_signals(self) -> Iterator[None]:
@@ -741,9 +768,10 @@ class World:
 
     def kill_supervisor(self, *, by_slurm: bool = False, quietly: bool = False) -> None:
         """SIGKILL, at this moment of its work; quietly: its node is gone."""
+        if by_slurm or quietly:
+            self.guarding.kill()
         if self.supervisor is not None and self.supervisor.alive:
             self.note("SIGKILL for the supervisor")
-            self._ended_by_slurm = self._ended_by_slurm or by_slurm
             if quietly:
                 self.supervisor.alive = False
             else:
@@ -772,6 +800,8 @@ class World:
             Thread.present.sleep(seconds)
             if self.is_gone():
                 raise Killed
+            return
+        if self.guarding.pass_time(seconds):
             return
         if self.timeline.is_running() or supervisor is None or PROCESS.get() is not supervisor:
             self.timeline.now_s += seconds
@@ -864,6 +894,10 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
         _simulate_slurm(world, world.slurm, patch)
     _simulate_disk(world, patch)
     simulate_agents(world, patch)
+    if world.config.inference is not None:
+        from lives.batches import simulate_inference
+
+        simulate_inference(world, patch)
     for function, name in ((ExclusionList.__init__, "clock"),):
         patch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, name: world.wall_s})
     patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
@@ -874,15 +908,17 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
     patch.setattr(asyncio, "wrap_future", lambda work: work.awaited(timeline) if type(work) is Done else wrap(work))
 
     async def listen(self: AgentPool, host: str | None, listener: Any = None) -> int:
-        port = max(world.network.listeners, default=1000) + 1
         process = PROCESS.get()
         assert process is not None
-        world.network.listeners[port] = process, self._serve
-        return port
+        if listener is None:
+            listener = Listener(world.network, process, max(world.network.listeners, default=1000) + 1)
+        return listener.serve(self._serve)
 
     patch.setattr(AgentPool, "listen", listen)
-    patch.setattr(agents_module, "find_outlived", lambda *_: None)
-    patch.setattr(run_module, "find_outlived", lambda *_: None)
+    simulate_guardian(world, patch)
+    patch.setattr(processes, "me", world.me)
+    patch.setattr(processes, "lives", world.guarding.lives)
+    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world.me().host))
     complaints = _Complaints(world)
     root = logging.getLogger("slurmft")
     root.addHandler(complaints)
@@ -908,10 +944,6 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     patch.setattr(own_jobs, "keep_ahead", lambda *_: None)
     for module in (slurm, act_module, run_module):
         patch.setattr(module, "ignoring_signals", world.ignoring_signals)
-    patch.setattr(processes, "me", world.me)
-    patch.setattr(processes, "lives", lambda pid, birth: any(
-        (pid, birth) == (each.pid, each.birth) for each in (world.me(), *world.living())))  # fmt: skip
-    patch.setattr(os, "uname", lambda: SimpleNamespace(nodename=world.me().host))
     patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
     world.timeline.may_sleep = lambda: controller.mood_lasts > 0 or world.silent_until_s > world.timeline.now_s
     patch.setattr(run_folder_module, "_now", lambda _: world.timeline.now_s)

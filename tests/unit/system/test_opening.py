@@ -23,6 +23,15 @@ def test_a_file_that_is_too_long_is_refused(tmp_path):
         read_bytes(tmp_path / "a", limit_bytes=10)
 
 
+def test_a_file_that_is_to_be_new_is_never_one_that_is_there(tmp_path):
+    """Segments of a batch, of which each has one writer, were opened again, and what they held was cut off."""
+    (tmp_path / "a").write_bytes(b"x")
+    with pytest.raises(FileExistsError):
+        open_regular(tmp_path / "a", os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow=False)
+    assert (tmp_path / "a").read_bytes() == b"x"
+    os.close(open_regular(tmp_path / "b", os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow=False))
+
+
 def _fifo(path: Path) -> None:
     os.mkfifo(path)
 

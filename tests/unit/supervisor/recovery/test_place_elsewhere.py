@@ -149,6 +149,8 @@ def test_every_start_in_a_job_is_a_cycle_of_its_own():
     assert next_cycle(attempt, earlier) == attempt
     assert str(next_cycle(attempt, [*earlier, *history(started, attempt="7.1.0")])) == "7.1.1"
     assert str(next_cycle(attempt, history(started, started, attempt="7.1.10"))) == "7.1.11"
+    lost: tuple[str, dict[str, Any]] = ("supervisor lost", {})  # before it had written that it started
+    assert str(next_cycle(attempt, [*history(started, attempt="7.1.0"), *history(lost, attempt="7.1.1")])) == "7.1.2"
 
 
 def test_a_node_that_was_acquitted_is_used_again_by_the_next_attempt(monkeypatch, tmp_path):
