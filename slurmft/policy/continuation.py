@@ -211,6 +211,9 @@ class State:
     stays: bool = False
     """It goes on here, on other nodes."""
 
+    requeued: bool = False
+    """Slurm has put the job back."""
+
     end: End = End.OPEN
     exit_code: int | None = None
     """None where the run goes on here."""
@@ -233,7 +236,6 @@ AFTER: dict[tuple[Do, Answer], Do] = {
     (Do.NOTE_CLAIMED, Answer.DONE): Do.KEEP_ENDED,
     (Do.LEAVE_TO_JOB, Answer.DONE): Do.KEEP_ENDED,
     (Do.LEAVE_TO_USER, Answer.DONE): Do.KEEP_ENDED,
-    (Do.ASK_ENDING, Answer.REQUEUED): Do.PLACE,
     (Do.ASK_ENDING, Answer.CANCELLED): Do.LEAVE_CANCELLED,
     (Do.ASK_ENDING, Answer.NO): Do.FIND_LATER,
     (Do.PLACE, Answer.DONE): Do.SETTLE,
@@ -245,7 +247,6 @@ AFTER: dict[tuple[Do, Answer], Do] = {
     (Do.REQUEUE, Answer.CANCELLED): Do.SETTLE,
     (Do.RESUBMIT, Answer.DONE): Do.SETTLE,
     (Do.RESUBMIT, Answer.CANCELLED): Do.SETTLE,
-    (Do.RESUBMIT, Answer.FAILED): Do.GIVE_BACK,
     (Do.SETTLE, Answer.DONE): Do.KEEP_ENDED,
     (Do.GIVE_BACK, Answer.DONE): Do.TELL_USER,
     (Do.TELL_USER, Answer.DONE): Do.KEEP_ENDED,
@@ -332,6 +333,11 @@ def _going_on(state: State, found: Found) -> State:
             here = Do.ASK_ENDING if rules.in_slurm else Do.START_ANEW
             ways = {"job": Do.LEAVE_TO_JOB, "nothing": Do.LEAVE_TO_USER}
             return replace(state, do=ways.get(rules.continue_by, here))
+        case Do.ASK_ENDING, Answer.REQUEUED:  # a successor may be there: it goes on then, and that start is superfluous
+            looks = rules.resubmits and rules.continue_by != "requeue"
+            return replace(state, do=Do.FIND_LATER if looks else Do.PLACE, requeued=True)
+        case Do.RESUBMIT, Answer.FAILED:
+            return replace(state, do=Do.PLACE if state.requeued else Do.GIVE_BACK)
         case Do.FIND_LATER, Answer.NO:
             if rules.continue_by == "resubmit" or (rules.continue_by == "auto" and rules.resubmits):
                 return replace(state, do=Do.RESUBMIT)

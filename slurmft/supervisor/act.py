@@ -869,6 +869,7 @@ class AttemptEnd:
         self.journal.append(EventName.LEFT_TO_SLURM, reason=self._why)
 
     def _place(self) -> None:
+        self._outcome = Cause.REQUEUED.value
         self._leave_to_slurm()
         self._place_claimed()
 

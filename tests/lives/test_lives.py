@@ -22,6 +22,7 @@ from lives.faults import (
     reset,
     say_twice,
     signal_agents,
+    signal_supervisor,
 )
 from lives.life import PATIENT, Bounds, Drawn, Scheduled, live, lived, shortest, story
 from lives.planted import (
@@ -250,6 +251,15 @@ def test_a_connection_that_breaks_while_another_agent_is_lost_at_the_start_is_no
     faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, kill))]
     settings = {**KEEPING, "elastic": {"min_nodes": 1}, "spare_nodes": 1}
     world = lived(faults, until=60, seed=seed, nodes=2, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_requeue_beside_a_successor_of_a_killed_supervisor_is_no_second_continuation(seed: int) -> None:
+    """Its guardian left the run to that requeue, and the successor waited beside."""
+    faults = [(0.01, signal_supervisor), (1.14, requeue_job), (1.44 + 0.1 * seed, kill_supervisor)]
+    settings = {**KEEPING, "slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, seed=seed, in_slurm=SLURM, nodes=2, nproc_per_node=1, **settings)
     assert not world.violations, story(world)
 
 

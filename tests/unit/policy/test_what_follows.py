@@ -96,6 +96,10 @@ def test_whatever_comes_of_each_thing() -> None:
             assert dos.index(Do.DISMISS) < dos.index(Do.CLAIM), told
         requeued = path.index((Do.REQUEUE, Answer.DONE)) if (Do.REQUEUE, Answer.DONE) in path else len(path)
         assert Do.RESUBMIT not in dos[requeued:], f"it goes on twice: {told}"
+        by_slurm = (Do.ASK_ENDING, Answer.REQUEUED) in path
+        assert not (by_slurm and Do.REQUEUE in dos), f"it goes on twice: {told}"
+        submitted = (Do.RESUBMIT, Answer.DONE) in path or (Do.FIND_LATER, Answer.YES) in path
+        assert not (submitted and Do.PLACE in dos), f"it goes on twice: {told}"
         mine = (Do.CLAIM, Answer.YES) in path or Do.OVERRULE in dos
         assert len({*dos} & SETTLED) == mine, f"what becomes of the claim: {told}"
         assert (state.exit_code is None) == (Do.WAIT in dos), told
@@ -142,6 +146,13 @@ TABLE: dict[str, tuple[Rules, Verdict, Decision, dict[Do, Found], list[Do], End]
         [Do.RESUBMIT, Do.GIVE_BACK, Do.TELL_USER], End.OPEN),
     "Slurm requeues it": (
         IN_SLURM, LOST, GOES_ON, {**CLAIMED, Do.ASK_ENDING: Answer.REQUEUED}, [Do.PLACE, Do.SETTLE], End.OPEN),
+    "Slurm requeues it, and a successor is there": (
+        Rules(in_slurm=True, resubmits=True), LOST, GOES_ON,
+        {**CLAIMED, Do.ASK_ENDING: Answer.REQUEUED, Do.RESUBMIT: DONE}, [Do.RESUBMIT, Do.SETTLE], End.HANDED_ON),
+    "Slurm requeues it, and no successor can be had": (
+        Rules(in_slurm=True, resubmits=True), LOST, GOES_ON,
+        {**CLAIMED, Do.ASK_ENDING: Answer.REQUEUED, Do.RESUBMIT: FAILED}, [Do.RESUBMIT, Do.PLACE, Do.SETTLE],
+        End.OPEN),
     "it is cancelled": (
         IN_SLURM, LOST, GOES_ON, {**CLAIMED, Do.ASK_ENDING: Answer.CANCELLED}, [Do.LEAVE_CANCELLED, Do.SETTLE],
         End.OPEN),
