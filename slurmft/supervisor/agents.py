@@ -400,14 +400,21 @@ class AgentPool:
             return None
         finally:
             self._strangers.forget(writer)
+        return self._placed(link, channel)
+
+    def _placed(self, link: AgentLink, channel: Channel) -> AgentLink | None:
+        """The connection in the place of its node; None where another agent has that."""
         if self.is_over:
             channel.send(messages.Shutdown().as_call(UNANSWERED))
         old = self.links.get(link.node)
-        if old is not None and not old.dropped and old.channel is not None and not old.is_same(link):
-            # a lost agent that was replaced: the two would take the connection from each other for ever
-            self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
-            channel.send(messages.Shutdown().as_call(UNANSWERED))
-            return None
+        if old is not None and not old.dropped and not old.is_same(link):
+            if old.channel is not None:
+                # a lost agent that was replaced: the two would take the connection from each other for ever
+                self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
+                channel.send(messages.Shutdown().as_call(UNANSWERED))
+                return None
+            if self.generation is not None and old in self.members:
+                return None  # it has no workers, and would be taken for the one that has: that one is given up first
         if old is not None:
             if old.channel is not None:
                 old.channel.close()

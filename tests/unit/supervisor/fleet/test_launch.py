@@ -202,6 +202,34 @@ def test_an_agent_takes_its_own_place_alone(first: dict[str, object], second: di
     assert asyncio.run(second_is_taken(first, second)) is taken
 
 
+async def test_another_agent_waits_until_the_one_that_has_workers_is_given_up():
+    """It was taken for that one, whose connection had broken: its workers' end was never heard of."""
+    pool = AgentPool(SECRET, 1)
+    port = await pool.listen("127.0.0.1")
+    first = await connect("127.0.0.1", port, SECRET)
+    first.send({"kind": "hello", "node": 0, "host": "n1", "pid": 2, "birth": "b:1"})
+    await asyncio.wait_for(pool.complete.wait(), 10)
+    [member] = pool.members = [pool.links[0]]
+    pool.generation = 1
+    first.close()
+    try:
+        while member.channel is not None:
+            await asyncio.sleep(0.01)
+        for is_given_up in (False, True):
+            other = await connect("127.0.0.1", port, SECRET)
+            other.send({"kind": "hello", "node": 0, "host": "n1", "pid": 3, "birth": "b:1"})
+            if not is_given_up:
+                assert await asyncio.wait_for(other.receive(), 10) is None, "it may try again"
+                assert (pool.links[0], pool.members) == (member, [member])
+                other.close()
+                pool.drop(member)
+        while pool.links[0] is member:
+            await asyncio.sleep(0.01)
+        other.close()
+    finally:
+        await pool.close()
+
+
 async def test_what_an_agent_repeats_on_a_new_connection_is_heard_once():
     pool = AgentPool(SECRET, 1)
     port = await pool.listen("127.0.0.1")
