@@ -767,6 +767,9 @@ TOKENS_LOOKS = 8
 LIVE = 2
 """Looks in a row at which a counter has grown although no request has ended: it does so while answers are made."""
 
+PROOF = "proof"
+"""Under which text of the smallest answer is noted: under a request's key, that would go on from it."""
+
 EXIT_SICK = 70
 """EX_SOFTWARE of sysexits.h: the engine lives, and fails every request."""
 
@@ -827,7 +830,8 @@ async def works(engine: Engine, proof: Mapping[str, Any] | None) -> bool:
 async def smallest_answer(engine: Engine, proof: Mapping[str, Any]) -> Answer:
     """To the smallest request of the kind of another one, or to that where none is known. Raises as ``answer`` does."""
     path = str(proof.get("url", engine.request_path))
-    return (await engine.answer([{**proof, "body": inference.smallest(path, proof["body"]) or proof["body"]}]))[0]
+    body = inference.smallest(path, proof["body"]) or proof["body"]
+    return (await engine.answer([{**proof, "body": body, "key": PROOF}]))[0]
 
 
 class Driver:
@@ -1103,10 +1107,12 @@ class Driver:
         for epoch in dict.fromkeys(epoch for _, epoch, _ in answers):
             records = [{"index": index, **answer} for index, at, answer in answers if at == epoch]
             indexes = [record["index"] for record in records]
-            if epoch >= self._epoch:  # else its lease was revoked, and another agent has the request
-                while not self._write(records, epoch):
-                    await asyncio.sleep(STORAGE_PAUSE_S)
-                self._uncommitted += indexes
+            # else its lease was revoked, perhaps while the disk was full, and another agent has the request
+            while epoch >= self._epoch:
+                if self._write(records, epoch):
+                    self._uncommitted += indexes
+                    break
+                await asyncio.sleep(STORAGE_PAUSE_S)
             self._tell_soon()
             self._completed.setdefault(epoch, []).extend(indexes)
         self._good += len(answers) * by_engine

@@ -61,7 +61,7 @@ PATIENT = {"num_in_job_restarts": 200, "num_job_retries_on_failure": 200, "max_n
 def live(seed: int, *, most: int = 6) -> World:
     """Live the life of this seed. What did not hold is in its ``violations``."""
     drawing = life_of(seed, most=most)
-    return lived(drawing.faults, until=drawing.until, seed=seed, in_slurm=drawing.in_slurm, **drawing.settings)
+    return drawing.lived(drawing.faults, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Drawn:
     until: int
     in_slurm: dict[str, Any] | None
     settings: dict[str, Any]
+    kind: type[World] = World
+
+    def lived(self, faults: Scheduled, *, seed: int) -> World:
+        """Live it with these faults."""
+        return lived(faults, until=self.until, seed=seed, in_slurm=self.in_slurm, kind=self.kind, **self.settings)
 
 
 def life_of(seed: int, *, most: int = 6) -> Drawn:
@@ -103,7 +108,7 @@ def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
     """The fewest of its faults with which a life still fails in the same way; none where it does not (ddmin)."""
 
     def fails(faults: Scheduled) -> set[str]:
-        world = lived(faults, until=drawing.until, seed=seed, in_slurm=drawing.in_slurm, **drawing.settings)
+        world = drawing.lived(faults, seed=seed)
         return {each.partition(":")[0] for each in world.violations}
 
     faults, found, size = list(drawing.faults), fails(drawing.faults), max(1, len(drawing.faults) // 2)
@@ -120,12 +125,13 @@ def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
 
 def lived(
     faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: bool = True,
-    in_slurm: dict[str, Any] | None = None, bounds: Bounds = Bounds(), **settings: Any,
+    in_slurm: dict[str, Any] | None = None, bounds: Bounds = Bounds(), kind: type[World] = World, **settings: Any,
 ) -> World:  # fmt: skip
     """Live the life in which these faults come.
 
     Args:
         bounds: what this life may cost.
+        kind: what is lived.
         peers_fail: ranks that wait for one that is gone may fail of it by themselves, and keep nothing then.
         until: steps of the run, of 0.2 s each; every tenth is saved.
         seed: decides what is left to chance.
@@ -134,7 +140,7 @@ def lived(
     in_memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="life-", dir=in_memory if in_memory.is_dir() else None))
     try:
-        world = World(folder, random.Random(seed), in_slurm=in_slurm, **settings)
+        world = kind(folder, random.Random(seed), in_slurm=in_slurm, **settings)
         world.until, world.save_every = until, 10
         if not peers_fail:
             world.peers_fail_s = (1e9,)

@@ -142,6 +142,9 @@ class Workers:
         """The agent ends; what it had kept ends with it."""
         self.end(-9, killed=True)
 
+    def ended(self, _: Worker) -> None:
+        """One of them has."""
+
     def end(self, code: int, *, killed: bool, report: bool = True) -> None:
         """All of them."""
         for rank in self.by_rank:
@@ -257,7 +260,7 @@ class Agent:
 
         self.code: int | None = None
         self.ended = asyncio.Event()
-        self.own_workers = Workers(self)
+        self.own_workers = world.workers(self)
         self._own = Own(self, folder, secret)
 
     @property
@@ -347,6 +350,7 @@ class Agent:
         if not worker.alive:
             return
         worker.exit_code, worker.killed = code, killed
+        self.own_workers.ended(worker)
         if code:
             worker.state = worker.state if code < 0 else State.FAILED
         if report and self.process.alive:

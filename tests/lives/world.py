@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from lives.nodes import OLD_S, Agent, Training, simulate_agents
+from lives.nodes import OLD_S, Agent, Training, Workers, simulate_agents
 from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
@@ -153,6 +153,9 @@ class World:
         chance: decides all that is left to chance.
         config: keys of the run's configuration beside those that every life has.
     """
+
+    workers = Workers
+    """Those of an agent."""
 
     def __init__(
         self, folder: Path, chance: random.Random, *, in_slurm: dict[str, Any] | None = None, **config: Any

@@ -1,0 +1,36 @@
+"""Simulated lives of batches: whatever befalls one, each of its requests is answered once."""
+
+import pytest
+
+from lives.batches import BATCH, BatchWorld, hang_all, life_of
+from lives.faults import reset
+from lives.life import Scheduled, lived, story
+from lives.planted import run_folder_is
+from lives.world import World
+
+SEEDS = 12
+
+
+def life(faults: Scheduled, **settings: object) -> World:
+    world = lived(faults, kind=BatchWorld, **{**BATCH, "until": 20, **settings})  # type: ignore[arg-type]
+    assert not world.violations, story(world)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_whatever_befalls_a_batch_each_request_is_answered_once(seed: int) -> None:
+    drawn = life_of(seed)
+    world = drawn.lived(drawn.faults, seed=seed)
+    assert not world.violations, f"seed {seed}\n{story(world)}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_of_a_revoked_lease_that_waits_for_the_disk_costs_no_other_one(seed: int) -> None:
+    """It was written last, and what the lease after it had answered by then was never reported."""
+    life([(0.5, run_folder_is("full", 5.0)), (3.5, reset)], seed=seed, nodes=1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_that_is_to_show_that_it_lives_is_not_asked_a_request_again(seed: int) -> None:
+    """The smallest request had the key of a real one: the text of its answer was that of the other one's beginning."""
+    life([(3.0, hang_all)], seed=seed, nodes=1)
