@@ -423,7 +423,8 @@ class InferenceAttempt:
         """Take agents in as they report."""
         while not self.stops.over.is_set():
             for node, link in list(self._pool.links.items()):
-                if link.channel is not None and not link.dropped and self._joined.get(node) is not link:
+                is_new = link.channel is not None and not link.dropped and self._joined.get(node) is not link
+                if is_new and not self._is_barred(link):
                     self._joined[node] = link  # also on a new connection: the one before may have lost reports
                     # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
                     self._background.start(self._take_in(link))
@@ -432,6 +433,11 @@ class InferenceAttempt:
             if why and self.stops.planned is None:
                 self._is_short = True
                 self.stops.feed(life.Ended(why))
+
+    def _is_barred(self, link: AgentLink) -> bool:
+        """Whether its node is to be kept off: another one of the job is there in its place."""
+        allowed = self._cluster.nodes
+        return bool(allowed) and link.host not in allowed and not link.lender
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""

@@ -3,9 +3,9 @@
 import pytest
 
 from lives.batches import BATCH, BatchWorld, hang_all, life_of
-from lives.faults import reset
+from lives.faults import exclude_node, requeue_job, reset
 from lives.life import Scheduled, lived, story
-from lives.planted import run_folder_is
+from lives.planted import SLURM, run_folder_is
 from lives.world import World
 
 SEEDS = 12
@@ -34,3 +34,10 @@ def test_an_answer_of_a_revoked_lease_that_waits_for_the_disk_costs_no_other_one
 def test_an_engine_that_is_to_show_that_it_lives_is_not_asked_a_request_again(seed: int) -> None:
     """The smallest request had the key of a real one: the text of its answer was that of the other one's beginning."""
     life([(3.0, hang_all)], seed=seed, nodes=1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_node_that_is_kept_off_answers_nothing(seed: int) -> None:
+    """The journal said so, and its agent was taken in as all others."""
+    faults = [(4.0, requeue_job), (7.0, exclude_node)]
+    life(faults, seed=seed, nodes=2, spare_nodes=1, until=30, in_slurm=SLURM, slurm={"partition": "low"})

@@ -50,7 +50,7 @@ class Supervised:
         crew.reviver = SimpleNamespace(lost=lambda *_, **__: None)  # type: ignore[assignment]
         parts: dict[str, Any] = {
             "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig()), "_crew": crew, "_pool": self.pool,
-            "_cluster": SimpleNamespace(size=lambda _: 1, lost=set(), attempt="7.0.1"),
+            "_cluster": SimpleNamespace(size=lambda _: 1, lost=set(), attempt="7.0.1", nodes=()),
             "_journal": SimpleNamespace(append=lambda event, **_: self.events.append(event)), "_joined": {},
             "_coordinator": self.coordinator, "_start": SimpleNamespace(generation=2), "_lost": {}, "_problem": "",
             "_gangs": None,

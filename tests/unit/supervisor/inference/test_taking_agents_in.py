@@ -40,7 +40,7 @@ class Seen(InferenceAttempt):
     def __init__(self, links: dict[int, AgentLink]) -> None:
         self.told: list[tuple[str, str]] = []
         self.lost: list[tuple[str, bool]] = []
-        self._cluster: Any = SimpleNamespace(size=lambda _config: len(links), lost=set(), attempt="1.0.0")
+        self._cluster: Any = SimpleNamespace(size=lambda _config: len(links), lost=set(), attempt="1.0.0", nodes=())
         self._start: Any = SimpleNamespace(generation=1)
         self._pool = AgentPool(b"", len(links))
         self._pool.links = links
