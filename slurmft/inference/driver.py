@@ -1044,6 +1044,8 @@ class Driver:
         good_before = self._good
 
         async def attempt() -> Answer:
+            nonlocal good_before
+            good_before = self._good
             try:
                 async with asyncio.timeout(None) as limit:
                     self._in_hand[taken.index] = taken, time.monotonic(), limit

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.driver import MAX_LINE_BYTES
+from slurmft.inference.driver import MAX_LINE_BYTES, STORAGE_PAUSE_S
 from slurmft.inference.ledger import segments_of
 from slurmft.inference.requests import folder_of, left_in, load, runs_of, segment_name
 from slurmft.ipc import messages
@@ -534,9 +534,7 @@ class ReplicaPool:
 
     async def _bury(self, replica: Replica, code: int) -> None:
         """What a dead replica has answered counts; what it was working on goes elsewhere, and makes suspects."""
-        answered: list[int] = []
-        with contextlib.suppress(OSError, StorageError):  # what cannot be read now is found at the next start
-            answered = await self._salvage(replica)
+        answered = await self._salvage_now(*self._newest_of(replica))
         lost = [index for index in replica.in_flight if index not in answered]
         begun = lost if replica.alone else [index for index in lost if index in replica.begun]
         was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
@@ -599,17 +597,36 @@ class ReplicaPool:
 
         self._background.start(start())
 
-    async def _salvage(self, replica: Replica) -> list[int]:
-        """Report the whole answers that it has written and did not live to report."""
+    def _newest_of(self, replica: Replica) -> tuple[str, int]:
+        """The segment that it has written last, and up to where that was reported."""
         name = segment_name(generation=replica.generation, node=self._node, replica=replica.number, life=replica.life,
                             epoch=self._epoch)  # fmt: skip
-        path, start = segments_of(self._batch_folder) / name, replica.ends.get(name, 0)
+        return name, replica.ends.get(name, 0)
+
+    async def _salvage(self, name: str, start: int) -> list[int]:
+        """Report the whole answers that a replica has written and did not live to report."""
+        path = segments_of(self._batch_folder) / name
         if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:  # it may have grown
             self._total = batch.total
         epoch, (indexes, end) = self._epoch, await asyncio.to_thread(left_in, path, start, self._total)
         if indexes and epoch == self._epoch:
             self._report_answers(name, end, indexes)
         return indexes
+
+    async def _salvage_now(self, name: str, start: int) -> list[int]:
+        try:
+            return await self._salvage(name, start)
+        except (OSError, StorageError):  # a full disk: what is written there is in flight no more
+            self._background.start(self._salvage_later(name, start))
+            return []
+
+    async def _salvage_later(self, name: str, start: int) -> None:
+        epoch = self._epoch
+        while epoch == self._epoch:  # else they are open again
+            await asyncio.sleep(STORAGE_PAUSE_S)
+            with contextlib.suppress(OSError, StorageError):
+                await self._salvage(name, start)
+                return
 
     def _kill_for(self, replica: Replica, why: str) -> None:
         if not replica.why:

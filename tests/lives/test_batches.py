@@ -2,8 +2,8 @@
 
 import pytest
 
-from lives.batches import BATCH, BatchWorld, hang_all, life_of
-from lives.faults import exclude_node, requeue_job, reset
+from lives.batches import BATCH, BatchWorld, hang_all, life_of, sicken
+from lives.faults import exclude_node, kill_rank, requeue_job, reset
 from lives.life import Scheduled, lived, story
 from lives.planted import SLURM, run_folder_is
 from lives.world import World
@@ -41,3 +41,16 @@ def test_a_node_that_is_kept_off_answers_nothing(seed: int) -> None:
     """The journal said so, and its agent was taken in as all others."""
     faults = [(4.0, requeue_job), (7.0, exclude_node)]
     life(faults, seed=seed, nodes=2, spare_nodes=1, until=30, in_slurm=SLURM, slurm={"partition": "low"})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_an_engine_has_written_counts_although_it_dies_while_the_disk_is_full(seed: int) -> None:
+    """It was not in flight any more, and looked at once, when it could not be made durable."""
+    faults = [(4.0, run_folder_is("full", 5.0)), (4.5, kill_rank)]
+    life(faults, seed=seed, nodes=1, inference={"concurrency": 4, "commit_interval_s": 1.0})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_that_fails_everything_gives_no_request_an_error(seed: int) -> None:
+    """What another one had answered at the first of its tries was taken for a proof that the engine works."""
+    life([(3.0, sicken)], seed=seed, nodes=1, inference={"concurrency": 4})
