@@ -266,7 +266,7 @@ class BatchWorld(World):
         if wrongly := [name for name, times in right.items() if times > 1]:
             self.violate("answered once", f"{wrongly} are in the output more than once")
         self.saved = len(right)
-        events = self.events()
+        events = self.run.journal().read()
         # the second engine of a request ends of it, for all that can be known
         given_up = {event.details["request"] for event in events if event.event == EventName.REQUEST_GIVEN_UP}
         if wrongly := [number for number in given_up if self.died_with[number] < KILLS]:
@@ -344,7 +344,7 @@ class BatchWorld(World):
         """Of a save that is asked for, only the journal tells."""
         at_s = self.asked.get("SAVE", self.timeline.now_s)
         if self.timeline.now_s - at_s > SAVED_S and any(
-            event.event == EventName.SAVE_REQUESTED for event in self.events()
+            event.event == EventName.SAVE_REQUESTED for event in self.run.journal().read()
         ):
             del self.asked["SAVE"]
         super().check_going(training)

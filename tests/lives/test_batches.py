@@ -5,7 +5,8 @@ import pytest
 from lives.batches import BATCH, BatchWorld, hang_all, life_of, sicken
 from lives.faults import exclude_node, kill_rank, requeue_job, reset
 from lives.life import Scheduled, lived, story
-from lives.planted import SLURM, run_folder_is
+from lives.planted import SLURM, lives_to_find, run_folder_is
+from lives.planted_batches import PLANTED
 from lives.world import World
 
 SEEDS = 12
@@ -54,3 +55,36 @@ def test_what_an_engine_has_written_counts_although_it_dies_while_the_disk_is_fu
 def test_an_engine_that_fails_everything_gives_no_request_an_error(seed: int) -> None:
     """What another one had answered at the first of its tries was taken for a proof that the engine works."""
     life([(3.0, sicken)], seed=seed, nodes=1, inference={"concurrency": 4})
+
+
+# Faults of ours, each in one place, and what shows them
+
+SHOWN = (
+    "what a lost agent had is nobody's", "what a dead engine has written is not looked at", "nothing is made durable",
+    "one death makes a request a poisoned one", "an answer that was not written is told",
+    "the output is written before the last answer", "an answer goes on from another request's text",
+    "a stop is not heeded",
+)  # fmt: skip
+"""Some of each kind; the others take longer, all together."""
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lives_to_find(PLANTED[name], monkeypatch) is not None
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in PLANTED if name not in SHOWN])
+def test_every_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lives_to_find(PLANTED[name], monkeypatch) is not None
+
+
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    for scene in {id(each.scene): each.scene for each in PLANTED.values()}.values():
+        world = scene(0)
+        assert not world.violations, story(world)
+
+
+def test_a_seed_is_one_life() -> None:
+    drawn = life_of(7)
+    assert drawn.lived(drawn.faults, seed=7).story == drawn.lived(drawn.faults, seed=7).story
