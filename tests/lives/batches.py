@@ -51,7 +51,10 @@ NEVER_S = 1e6
 BATCH: dict[str, Any] = {"fault_tolerance": PATIENT, "inference": {"concurrency": 2}}
 """Settings of a life of which only the faults matter."""
 
-SAVED_S, FOUND_S = 1.0, 3.0
+SAVED_S = 1.0
+FOUND_S = 3.0
+"""What a lost agent or engine had is handed over at once; by then it is known which of it was answered."""
+
 BATCH_S = 3000.0
 """Every life of a batch is over by then."""
 
@@ -86,7 +89,7 @@ class SimulatedEngine(Engine):
             self._world.continued += 1
         if key != PROOF:
             self._world.note_asked(number, self._name)
-        self._world.in_hand.setdefault(worker.rank, []).append(number)
+        self._world.in_hand[id(worker)].append(number)
         late_s = self._chance.choice(LATE_S) if self._chance.random() < FLAKY else 0.0
         word_s = (self._chance.uniform(0.05, self._world.answer_s) + late_s) / 5
         try:
@@ -104,7 +107,7 @@ class SimulatedEngine(Engine):
                 self._partials.note(key, text)
                 self._words += 1
         finally:
-            self._world.in_hand[worker.rank].remove(number)
+            self._world.in_hand[id(worker)].remove(number)
         self._partials.forget(key)
         self._world.computed[number] += key != PROOF
         return [{"response": {"status_code": 200, "body": {"answer": text}}}]
@@ -146,11 +149,14 @@ class Replicas(Workers):
         world = self._agent.world
         assert isinstance(world, BatchWorld) and world.config.inference is not None
         await asyncio.sleep(max(0.05, world.silent_until_s - world.timeline.now_s))
-        world.present, world.in_hand[worker.rank] = worker, []
+        world.present, world.in_hand[id(worker)] = worker, []
         try:
             code = await Driver(settings, world.config.inference, world.run.path).run()
         except (SlurmftError, OSError) as error:
             world.note(f"a driver on {self._agent.host}: {error}")
+            code = 1
+        except Exception as error:  # noqa: BLE001 - no driver ends by one
+            world.violate("no internal error", f"a driver on {self._agent.host}: {error!r}")
             code = 1
         with world.outside():
             world.timeline.call_soon(self._agent.end_worker, worker.rank, code)
@@ -198,7 +204,7 @@ class BatchWorld(World):
         """How often engines have answered it."""
 
         self.in_hand: dict[int, list[int]] = {}
-        """What the engine of a rank works on."""
+        """What the engine of a worker works on."""
 
         self.died_with: Counter[int] = Counter()
         """How many engines have ended with a request in hand."""
@@ -303,7 +309,7 @@ class BatchWorld(World):
         """An engine has ended, for whichever reason."""
         self.lost_s = self.timeline.now_s
         self.deaths += len(self.committed) < self.until
-        self.died_with.update(self.in_hand.get(worker.rank, ()))
+        self.died_with.update(self.in_hand.get(id(worker), ()))
 
     def note_begun(self, agent: Agent, generation: int) -> None:
         """An agent begins with requests of this generation."""
@@ -323,7 +329,7 @@ class BatchWorld(World):
         assert self.config.inference is not None
         since_s = self.committed.get(number, self.timeline.now_s)
         is_doubled = self.config.inference.tail_after_s < NEVER_S or since_s < self.lost_s + FOUND_S
-        is_well = self.network.is_whole and self.has_been_well(since_s)
+        is_well = self.network.is_whole and self.has_been_well(since_s - FOUND_S)
         is_well = is_well and not any(agent.process.stopped for agent in self.agents if agent.is_there)
         if number in self.committed and is_well and not is_doubled:
             self.violate("computed once", f"{name} is asked request {number}, which counts")
@@ -413,7 +419,8 @@ def _simulate_replicas(world: BatchWorld, patch: pytest.MonkeyPatch) -> None:
         return count
 
     def noted_loss(coordinator: Coordinator, node: int) -> int:
-        world.deaths += node in coordinator.agents
+        if node in coordinator.agents:
+            world.deaths, world.lost_s = world.deaths + 1, world.timeline.now_s
         return lose(coordinator, node)
 
     def checked_ledger(*args: Any) -> Ledger:
