@@ -358,6 +358,7 @@ class Coordinator:
         """Bring the leases in line with the ledger, which may have more answers than agents reported."""
         if self.ledger.count > self.requests.done:
             self.requests.answered_as_in(self.ledger.done)
+            self.committed.set()  # it may have been the last
 
     # Reports
 

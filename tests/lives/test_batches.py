@@ -3,7 +3,7 @@
 import pytest
 
 from lives.batches import BATCH, BatchWorld, hang_all, life_of, sicken
-from lives.faults import exclude_node, kill_rank, requeue_job, reset
+from lives.faults import exclude_node, kill_agent, kill_rank, requeue_job, reset
 from lives.life import Scheduled, lived, story
 from lives.planted import SLURM, lives_to_find, run_folder_is
 from lives.planted_batches import PLANTED
@@ -55,6 +55,18 @@ def test_what_an_engine_has_written_counts_although_it_dies_while_the_disk_is_fu
 def test_an_engine_that_fails_everything_gives_no_request_an_error(seed: int) -> None:
     """What another one had answered at the first of its tries was taken for a proof that the engine works."""
     life([(3.0, sicken)], seed=seed, nodes=1, inference={"concurrency": 4})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_whose_last_answers_are_found_on_the_disk_ends(seed: int) -> None:
+    """They were not reported, and whoever waited for the end was not told that they counted."""
+
+    def kill_at_the_end(world: World) -> None:
+        assert isinstance(world, BatchWorld)
+        is_written = len(world.computed) == world.until
+        kill_agent(world) if is_written else world.timeline.call_later(0.01, kill_at_the_end, world)
+
+    life([(1.0, kill_at_the_end)], seed=seed, nodes=1, inference={"concurrency": 4, "commit_interval_s": 1.0})
 
 
 # Faults of ours, each in one place, and what shows them
