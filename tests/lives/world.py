@@ -750,7 +750,8 @@ class _Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self._world.note(f"log: {text[:200]}")
-        if "Killed()" not in text and ("internal error" in text or record.exc_info):
+        is_killed = "Killed()" in text or (record.exc_info and isinstance(record.exc_info[1], Killed))
+        if not is_killed and ("internal error" in text or record.exc_info):
             import traceback
 
             trace = "".join(traceback.format_exception(*record.exc_info)[-3:]) if record.exc_info else ""
