@@ -270,6 +270,9 @@ class Replicas:
             case messages.Lease():
                 self._pool.lease(call.runs, call.alone, call.epoch, call.partials or ())
             case messages.Drain():
+                if self._draining is not None and not self._pool.is_draining:  # it has begun anew meanwhile
+                    self._draining.cancel()
+                    self._draining = None
                 if self._draining is None or self._draining.done():
                     self._draining = asyncio.create_task(self._pool.drain(call.within_s))
             case messages.RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):

@@ -353,7 +353,9 @@ class ReplicaPool:
         self._total = 0
         self._server: asyncio.Server | None = None
         self._background = Background()
-        self._draining = False
+        self.is_draining = False
+        """It ends; another ``begin`` is the end of that."""
+
         self._signalled_s = -1e9
         self._drained_told = False
 
@@ -367,7 +369,7 @@ class ReplicaPool:
             replica.void, replica.alone = replica.void + len(replica.in_flight), False
             self._tell(replica, kind="revoke")
             replica.in_flight, replica.begun = {}, set()
-        self._wanted, self._draining, self._drained_told = 0, False, False
+        self._wanted, self.is_draining, self._drained_told = 0, False, False
         if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:
             self._total = batch.total
         if self._server is None:
@@ -403,7 +405,7 @@ class ReplicaPool:
         self._suspects.extend(alone)
         self._wanted = max(0, self._wanted - len(alone))
         self._put_first(late)
-        if self._draining:
+        if self.is_draining:
             self._give_back()
         self._feed()
 
@@ -414,7 +416,7 @@ class ReplicaPool:
     def _put_first(self, indexes: list[int]) -> None:
         """They get the next slots that become free, before what waits in the drivers."""
         able = [each for each in self.replicas if each.phase is Phase.READY and not each.alone]
-        if self._draining or self._suspects:
+        if self.is_draining or self._suspects:
             able = []
         for place, replica in enumerate(sorted(able, key=lambda each: -each.room())):
             if share := indexes[place :: len(able)]:
@@ -433,7 +435,7 @@ class ReplicaPool:
 
     async def drain(self, within_s: float) -> None:
         """Finish what is in flight within this time, give everything else back, and end the replicas."""
-        self._draining = True
+        self.is_draining = True
         self._give_back()
         for replica in self.replicas:
             if replica.phase is Phase.READY:
@@ -470,7 +472,7 @@ class ReplicaPool:
 
     def want(self, numbers: Sequence[int] | None, epoch: int) -> None:
         """Have these replicas on; others end when they have answered what they have."""
-        if self._draining or numbers is None or epoch != self._epoch:
+        if self.is_draining or numbers is None or epoch != self._epoch:
             return
         for replica in self.replicas:
             is_on, is_off = replica.number in numbers, replica.phase is Phase.OFF
@@ -486,7 +488,7 @@ class ReplicaPool:
 
     def join_gang(self, part: messages.JoinGang) -> None:
         """Have this node's part in an engine over several nodes; another one that it has ends at once."""
-        if self._draining or part.epoch != self._epoch:
+        if self.is_draining or part.epoch != self._epoch:
             return
         replica = self.replicas[0]
         replica.part, is_head = part, replica.phase is not Phase.MEMBER and not replica.is_leaving
@@ -537,7 +539,7 @@ class ReplicaPool:
         answered = await self._salvage_now(*self._newest_of(replica))
         lost = [index for index in replica.in_flight if index not in answered]
         begun = lost if replica.alone else [index for index in lost if index in replica.begun]
-        was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
+        was_ready, asked = replica.phase is Phase.READY, self.is_draining or replica.why == "the run stops"
         how = replica.why or how_it_ended(code)
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
@@ -592,7 +594,7 @@ class ReplicaPool:
     def _later(self, replica: Replica, delay_s: float) -> None:
         async def start() -> None:
             await asyncio.sleep(delay_s)
-            if replica.phase is Phase.WAITING and not self._draining:
+            if replica.phase is Phase.WAITING and not self.is_draining:
                 self._start_replica(replica)
 
         self._background.start(start())
@@ -678,7 +680,7 @@ class ReplicaPool:
 
     def _ask_for_more(self) -> None:
         """Keep as much at hand as the replicas that are ready will soon need."""
-        if self._draining or self._config.serving is not None:
+        if self.is_draining or self._config.serving is not None:
             return
         slots = sum(each.slots for each in self.replicas if each.phase is Phase.READY)
         held = sum(len(each.in_flight) for each in self.replicas) + len(self._queue)
@@ -718,7 +720,7 @@ class ReplicaPool:
                 replica.phase, replica.slots, replica.port = Phase.READY, message["slots"], message.get("port", 0)
                 self._monitor.ready(replica.number, now_s)
                 self.tell_state(replica)
-                if self._draining:
+                if self.is_draining:
                     self._tell(replica, kind="drain")
                 self._feed()
             case "begun":

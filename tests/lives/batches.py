@@ -421,6 +421,7 @@ def _simulate_replicas(world: BatchWorld, patch: pytest.MonkeyPatch) -> None:
     def noted_loss(coordinator: Coordinator, node: int) -> int:
         if node in coordinator.agents:
             world.deaths, world.lost_s = world.deaths + 1, world.timeline.now_s
+            world.asked.pop("SIGTERM", None)  # it may be the one that got it
         return lose(coordinator, node)
 
     def checked_ledger(*args: Any) -> Ledger:

@@ -4,8 +4,8 @@ import pytest
 
 from lives.batches import BATCH, BatchWorld, hang_all, life_of, sicken
 from lives.faults import exclude_node, kill_agent, kill_rank, requeue_job, reset
-from lives.life import Scheduled, lived, story
-from lives.planted import SLURM, lives_to_find, run_folder_is
+from lives.life import Bounds, Scheduled, lived, story
+from lives.planted import REQUEUE, SLURM, lives_to_find, run_folder_is
 from lives.planted_batches import PLANTED
 from lives.world import World
 
@@ -67,6 +67,14 @@ def test_a_batch_whose_last_answers_are_found_on_the_disk_ends(seed: int) -> Non
         kill_agent(world) if is_written else world.timeline.call_later(0.01, kill_at_the_end, world)
 
     life([(1.0, kill_at_the_end)], seed=seed, nodes=1, inference={"concurrency": 4, "commit_interval_s": 1.0})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stop_in_which_a_connection_breaks_takes_no_longer(seed: int) -> None:
+    """Told once more to finish, the agent took that for what it did already, and had begun anew."""
+    faults = [(5.0, REQUEUE), (5.3, reset)]
+    world = life(faults, seed=seed, nodes=1, until=40, answer_s=4.0, bounds=Bounds(within_s=120.0))
+    assert len(world.starts) == 2, story(world)
 
 
 # Faults of ours, each in one place, and what shows them
