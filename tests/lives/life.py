@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from lives import batches
-from lives.batches import batch_of
 from lives.faults import Fault, drawn
 from lives.timeline import Stuck
 from lives.world import LONGEST_S, World, simulated
@@ -57,9 +55,6 @@ NUMBER = re.compile(r"(restart|retry) (\d+)")
 SAYS_HOW = frozenset({EventName.WORKER_FAILED, EventName.AGENT_LOST, EventName.WORKER_HUNG})
 """Events that say how an attempt has come to its end."""
 
-IN_BATCHES = 0.1
-"""Share of lives that answer requests, with agents that outlive a supervisor; the others train."""
-
 IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
 
@@ -70,7 +65,7 @@ PATIENT = {"num_in_job_restarts": 200, "num_job_retries_on_failure": 200, "max_n
 def live(seed: int, *, most: int = 6) -> World:
     """Live the life of this seed. What did not hold is in its ``violations``."""
     drawing = life_of(seed, most=most)
-    return lived(drawing.faults, until=drawing.until, seed=seed, in_slurm=drawing.in_slurm, **drawing.settings)
+    return drawing.lived(drawing.faults, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -81,6 +76,11 @@ class Drawn:
     until: int
     in_slurm: dict[str, Any] | None
     settings: dict[str, Any]
+    kind: type[World] = World
+
+    def lived(self, faults: Scheduled, *, seed: int) -> World:
+        """Live it with these faults."""
+        return lived(faults, until=self.until, seed=seed, in_slurm=self.in_slurm, kind=self.kind, **self.settings)
 
 
 def life_of(seed: int, *, most: int = 6) -> Drawn:
@@ -105,19 +105,14 @@ def life_of(seed: int, *, most: int = 6) -> Drawn:
             "slurm": {"partition": "low"},
         }  # fmt: skip
     faults = drawn(chance, most=most, in_slurm=in_slurm is not None)
-    until, of_batch = chance.choice((20, 60, 150)), random.Random(f"batch {seed}")
-    if of_batch.random() < IN_BATCHES:
-        faults, until, section = batch_of(of_batch, faults)
-        settings = {key: value for key, value in settings.items() if key not in ("nproc_per_node", "checkpoint")}
-        settings["inference"] = section
-    return Drawn(faults, until, in_slurm, settings)
+    return Drawn(faults, chance.choice((20, 60, 150)), in_slurm, settings)
 
 
 def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
     """The fewest of its faults with which a life still fails in the same way; none where it does not (ddmin)."""
 
     def fails(faults: Scheduled) -> set[str]:
-        world = lived(faults, until=drawing.until, seed=seed, in_slurm=drawing.in_slurm, **drawing.settings)
+        world = drawing.lived(faults, seed=seed)
         return {each.partition(":")[0] for each in world.violations}
 
     faults, found, size = list(drawing.faults), fails(drawing.faults), max(1, len(drawing.faults) // 2)
@@ -134,12 +129,13 @@ def shortest(drawing: Drawn, *, seed: int) -> Scheduled:
 
 def lived(
     faults: Scheduled, *, until: int = 150, seed: int = 0, peers_fail: bool = True,
-    in_slurm: dict[str, Any] | None = None, bounds: Bounds = Bounds(), **settings: Any,
+    in_slurm: dict[str, Any] | None = None, bounds: Bounds = Bounds(), kind: type[World] = World, **settings: Any,
 ) -> World:  # fmt: skip
     """Live the life in which these faults come.
 
     Args:
         bounds: what this life may cost.
+        kind: what is lived.
         peers_fail: ranks that wait for one that is gone may fail of it by themselves, and keep nothing then.
         until: steps of the run, of 0.2 s each; every tenth is saved.
         seed: decides what is left to chance.
@@ -148,10 +144,8 @@ def lived(
     in_memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="life-", dir=in_memory if in_memory.is_dir() else None))
     try:
-        world = World(folder, random.Random(seed), in_slurm=in_slurm, **settings)
+        world = kind(folder, random.Random(seed), in_slurm=in_slurm, **settings)
         world.until, world.save_every = until, 10
-        if world.config.inference is not None:
-            batches.write_input(folder / "requests.jsonl", until)
         if not peers_fail:
             world.peers_fail_s = (1e9,)
         with pytest.MonkeyPatch.context() as patch, simulated(world, patch):
@@ -167,8 +161,6 @@ def lived(
                     "budgets add up" if is_over else "every life ends", f"{error}; {len(world.starts)} starts"
                 )
             else:
-                if world.config.inference is not None:
-                    batches.judge(world, code)
                 _judge(world, code)
                 _judge_bounds(world, code, bounds)
                 world.outlive()

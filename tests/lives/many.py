@@ -9,7 +9,8 @@ import os
 import sys
 import time
 
-from lives.life import life_of, lived, shortest, story
+from lives import batches
+from lives.life import Drawn, life_of, shortest, story
 
 MOST = 8
 """Faults in a life; ``make test`` has fewer, and shorter stories."""
@@ -22,17 +23,24 @@ TOLD = 5
 """Stories of lives that failed: the others may have the same cause."""
 
 
+BATCH_EACH = 10
+"""One of so many lives answers requests; the others train."""
+
+
+def _drawn(seed: int) -> Drawn:
+    return (life_of if seed % BATCH_EACH else batches.life_of)(seed, most=MOST)
+
+
 def _violations(seed: int) -> tuple[int, list[str]]:
-    drawn = life_of(seed, most=MOST)
-    world = lived(drawn.faults, until=drawn.until, seed=seed, in_slurm=drawn.in_slurm, **drawn.settings)
-    return seed, world.violations
+    drawn = _drawn(seed)
+    return seed, drawn.lived(drawn.faults, seed=seed).violations
 
 
 def tell(seed: int) -> str:
     """The story of this seed, with as few faults as it takes to fail; with all of them where it does not."""
-    drawn = life_of(seed, most=MOST)
+    drawn = _drawn(seed)
     faults = shortest(drawn, seed=seed) or drawn.faults
-    world = lived(faults, until=drawn.until, seed=seed, in_slurm=drawn.in_slurm, **drawn.settings)
+    world = drawn.lived(faults, seed=seed)
     names = ", ".join(f"{fault.__name__} at {at_s:.2f} s" for at_s, fault in faults)
     return f"seed {seed}, {len(faults)} of {len(drawn.faults)} faults: {names}\n{drawn.settings}\n{story(world)}"
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lives.timeline import PROCESS, Process
+from lives.timeline import PROCESS
 from slurmft.agent import agent as agent_module
 from slurmft.ipc.messages import (
-    BeginReplicas,
     HangReport,
     SectionsReply,
     Started,
@@ -73,8 +72,6 @@ class Worker:
     told: bool = False
     """Its hang was reported."""
     first_at: float = 0.0
-    process: Process | None = None
-    """Of a replica's driver; ranks of a training are not simulated by themselves."""
 
     @property
     def alive(self) -> bool:
@@ -128,16 +125,6 @@ class Workers:
         self.by_rank = {rank: Worker(rank, world.until, moved_s=world.timeline.now_s) for rank in ranks}
         world.training_of(self._agent.order).join(self._agent)
 
-    def start_one(self, rank: int, environment: dict[str, str], **_: Any) -> None:
-        """The driver of a replica."""
-        from lives.batches import start_driver
-
-        start_driver(self._agent, rank, environment)
-
-    def kill_one(self, rank: int) -> None:
-        """The driver of a replica."""
-        self._agent.end_worker(rank, -9, killed=True)
-
     def signal(self, _: int) -> None:
         """All of them use a session, and stop by the agreement."""
 
@@ -161,6 +148,9 @@ class Workers:
     def close(self, **_: bool) -> None:
         """The agent ends; what it had kept ends with it."""
         self.end(-9, killed=True)
+
+    def ended(self, _: Worker) -> None:
+        """One of them has."""
 
     def end(self, code: int, *, killed: bool, report: bool = True) -> None:
         """All of them."""
@@ -228,12 +218,6 @@ class Own(agent_module.Agent):
         self.agent.order = call
         return await super()._start(call)
 
-    async def _answer(self, call: Any) -> Any:
-        # one that was stopped may carry out an order of long ago when it goes on
-        if isinstance(call, BeginReplicas) and not self.agent.world.is_alone(self.agent):
-            self.agent.world.begin_generation(call.generation, self.agent.host)
-        return await super()._answer(call)
-
 
 async def _for_ever() -> None:
     await asyncio.Event().wait()
@@ -283,7 +267,7 @@ class Agent:
 
         self.code: int | None = None
         self.ended = asyncio.Event()
-        self.own_workers = Workers(self)
+        self.own_workers = world.workers(self)
         self._own = Own(self, folder, secret)
 
     @property
@@ -375,8 +359,7 @@ class Agent:
         if not worker.alive:
             return
         worker.exit_code, worker.killed = code, killed
-        if worker.process is not None:
-            worker.process.end()
+        self.own_workers.ended(worker)
         if code:
             worker.state = worker.state if code < 0 else State.FAILED
         if report and self.process.alive:

@@ -320,8 +320,8 @@ def _batch(*befalls: tuple[float, faults.Fault], **settings: Any) -> Scene:
     """A batch of two nodes in which these faults come."""
 
     def scene(seed: int) -> World:
-        return lived(befalls, seed=seed, **{"until": 40, "inference": batches.SETTINGS, "nodes": 2,
-                                            "fault_tolerance": PATIENT, **settings})  # fmt: skip
+        return lived(befalls, seed=seed, kind=batches.BatchWorld, **{
+            **batches.BATCH, "until": 40, "nodes": 2, **settings})  # fmt: skip
 
     return scene
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lives import faults
-from lives.batches import SETTINGS, SLOTS, leave_old_record, lose_secret, take_port, tear_record
+from lives.batches import BatchWorld, leave_old_record, lose_secret, take_port, tear_record
 from lives.faults import Fault, kill_supervisor
 from lives.life import PATIENT, Bounds, Scheduled, lived, story
 from lives.planted import SLURM, run_folder_is
@@ -14,16 +14,19 @@ from lives.world import World
 from slurmft.storage.journal import EventName
 
 LEASE_S = 30.0
-BATCH: dict[str, Any] = {"inference": SETTINGS, "fault_tolerance": {**PATIENT, "supervisor_lease_s": LEASE_S}}
+SLOTS = 3
+BATCH: dict[str, Any] = {"inference": {"concurrency": SLOTS, "hang_timeout_s": 20.0},
+                         "fault_tolerance": {**PATIENT, "supervisor_lease_s": LEASE_S}}  # fmt: skip
 IN_SLURM: dict[str, Any] = {"in_slurm": SLURM, "slurm": {"partition": "low"}}
 HERE: dict[str, Any] = {}
 WHERE = pytest.mark.parametrize("where", [HERE, IN_SLURM], ids=["here", "in Slurm"])
 
 
-def answered(befalls: Scheduled, *, until: int = 40, nodes: int = 2, **settings: Any) -> World:
+def answered(befalls: Scheduled, *, until: int = 40, nodes: int = 2, **settings: Any) -> BatchWorld:
     """The life of a batch, in which all must hold."""
-    world = lived(befalls, until=until, nodes=nodes, **{**BATCH, **settings})
+    world = lived(befalls, until=until, nodes=nodes, kind=BatchWorld, **{**BATCH, **settings})
     assert not world.violations, story(world)
+    assert isinstance(world, BatchWorld)
     return world
 
 
@@ -71,9 +74,8 @@ def cut_off(seconds: float) -> Callable[[World, Any], None]:
 def test_a_killed_supervisor_costs_no_agent_and_no_engine(at_s: float, where: dict[str, Any]) -> None:
     world = answered([(at_s, kill_supervisor)], **where)
     assert (len(world.agents), world.engines) == (2, 2), story(world)
-    assert world.answers <= 40 + 2 * 2 * SLOTS, story(
-        world
-    )  # what engines had, and have answered until they were asked again
+    # what engines had, and have answered until they were asked again
+    assert sum(world.computed.values()) <= 40 + 2 * 2 * SLOTS, story(world)
 
 
 @WHERE

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from lives.guarding import Guarding, Listener, simulate_guardian
-from lives.nodes import OLD_S, Agent, Training, simulate_agents
+from lives.nodes import OLD_S, Agent, Training, Workers, simulate_agents
 from lives.slurm import Controller, Job, SlurmMachine, environment_of, next_job, submitted
 from lives.timeline import PROCESS, Network, Process, Stuck, Thread, Timeline, inside
 from slurmft.config.run import RunConfig
@@ -169,6 +169,9 @@ class World:
         config: keys of the run's configuration beside those that every life has.
     """
 
+    workers = Workers
+    """Those of an agent."""
+
     def __init__(
         self, folder: Path, chance: random.Random, *, in_slurm: dict[str, Any] | None = None, **config: Any
     ) -> None:
@@ -177,12 +180,9 @@ class World:
         self.network = Network(self.timeline, chance)
         self.network.on_change = self.disturb
         self.run = RunFolder(folder / "run")
-        work: dict[str, Any] = {"command": ["true"], "nproc_per_node": 2}
-        if "inference" in config:
-            work = {"inference": {"input": str(folder / "requests.jsonl"), **config.pop("inference")}}
         self.config = RunConfig.model_validate({
-            "run_folder": str(self.run.path), "nodes": 2, "exclusions": {"path": str(folder / "exclusions.json")},
-            **work, **config,
+            "run_folder": str(self.run.path), "command": ["true"], "nodes": 2, "nproc_per_node": 2,
+            "exclusions": {"path": str(folder / "exclusions.json")}, **config,
         })  # fmt: skip
         self.until, self.step_s, self.save_every = 400, 0.2, 50
         self.agents: list[Agent] = []
@@ -206,8 +206,8 @@ class World:
         self.supervisor: Process | None = None
         self._trainings: dict[int, Training] = {}
         self._generations: set[int] = set()
-        self.answers = self.engines = 0
-        """That engines have given, and engines that were started."""
+        self.engines = 0
+        """That were started."""
 
         self._processes: list[Process] = []
         self._pids = 1000
@@ -862,7 +862,8 @@ class _Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self._world.note(f"log: {text[:200]}")
-        if "Killed()" not in text and ("internal error" in text or record.exc_info):
+        is_killed = "Killed()" in text or (record.exc_info and isinstance(record.exc_info[1], Killed))
+        if not is_killed and ("internal error" in text or record.exc_info):
             import traceback
 
             trace = "".join(traceback.format_exception(*record.exc_info)[-3:]) if record.exc_info else ""
@@ -894,10 +895,6 @@ def simulated(world: World, patch: pytest.MonkeyPatch) -> Iterator[World]:
         _simulate_slurm(world, world.slurm, patch)
     _simulate_disk(world, patch)
     simulate_agents(world, patch)
-    if world.config.inference is not None:
-        from lives.batches import simulate_inference
-
-        simulate_inference(world, patch)
     for function, name in ((ExclusionList.__init__, "clock"),):
         patch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, name: world.wall_s})
     patch.setattr(run_module, "BackgroundLog", lambda: SimpleNamespace(close=lambda: None))
