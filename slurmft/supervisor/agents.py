@@ -649,7 +649,7 @@ async def end_agents(
         if process.returncode is None:
             process.terminate()  # srun kills its step at once when it gets TERM
     _, late = await asyncio.wait(waits, timeout=patience_s)
-    if late and node_lost:
+    if late:  # an agent that never connected takes a TERM for a user's signal
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
