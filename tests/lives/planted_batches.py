@@ -8,7 +8,7 @@ from lives.life import Bounds, lived
 from lives.planted import SLURM, Planted, Scene, _nothing, _put, _wrap, run_folder_is
 from lives.world import World
 from slurmft.inference import coordinator as coordinator_module
-from slurmft.inference.coordinator import Coordinator, RequestRedistributor
+from slurmft.inference.coordinator import RequestRedistributor
 from slurmft.inference.driver import Driver
 from slurmft.inference.ledger import RequestCheckpointer
 from slurmft.inference.pool import ReplicaPool, WorkerHealthMonitor
@@ -73,11 +73,6 @@ async def _not_revoked(real: Any, self: ReplicaPool, **begin: Any) -> None:
         replica.in_flight |= in_flight
 
 
-def _any_epoch(real: Any, self: Coordinator, node: int, report: Any) -> bool:
-    agent = self.agents.get(node)
-    return real(self, node, coordinator_module.replace(report, epoch=agent.epoch) if agent is not None else report)
-
-
 def _forgets(real: Any, self: RequestRedistributor, done: Any, **rest: Any) -> None:
     real(self, done, **rest)
     if self.done and not self.finished:
@@ -104,7 +99,6 @@ PLANTED: dict[str, Planted] = {
         _wrap(RequestCheckpointer, "take", _any_text), "every request is answered", REPLICA),
     "a request is lost at a requeue": Planted(
         _wrap(RequestRedistributor, "__init__", _forgets), "what counts can be read", REQUEUE),
-    "reports of an older lease count": Planted(_wrap(Coordinator, "on_report", _any_epoch), "computed once", RESET),
     "a new lease does not end the old one": Planted(_wrap(ReplicaPool, "begin", _not_revoked), "every", RESET),
     "requests of the user are not heeded": Planted(
         _put(InferenceAttempt, "_heed_requests", _nothing), "requests are answered", REQUEUE),

@@ -574,7 +574,8 @@ class World:
         last = self.events()[-40:]
         self.check_fence(" ".join(argv[:3]))
         wanted = EventName.RESUBMITTING if argv[0] == "sbatch" else EventName.REQUEUEING
-        begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED), default=0)
+        begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED
+                     and event.details.get("generation") != self.fence), default=0)  # fmt: skip
         if not any(event.event == EventName.DECISION for event in last[begun:]):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and no decision is in the journal")
         if argv[0] != "sbatch":
