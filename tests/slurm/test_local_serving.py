@@ -155,9 +155,12 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     (row,) = client.files.content(done.output_file_id).text.splitlines()
     assert json.loads(row)["response"]["body"]["choices"][0]["message"]["content"] == whole
     client.close()
-    logs = eventually(lambda: list(endpoint.folder.path.glob("serving/access-*.log")), 10, "an access log")
-    lines = [json.loads(line) for path in logs for line in path.read_text().splitlines()]
-    assert {"/v1/models", "/v1/chat/completions", "/v1/batches"} <= {each["path"] for each in lines}
+
+    def logged() -> set[str]:
+        logs = endpoint.folder.path.glob("serving/access-*.log")
+        return {json.loads(line)["path"] for path in logs for line in path.read_text().splitlines()}
+
+    eventually(lambda: {"/v1/models", "/v1/chat/completions", "/v1/batches"} <= logged(), 30, "lines of all of them")
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) >= 5, 10, "requests count as steps")
     status = json.loads(endpoint.slurmft("status", str(endpoint.folder.path), "--json"))
     assert status["state"] == "running" and status["step"] >= 5
