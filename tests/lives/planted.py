@@ -355,7 +355,7 @@ OUTLIVED_BY_ONE = _batch(
     (3.0, faults.kill_supervisor), (3.01, _die), until=300, bounds=Bounds(within_s=85.0),
     fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0},
 )  # fmt: skip
-OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20)
+OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20, bounds=Bounds(within_s=20.0))
 
 
 # what is planted
@@ -689,8 +689,7 @@ PLANTED: dict[str, Planted] = {
     "agents that are not needed any more are not ended": Planted(
         _put(Outlived, "end", lambda _: None), "agents end with the run", OUTLIVED_A_STOP),
     "an agent that connects after the end is not told of it": Planted(
-        lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False),
-        "agents end with the run", OUTLIVED_ASLEEP),
+        lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False), "in time", OUTLIVED_ASLEEP),
     "nobody takes the place of an agent that does not report": Planted(
         _put(crew_module.Reviver, "expect", lambda *_: None), "in time", OUTLIVED_BY_ONE),
     "an attempt that left no entry has no number": Planted(
