@@ -2,6 +2,8 @@
 at its nodes to what is changed.
 
 A sweep asks Slurm first. Where it does not answer, nothing is changed, as no node is at fault then.
+
+In one piece, since a sweep rescues the runs below a folder, within its own time and with their owners' rights.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) ->
     if (config := _configuration(run)) is not None:
         _accuse(run, config, job, refusals)
         placement = next_placement(config, partition=record.partition, job=job, history=history, suspects=names)
+        _note_avoided(run, placement)
         own_jobs.place(job, own_jobs.SOONEST_S, avoid=None if placement is None else placement.excluded)
     own_jobs.release(job)
     where = f", now without {', '.join(names)}" if names else ""
@@ -289,6 +292,12 @@ def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history:
         return None
     suspects = sorted(duty_of(history).undecided)
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
+
+
+def _note_avoided(run: RunFolder, placement: Placement | None) -> None:
+    """Without it these nodes would be the user's own, which the run gives up in no need."""
+    if placement is not None:
+        run.journal().append(EventName.AVOIDING, **placement.avoidance.as_event())
 
 
 def complete(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
@@ -512,6 +521,7 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
     try:
         placement = placement_of(run, partition=record.partition, job=None, history=events)
+        _note_avoided(run, placement)
         try:
             job_id = _sbatch(run, job, placement, events)
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
@@ -565,6 +575,7 @@ def _submit_again(
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
+        _note_avoided(run, placement)
         job_id = bring_back(run, mine, placement, in_memory=is_known)
         job_id = job_id or _sbatch(run, mine, placement, events)
     except BaseException:

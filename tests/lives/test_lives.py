@@ -11,6 +11,7 @@ import pytest
 from lives.faults import (
     ask_for_stop,
     cancel_job,
+    exclude,
     give_number_again,
     jump_clock,
     kill_agent,
@@ -42,6 +43,13 @@ from lives.world import World
 from slurmft.storage.journal import EventName
 
 BLOCKS, EACH = 10, 20
+
+
+def fail_everywhere(world: World) -> None:
+    """The Prolog fails on the node, whichever it is, on which the job starts next."""
+    assert world.slurm is not None
+    world.slurm.sick.update(world.slurm.nodes)
+    world.accusable.update(("launch failed", node) for node in world.slurm.nodes)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -124,6 +132,21 @@ def test_a_start_knows_its_job_by_what_was_submitted(seed: int) -> None:
     """It took the identity of the job that had the number by then into the run folder, and cron waited for that one."""
     faults = [(0.04, give_number_again), (0.04, kill_supervisor)]
     world = lived(faults, until=40, seed=seed, nodes=2, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_that_cron_keeps_off_is_not_one_that_the_job_excludes_for_good(seed: int) -> None:
+    """Its release of a held job did not say which they were. They were the user's from then on, and the job waited for
+    ever, as too few nodes were left without them."""
+
+    def exclude_one(world: World) -> None:
+        assert world.slurm is not None
+        exclude(world, next(node for node in world.slurm.nodes if node not in world.slurm.drained))
+
+    faults = [(3.0, fail_everywhere), (4.0, requeue_job), (20.0, exclude_one), (20.0, fail_everywhere)]
+    settings = {"nodes": 1, "spare_nodes": 2, "slurm": {"partition": "low"}}
+    world = lived(faults, until=40, seed=seed, in_slurm=SLURM, **KEEPING, **settings)
     assert not world.violations, story(world)
 
 
