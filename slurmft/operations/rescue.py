@@ -469,6 +469,9 @@ def _rescue(
         if record.waiting and (done := complete(run, job, record, who)):
             return done
         if record.waiting and parsing.is_held_by_launch(record.reason):
+            later = [records[each] for each in jobs[jobs.index(job) + 1 :] if each in records]
+            if any(each.alive or each.waiting for each in later):
+                return _cancel_replaced(job)
             return release(run, job, record, who)
         if record.waiting and parsing.is_held_for_good(record.reason) and run.see_request("KILL") is None:
             return _submit_in_place_of(run, job, record, who)
@@ -510,8 +513,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who:
 def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
-        own_jobs.cancel(job)
-        return f"job {job}, in place of which the run has another one, is cancelled"
+        return _cancel_replaced(job)
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):
         return f"another process is already rescuing job {job}"
@@ -533,6 +535,11 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     claim.settle(f"rescued as job {job_id}")
     own_jobs.cancel(job)
     return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
+
+
+def _cancel_replaced(job: OwnJob) -> str:
+    own_jobs.cancel(job)
+    return f"job {job}, in place of which the run has another one, is cancelled"
 
 
 def _submit_again(

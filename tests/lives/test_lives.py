@@ -150,6 +150,18 @@ def test_a_node_that_cron_keeps_off_is_not_one_that_the_job_excludes_for_good(se
     assert not world.violations, story(world)
 
 
+def test_a_held_job_beside_its_successor_is_not_released() -> None:
+    """It was requeued from outside when it had a successor, and a Prolog failed at the start that would have been
+    superfluous: cron released it, and it went on with the run while the successor waited."""
+    faults = [(5.0, fail_everywhere), (5.0, signal_supervisor), (6.5, requeue_job)]
+    settings = {"slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, in_slurm=SLURM, **KEEPING, **settings)
+    assert not world.violations, story(world)
+    assert all(any(each in line for line in world.story) for each in ("job 1 cannot start", "job 2 starts")), story(
+        world
+    )
+
+
 @pytest.mark.parametrize("full_s", [20.0, 100.0])
 def test_a_stop_that_no_journal_could_take_is_one(full_s: float) -> None:
     """Cron saw an attempt without a decision, and put the job back."""
