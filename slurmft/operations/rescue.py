@@ -583,13 +583,21 @@ def _submit_again(
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
         _note_avoided(run, placement)
-        job_id = bring_back(run, mine, placement, in_memory=is_known)
+        has_other = _began_to_resubmit(events) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
+        job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
         job_id = job_id or _sbatch(run, mine, placement, events)
     except BaseException:
         claim.give_back()
         raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
+
+
+def _began_to_resubmit(events: Sequence[Event]) -> bool:
+    """Whether its supervisor was killed in its sbatch: there may be a successor that the run does not know."""
+    ends = (EventName.RESUBMITTING, EventName.RESUBMITTED, EventName.RESUBMIT_FAILED, EventName.ATTEMPT_STARTED)
+    newest = next((event.event for event in reversed(events) if event.event in ends), None)
+    return newest == EventName.RESUBMITTING
 
 
 def _is_recent(run: RunFolder, owner: Owner) -> bool:

@@ -593,7 +593,7 @@ PLANTED: dict[str, Planted] = {
         "stop means stop", STOPPED_IN_GRACE),
     # one continuation
     "a submission without an answer is made again": Planted(
-        _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
+        _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
     "a killed supervisor's submission is made again": Planted(
         lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda _: False),
                        patch.setattr(Continuation, "later_job", lambda _: None))[0],
@@ -644,7 +644,7 @@ PLANTED: dict[str, Planted] = {
         _put(rescue, "rescues_without_progress", lambda _: 0), "budgets add up", SCRIPTS),
     "cron acts before its entry": Planted(_without_rescuing, "entry before action", SCRIPT_FORGOTTEN),
     "cron does not look for the job of a try before": Planted(
-        _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_FOR_CRON),
+        _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_FOR_CRON),
     "cron does not see a job without its batch script": Planted(
         _put(rescue, "is_orphan", lambda _: False), "in time", BATCH_HOST),
     "cron finishes no requeue": Planted(_put(rescue, "complete", lambda *_: None), "the run goes on", CRON_DIES),

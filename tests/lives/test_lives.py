@@ -162,6 +162,20 @@ def test_a_held_job_beside_its_successor_is_not_released() -> None:
     )
 
 
+def test_cron_goes_on_with_a_successor_that_the_run_does_not_know() -> None:
+    """The batch script was killed when sbatch had answered, and its successor could not start: cron requeued the job
+    before it as well."""
+
+    def kill_after_sbatch(world: World) -> None:
+        world.killed_after, world.killed_whole = "sbatch --parsable", True
+
+    faults = [(5.0, kill_after_sbatch), (5.0, fail_everywhere), (5.0, signal_supervisor)]
+    settings = {"slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, in_slurm=SLURM, **KEEPING, **settings)
+    assert not world.violations, story(world)
+    assert "job 2 cannot start" in (told := story(world)) and "job 2 starts" in told, told
+
+
 @pytest.mark.parametrize("full_s", [20.0, 100.0])
 def test_a_stop_that_no_journal_could_take_is_one(full_s: float) -> None:
     """Cron saw an attempt without a decision, and put the job back."""

@@ -605,6 +605,8 @@ class World:
         job, supervisor = self.job, self.supervisor
         if job is None or supervisor is None or not supervisor.alive or supervisor.stopped:
             return
+        if argv[0] == "scancel" and argv[1] != job.job_id:  # one in whose place this one is
+            return
         is_well = not self.is_full and self.folder_is_well and job.batch_host not in self.off
         if job.state == "RUNNING" and is_well and job.batch_host in job.nodes:
             self.violate("a run that lives is left alone", f"cron: {' '.join(argv[:3])}")
