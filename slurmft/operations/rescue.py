@@ -2,6 +2,8 @@
 at its nodes to what is changed.
 
 A sweep asks Slurm first. Where it does not answer, nothing is changed, as no node is at fault then.
+
+In one piece, since a sweep rescues the runs below a folder, within its own time and with their owners' rights.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) ->
     if (config := _configuration(run)) is not None:
         _accuse(run, config, job, refusals)
         placement = next_placement(config, partition=record.partition, job=job, history=history, suspects=names)
+        _note_avoided(run, placement)
         own_jobs.place(job, own_jobs.SOONEST_S, avoid=None if placement is None else placement.excluded)
     own_jobs.release(job)
     where = f", now without {', '.join(names)}" if names else ""
@@ -291,6 +294,12 @@ def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history:
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
 
 
+def _note_avoided(run: RunFolder, placement: Placement | None) -> None:
+    """Without it these nodes would be the user's own, which the run gives up in no need."""
+    if placement is not None:
+        run.journal().append(EventName.AVOIDING, **placement.avoidance.as_event())
+
+
 def complete(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Finish the requeue of a waiting job whose supervisor ended in the middle of it; says what was done.
 
@@ -460,6 +469,9 @@ def _rescue(
         if record.waiting and (done := complete(run, job, record, who)):
             return done
         if record.waiting and parsing.is_held_by_launch(record.reason):
+            later = [records[each] for each in jobs[jobs.index(job) + 1 :] if each in records]
+            if any(each.alive or each.waiting for each in later):
+                return _cancel_replaced(job)
             return release(run, job, record, who)
         if record.waiting and parsing.is_held_for_good(record.reason) and run.see_request("KILL") is None:
             return _submit_in_place_of(run, job, record, who)
@@ -501,8 +513,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who:
 def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str | None:
     """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
-        own_jobs.cancel(job)
-        return f"job {job}, in place of which the run has another one, is cancelled"
+        return _cancel_replaced(job)
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):
         return f"another process is already rescuing job {job}"
@@ -512,6 +523,7 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
     try:
         placement = placement_of(run, partition=record.partition, job=None, history=events)
+        _note_avoided(run, placement)
         try:
             job_id = _sbatch(run, job, placement, events)
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
@@ -523,6 +535,11 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     claim.settle(f"rescued as job {job_id}")
     own_jobs.cancel(job)
     return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
+
+
+def _cancel_replaced(job: OwnJob) -> str:
+    own_jobs.cancel(job)
+    return f"job {job}, in place of which the run has another one, is cancelled"
 
 
 def _submit_again(
@@ -565,13 +582,22 @@ def _submit_again(
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
-        job_id = bring_back(run, mine, placement, in_memory=is_known)
+        _note_avoided(run, placement)
+        has_other = _began_to_resubmit(events) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
+        job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
         job_id = job_id or _sbatch(run, mine, placement, events)
     except BaseException:
         claim.give_back()
         raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
+
+
+def _began_to_resubmit(events: Sequence[Event]) -> bool:
+    """Whether its supervisor was killed in its sbatch: there may be a successor that the run does not know."""
+    ends = (EventName.RESUBMITTING, EventName.RESUBMITTED, EventName.RESUBMIT_FAILED, EventName.ATTEMPT_STARTED)
+    newest = next((event.event for event in reversed(events) if event.event in ends), None)
+    return newest == EventName.RESUBMITTING
 
 
 def _is_recent(run: RunFolder, owner: Owner) -> bool:

@@ -721,7 +721,7 @@ def submit_successor(
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            if tried and (found := _earlier_try(script, [*known, after])):
+            if tried and (found := earlier_try(script, [*known, after])):
                 return found
             argv = successor_command(script, after=after, options=options)
             # before every try: the user may have cancelled the job while Slurm did not answer
@@ -749,7 +749,7 @@ def submit_beside(
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            if tried and (found := _earlier_try(script, [*known, beside])):
+            if tried and (found := earlier_try(script, [*known, beside])):
                 return found
             tried = True
             return _sbatch(["sbatch", "--parsable", *options, str(script)], environment, Path.cwd())
@@ -791,7 +791,7 @@ def submit_script(
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    if found := _earlier_try(script, known):  # it got no answer, or could not be noted
+    if found := earlier_try(script, known):  # it got no answer, or could not be noted
         return found
     argv = ["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)]
     return _sbatch(argv, environment, folder, cluster=_cluster_of(known))
@@ -808,8 +808,12 @@ def _sbatch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, *
     return text.strip().split(";")[0]
 
 
-def _earlier_try(script: Path, known: Sequence[OwnJob]) -> str | None:
-    """A job of ours that waits or runs, was submitted with ``script``, and is none that the run knows."""
+def earlier_try(script: Path, known: Sequence[OwnJob]) -> str | None:
+    """A job of ours that waits or runs, was submitted with ``script``, and is none that the run knows.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
     text = slurm.run(["squeue", "-h", "-a", "--me", "-o", JOB_FORMAT], cluster=_cluster_of(known))
     mine = [record for record in parse_jobs(text) if record.identity.script == str(script)]
     return next((record.job_id for record in mine if not any(_is_of(record, job) for job in known)), None)

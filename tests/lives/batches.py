@@ -217,6 +217,9 @@ class BatchWorld(World):
         self.epochs = self.deaths = self.continued = 0
         """How often an agent has begun with requests, an engine has ended, and an answer was gone on with."""
 
+        self.untold = 0
+        """Answers of lost agents that had not been reported, beyond what one has at hand."""
+
     @property  # type: ignore[override]
     def silent_until_s(self) -> float:
         """The run folder answers nothing before; drivers wait for it."""
@@ -290,8 +293,14 @@ class BatchWorld(World):
             self.violate("in time", f"the batch takes {self.timeline.now_s - 1000.0:.0f} s")
         return code
 
+    @property
+    def at_hand(self) -> int:
+        """Requests that one node has."""
+        assert self.config.inference is not None
+        return PREFETCH * self.config.inference.replicas_per_node * self.config.inference.concurrency
+
     def _judge_again(self) -> None:
-        """A loss explains as many answers that are computed again as one node has at hand."""
+        """A loss explains as many answers that are computed again as one node has at hand, or has not reported yet."""
         section = self.config.inference
         assert section is not None
         again = sum(self.computed.values()) - len(self.computed)
@@ -299,7 +308,7 @@ class BatchWorld(World):
         supervisors = sum(event.event == EventName.SUPERVISOR_LOST for event in self.run.journal().read())
         lost = max(0, self.epochs - nodes) + self.deaths + supervisors * nodes
         self.note(f"{again} answers were computed again; {lost} losses, {self.continued} were gone on with")
-        most = lost * PREFETCH * section.replicas_per_node * section.concurrency
+        most = lost * self.at_hand + self.untold
         is_held = self.full_until_s or self.silent_until_s  # what a lost node has written may not be found then
         if again > most and section.tail_after_s == NEVER_S and not is_held:
             self.violate("computed once", f"{again} were computed again, and {lost} losses explain {most}")
@@ -426,6 +435,8 @@ def _simulate_replicas(world: BatchWorld, patch: pytest.MonkeyPatch) -> None:
     def noted_loss(coordinator: Coordinator, node: int) -> int:
         if node in coordinator.agents:
             world.deaths, world.lost_s = world.deaths + 1, world.timeline.now_s
+            held = [number for run in coordinator.requests.held(node) for number in range(*run)]
+            world.untold += max(0, sum(world.computed[number] > 0 for number in held) - world.at_hand)
             world.asked.pop("SIGTERM", None)  # it may be the one that got it
         return lose(coordinator, node)
 

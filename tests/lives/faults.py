@@ -309,12 +309,17 @@ def exclude_node(world: World) -> None:
         return
     is_running = world.job is not None and world.job.state == "RUNNING"
     host = world.chance.choice(world.job.nodes if world.job is not None and is_running else world.slurm.nodes)
+    exclude(world, host)
+    if is_running:
+        _request("REQUEUE")(world)
+
+
+def exclude(world: World, host: str) -> None:
+    """This node, whatever the run does."""
     world.note(f"a user excludes {host}")
     entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
     ExclusionList(world.config.exclusions.path).exclude(entry)
     world.excluded_next.add(host)
-    if is_running:
-        _request("REQUEUE")(world)
 
 
 def forget(world: World) -> None:
@@ -429,21 +434,34 @@ def start_beside(world: World) -> None:
 
 
 def _take_over(world: World, environment: dict[str, str]) -> None:
-    supervisor, own = world.supervisor, os.environ["SLURMD_NODENAME"]
+    supervisor, owner, own = world.supervisor, world.run.owner(), os.environ["SLURMD_NODENAME"]
     os.environ["SLURMD_NODENAME"] = environment["SLURMD_NODENAME"]
     try:
         claim = run_module._Claim(environment, secret=None, held=None)
-        run_module._take_over(world.run, slurm.SlurmMachine(world, environment), claim)
+        generation, _ = run_module._take_over(world.run, slurm.SlurmMachine(world, environment), claim)
     except SlurmftError as error:
         world.note(f"it refuses: {error.what}")
     else:
-        if world.supervisor is supervisor and supervisor is not None and supervisor.alive and not supervisor.stopped:
+        lives = world.supervisor is supervisor and supervisor is not None and supervisor.alive
+        if lives and not (supervisor.stopped or _is_left(world, owner, generation - 1, environment)):
             world.violate("one owner", f"job {environment['SLURM_JOB_ID']} takes the run over from one that lives")
+        world.is_record_spoiled = True
     finally:
         os.environ["SLURMD_NODENAME"] = own
         if world.slurm is not None and environment["SLURMD_NODENAME"] == "n9":
             del world.slurm.state.jobs[environment["SLURM_JOB_ID"]]
     world.crons.pop(PROCESS.get(), None)  # type: ignore[arg-type]
+
+
+def _is_left(world: World, owner: Owner | None, generation: int, environment: dict[str, str]) -> bool:
+    """Whether the owner of this generation was to be replaced: Slurm has put its job back, and another job of the run
+    asks; or it was killed, and what acts in its place has not taken the run over yet."""
+    if owner is None or owner.generation != generation:
+        return False
+    if environment["SLURM_JOB_ID"] != owner.job:
+        return world.job is not None and world.job.state != "RUNNING"
+    is_here = owner.host == environment["SLURMD_NODENAME"]
+    return is_here and owner.pid not in [each.pid for each in world.living()]
 
 
 def cancel_job(world: World) -> None:

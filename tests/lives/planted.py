@@ -355,7 +355,7 @@ OUTLIVED_BY_ONE = _batch(
     (3.0, faults.kill_supervisor), (3.01, _die), until=300, bounds=Bounds(within_s=85.0),
     fault_tolerance={**PATIENT, "supervisor_lease_s": 30.0},
 )  # fmt: skip
-OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20)
+OUTLIVED_ASLEEP = _batch((2.9, _sleeping), (3.0, faults.kill_supervisor), until=20, bounds=Bounds(within_s=20.0))
 
 
 # what is planted
@@ -593,7 +593,7 @@ PLANTED: dict[str, Planted] = {
         "stop means stop", STOPPED_IN_GRACE),
     # one continuation
     "a submission without an answer is made again": Planted(
-        _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
+        _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
     "a killed supervisor's submission is made again": Planted(
         lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda _: False),
                        patch.setattr(Continuation, "later_job", lambda _: None))[0],
@@ -644,7 +644,7 @@ PLANTED: dict[str, Planted] = {
         _put(rescue, "rescues_without_progress", lambda _: 0), "budgets add up", SCRIPTS),
     "cron acts before its entry": Planted(_without_rescuing, "entry before action", SCRIPT_FORGOTTEN),
     "cron does not look for the job of a try before": Planted(
-        _put(own_jobs, "_earlier_try", lambda *_: None), "one continuation", LATE_FOR_CRON),
+        _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_FOR_CRON),
     "cron does not see a job without its batch script": Planted(
         _put(rescue, "is_orphan", lambda _: False), "in time", BATCH_HOST),
     "cron finishes no requeue": Planted(_put(rescue, "complete", lambda *_: None), "the run goes on", CRON_DIES),
@@ -689,8 +689,7 @@ PLANTED: dict[str, Planted] = {
     "agents that are not needed any more are not ended": Planted(
         _put(Outlived, "end", lambda _: None), "agents end with the run", OUTLIVED_A_STOP),
     "an agent that connects after the end is not told of it": Planted(
-        lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False),
-        "agents end with the run", OUTLIVED_ASLEEP),
+        lambda patch: patch.setattr(AgentPool, "is_over", _Never(), raising=False), "in time", OUTLIVED_ASLEEP),
     "nobody takes the place of an agent that does not report": Planted(
         _put(crew_module.Reviver, "expect", lambda *_: None), "in time", OUTLIVED_BY_ONE),
     "an attempt that left no entry has no number": Planted(

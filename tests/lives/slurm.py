@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +143,11 @@ class Controller(FakeSlurm):
         taken = {node for other in self.state.jobs.values() if other.state == "RUNNING" or other.completing
                  for node in other.nodes}  # fmt: skip
         return [node for node in self.nodes if node not in excluded | taken | self.down | set(self.drained)]
+
+    def can_spare(self, nodes: Collection[str]) -> bool:
+        """Whether the run can have as many as it asks for without these."""
+        config = self._world.config
+        return len({*self.nodes} - {*nodes} - self.down - {*self.drained}) >= config.nodes + config.spare_nodes
 
     def can_start(self, job: Job) -> bool:  # type: ignore[override]
         """Whether it would start now."""
@@ -408,10 +413,8 @@ class Controller(FakeSlurm):
                 return "PartitionName=low Default=YES PreemptMode=REQUEUE GraceTime=30\n", ""
             case ["sinfo", *rest] if "%H" not in rest[-1]:
                 used = {node for job in self.mine() for node in job.nodes}
-                states = {
-                    node: "down*" if node in self.down else "allocated" if node in used else "idle"
-                    for node in self.nodes
-                }
+                states = dict.fromkeys(self.nodes, "idle") | dict.fromkeys(used, "allocated")
+                states |= dict.fromkeys(self.drained, "drained") | dict.fromkeys(self.down, "down*")
                 return "".join(f"{node}|low*|{state}\n" for node, state in states.items()), ""
         return super()._do(argv, env)
 

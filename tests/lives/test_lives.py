@@ -11,6 +11,7 @@ import pytest
 from lives.faults import (
     ask_for_stop,
     cancel_job,
+    exclude,
     give_number_again,
     jump_clock,
     kill_agent,
@@ -42,6 +43,13 @@ from lives.world import World
 from slurmft.storage.journal import EventName
 
 BLOCKS, EACH = 10, 20
+
+
+def fail_everywhere(world: World) -> None:
+    """The Prolog fails on the node, whichever it is, on which the job starts next."""
+    assert world.slurm is not None
+    world.slurm.sick.update(world.slurm.nodes)
+    world.accusable.update(("launch failed", node) for node in world.slurm.nodes)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -125,6 +133,47 @@ def test_a_start_knows_its_job_by_what_was_submitted(seed: int) -> None:
     faults = [(0.04, give_number_again), (0.04, kill_supervisor)]
     world = lived(faults, until=40, seed=seed, nodes=2, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_that_cron_keeps_off_is_not_one_that_the_job_excludes_for_good(seed: int) -> None:
+    """Its release of a held job did not say which they were. They were the user's from then on, and the job waited for
+    ever, as too few nodes were left without them."""
+
+    def exclude_one(world: World) -> None:
+        assert world.slurm is not None
+        exclude(world, next(node for node in world.slurm.nodes if node not in world.slurm.drained))
+
+    faults = [(3.0, fail_everywhere), (4.0, requeue_job), (20.0, exclude_one), (20.0, fail_everywhere)]
+    settings = {"nodes": 1, "spare_nodes": 2, "slurm": {"partition": "low"}}
+    world = lived(faults, until=40, seed=seed, in_slurm=SLURM, **KEEPING, **settings)
+    assert not world.violations, story(world)
+
+
+def test_a_held_job_beside_its_successor_is_not_released() -> None:
+    """It was requeued from outside when it had a successor, and a Prolog failed at the start that would have been
+    superfluous: cron released it, and it went on with the run while the successor waited."""
+    faults = [(5.0, fail_everywhere), (5.0, signal_supervisor), (6.5, requeue_job)]
+    settings = {"slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, in_slurm=SLURM, **KEEPING, **settings)
+    assert not world.violations, story(world)
+    assert all(any(each in line for line in world.story) for each in ("job 1 cannot start", "job 2 starts")), story(
+        world
+    )
+
+
+def test_cron_goes_on_with_a_successor_that_the_run_does_not_know() -> None:
+    """The batch script was killed when sbatch had answered, and its successor could not start: cron requeued the job
+    before it as well."""
+
+    def kill_after_sbatch(world: World) -> None:
+        world.killed_after, world.killed_whole = "sbatch --parsable", True
+
+    faults = [(5.0, kill_after_sbatch), (5.0, fail_everywhere), (5.0, signal_supervisor)]
+    settings = {"slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, in_slurm=SLURM, **KEEPING, **settings)
+    assert not world.violations, story(world)
+    assert "job 2 cannot start" in (told := story(world)) and "job 2 starts" in told, told
 
 
 @pytest.mark.parametrize("full_s", [20.0, 100.0])

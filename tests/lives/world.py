@@ -263,7 +263,7 @@ class World:
         """Generations that the journal was never told of: their supervisor ended before the run folder was well."""
 
         self.is_record_spoiled = False
-        """What says where agents look for their supervisor was damaged."""
+        """What says where agents look for their supervisor was damaged, or the run has another owner since."""
 
         self.written: dict[str, float] = {}
         """When files of the run folder were written."""
@@ -551,7 +551,7 @@ class World:
             if others:
                 self.violate("one continuation", f"generation {generation} starts, and jobs {others} wait")
         barred = self.excluded & set(expand(nodelist))
-        knows = self.slurm is None or self.slurm.mood_lasts <= 0  # which can be avoided
+        knows = self.slurm is None or (self.slurm.mood_lasts <= 0 and self.slurm.can_spare(barred))
         if barred and knows and not any(event.event in SAYS_WHY for event in self.events()):
             self.violate("excluded nodes", f"generation {generation} starts on {sorted(barred)}")
         if not self.folder_is_well:
@@ -604,6 +604,8 @@ class World:
                 self.violate("a run that lives is left alone", f"cron: {' '.join(argv[:3])}, and a job of it waits")
         job, supervisor = self.job, self.supervisor
         if job is None or supervisor is None or not supervisor.alive or supervisor.stopped:
+            return
+        if argv[0] == "scancel" and argv[1] != job.job_id:  # one in whose place this one is
             return
         is_well = not self.is_full and self.folder_is_well and job.batch_host not in self.off
         if job.state == "RUNNING" and is_well and job.batch_host in job.nodes:
