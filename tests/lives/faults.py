@@ -395,6 +395,7 @@ def take_place(world: World) -> None:
     owner, job = found
     job.restarts += 1
     world.fenced, world.fenced_s, world.fence = supervisor, world.timeline.now_s, owner.generation + 1
+    world.is_record_spoiled = True
     world.note(f"job {job.job_id} was started elsewhere, as generation {world.fence}, and is gone")
     attempt = Attempt(job=job.job_id, restart=job.restarts)
     with world.run.lock():
