@@ -593,12 +593,12 @@ def _take_over_from(
 
 def _refuse_to_replace(before: Owner, run: RunFolder, cluster: Cluster, claim: _Claim) -> None:
     attempt, me = cluster.attempt, processes.me()
+    if (before.host, before.pid, before.birth) == (me.host, me.pid, me.birth):
+        return  # a disk was full right after this process had taken the run over, and it tries again
     if claim.held is not None:
         if before.generation > claim.held:
             raise _superseded(run, before)
         return
-    if (before.host, before.pid, before.birth) == (me.host, me.pid, me.birth):
-        return  # a disk was full right after this process had taken the run over, and it tries again
     is_newest = cluster.is_newest_start()
     if is_newest is False:
         raise _superseded(run, before)

@@ -226,6 +226,17 @@ def test_a_start_whose_disk_fills_up_while_it_takes_the_run_over_is_not_its_own_
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("effect", range(24, 36))
+def test_a_restart_whose_disk_fills_up_while_it_takes_the_run_over_does_not_refuse_itself(effect: int) -> None:
+    """It tried again, found itself as the newer owner, and the run ended."""
+
+    def fill(world: World) -> None:
+        world.full_at, world.full_s = world.effects + effect, 0.3
+
+    world = lived([(5.0, kill_rank), (5.01, fill)], until=40, nodes=1, **KEEPING)
+    assert not world.violations, story(world)
+
+
 def test_a_run_that_is_complete_is_so_before_its_agents_have_ended() -> None:
     """One that ended slowly had the mark of it wait, until Slurm ended the job."""
 
