@@ -83,7 +83,12 @@ def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) ->
             f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
             hint=f"fix what fails there (a Prolog?), then scontrol release {job}",
         )
-    journal.append(EventName.RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who)
+    queued_at = record.identity.submitted[-1:]
+    with run.lock():
+        if any(_released(event, record.job_id, queued_at) for event in journal.read()):
+            return f"another process is already releasing job {job}"
+        journal.append(EventName.RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who,
+                       **({"queued_at": queued_at[0]} if queued_at else {}))  # fmt: skip
     if (config := _configuration(run)) is not None:
         _accuse(run, config, job, refusals)
         placement = next_placement(config, partition=record.partition, job=job, history=history, suspects=names)
@@ -92,6 +97,15 @@ def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) ->
     own_jobs.release(job)
     where = f", now without {', '.join(names)}" if names else ""
     return f"job {job} was held by Slurm ({record.reason}); it is released{where}"
+
+
+def _released(event: Event, job_id: str, queued_at: Sequence[float]) -> bool:
+    """Whether another process has just begun to release the job since Slurm put it into the queue at ``queued_at``."""
+    facts = event.details
+    is_same = (
+        event.event == EventName.RELEASED and facts.get("job") == job_id and [facts.get("queued_at")] == [*queued_at]
+    )
+    return is_same and abs(time.time() - event.seconds()) < SETTLED_S
 
 
 def releases_without_start(history: Sequence[Event]) -> int:

@@ -12,6 +12,7 @@ from lives.faults import (
     ask_for_stop,
     cancel_job,
     exclude,
+    fail_prolog,
     give_number_again,
     jump_clock,
     kill_agent,
@@ -30,6 +31,7 @@ from lives.planted import (
     KEEPING,
     PLANTED,
     SLURM,
+    _look,
     kill_in_work,
     lives_to_find,
     once,
@@ -223,6 +225,14 @@ def test_a_start_whose_disk_fills_up_while_it_takes_the_run_over_is_not_its_own_
 
     faults = [(0.08, give_number_again), (0.12, fill)]
     world = lived(faults, until=20, in_slurm=SLURM, nodes=2, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_job_that_is_held_is_released_by_one_cron(seed: int) -> None:
+    """Two that looked at once both released it: the node had refused it twice, and its releases were spent in half."""
+    faults = [(4.0, fail_prolog), (5.0, requeue_job), (20.0, _look("login")), (20.0, _look("login2"))]
+    world = lived(faults, until=60, seed=seed, nodes=3, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
 
 
