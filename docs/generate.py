@@ -462,7 +462,7 @@ def _life() -> Iterator[str]:
         """`slurmft/policy/continuation.py` is the machine of what follows: one thing is done at a time, and what comes
         of it decides on the next. `supervisor/act.py` does these things, also in the place of a supervisor that was
         killed, whose decision is in the journal. Nothing is done for the run before that, a run that shall go on does
-        so in one way, and one that shall not has none: `tests/unit/policy/test_what_follows.py` tries whatever may come
+        so in one way, and one that shall not has none: `tests/unit/policy/test_what_follows.py` tries all that may come
         of each thing."""
     )
     then = _what_follows()

@@ -299,13 +299,15 @@ _TRANSACTION = frozenset({EventName.REQUEUEING, EventName.REQUEUED, EventName.PL
 
 
 def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history: Sequence[Event]) -> Placement | None:
-    """Nodes that the run's next placement must avoid; None where there are none."""
+    """Nodes that the run's next placement must avoid, entered in its journal; None where there are none."""
     try:
         config = configuration_of(run)
     except ConfigError:  # it was readable when the run was submitted; its excluded nodes are in the script
         return None
     suspects = sorted(duty_of(history).undecided)
-    return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
+    placement = next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
+    _note_avoided(run, placement)
+    return placement
 
 
 def _note_avoided(run: RunFolder, placement: Placement | None) -> None:
@@ -537,7 +539,6 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
     try:
         placement = placement_of(run, partition=record.partition, job=None, history=events)
-        _note_avoided(run, placement)
         try:
             job_id = _sbatch(run, job, placement, events)
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
@@ -596,7 +597,6 @@ def _submit_again(
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
-        _note_avoided(run, placement)
         has_other = _began_to_resubmit(events) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
         job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
         job_id = job_id or _sbatch(run, mine, placement, events)

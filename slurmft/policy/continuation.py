@@ -2,7 +2,7 @@
 
 Pure, as ``policy.life``, whose attempt is over here. One thing is done at a time, and each may end the process that
 does it: a requeue ends the very job that asks for it, and a signal or a kill may come between any two. So nothing is
-done for the run before the decision is written down, and what was written down is carried out again by whoever acts in
+done for the run before the decision is written down, and what was written down is carried out again by what acts in
 the place of a supervisor that was lost. ``supervisor.act.AttemptEnd`` does these things, and decides nothing itself.
 """
 

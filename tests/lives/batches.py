@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from lives import faults
-from lives.life import IN_SLURM, PATIENT, Drawn
+from lives.life import PATIENT, Drawn, slurm_of
 from lives.nodes import HEARD_S, Agent, Training, Worker, Workers
 from lives.timeline import PROCESS, Process
 from lives.world import OLD_S, SAYS_WHY, World
@@ -534,7 +534,6 @@ IN_PLACE = {faults.power_off: lose_power, faults.kill_rank_and_connection: sicke
 def life_of(seed: int, *, most: int = 6) -> Drawn:
     """What is drawn for this seed."""
     chance = random.Random(f"batch {seed}")
-    in_slurm = None
     settings: dict[str, Any] = {
         "nodes": chance.choice((1, 2, 2, 3)), "spare_nodes": chance.choice((0, 0, 1)),
         "answer_s": chance.choice(ANSWERS_S),
@@ -545,15 +544,7 @@ def life_of(seed: int, *, most: int = 6) -> Drawn:
         "fault_tolerance": {**PATIENT, "agent_timeout_s": chance.choice((5.0, 10.0)),
                             "supervisor_lease_s": chance.choice((30.0, 60.0))},
     }  # fmt: skip
-    if chance.random() < IN_SLURM:
-        in_slurm = {
-            "limit_s": chance.choice((60, 120, 100_000, 100_000)), "kill_wait_s": chance.choice((5, 30)),
-            "unnoticed_s": chance.choice((20.0, 60.0, 300.0)), "requeues_early": chance.random() < 0.5,
-        }  # fmt: skip
-        settings |= {
-            "preemption": {"continue_by": chance.choice(("auto", "auto", "auto", "resubmit")), "signal_lead_s": 20},
-            "slurm": {"partition": "low"},
-        }  # fmt: skip
+    in_slurm = slurm_of(chance, settings)
     befalls = faults.drawn(chance, most=most, in_slurm=in_slurm is not None)
     if chance.random() < OUTLIVES:
         befalls += _losses(chance)

@@ -94,18 +94,24 @@ def life_of(seed: int, *, most: int = 6) -> Drawn:
         "fault_tolerance": {**PATIENT, "agent_timeout_s": chance.choice((5.0, 10.0)),
                             "supervisor_lease_s": chance.choice((30.0, 60.0))},
     }  # fmt: skip
-    in_slurm = None
-    if chance.random() < IN_SLURM:
-        in_slurm = {
-            "limit_s": chance.choice((60, 120, 100_000, 100_000)), "kill_wait_s": chance.choice((5, 30)),
-            "unnoticed_s": chance.choice((20.0, 60.0, 300.0)), "requeues_early": chance.random() < 0.5,
-        }  # fmt: skip
-        settings |= {
-            "preemption": {"continue_by": chance.choice(("auto", "auto", "auto", "resubmit")), "signal_lead_s": 20},
-            "slurm": {"partition": "low"},
-        }  # fmt: skip
+    in_slurm = slurm_of(chance, settings)
     faults = drawn(chance, most=most, in_slurm=in_slurm is not None)
     return Drawn(faults, chance.choice((20, 60, 150)), in_slurm, settings)
+
+
+def slurm_of(chance: random.Random, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """How Slurm is, with what a run says of it added to its settings; None for a life on one machine."""
+    if chance.random() >= IN_SLURM:
+        return None
+    in_slurm = {
+        "limit_s": chance.choice((60, 120, 100_000, 100_000)), "kill_wait_s": chance.choice((5, 30)),
+        "unnoticed_s": chance.choice((20.0, 60.0, 300.0)), "requeues_early": chance.random() < 0.5,
+    }  # fmt: skip
+    settings |= {
+        "preemption": {"continue_by": chance.choice(("auto", "auto", "auto", "resubmit")), "signal_lead_s": 20},
+        "slurm": {"partition": "low"},
+    }  # fmt: skip
+    return in_slurm
 
 
 def shortest(drawing: Drawn, *, seed: int) -> Scheduled:

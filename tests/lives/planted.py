@@ -6,7 +6,7 @@ A test of the tests: an invariant that nothing can break proves nothing. Each is
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -704,8 +704,3 @@ def lives_to_find(planted: Planted, patch: pytest.MonkeyPatch, tries: int = TRIE
         if any(each.startswith(planted.invariant) for each in planted.scene(seed).violations):
             return seed + 1
     return None
-
-
-def scenes() -> Sequence[Scene]:
-    """The lives in which nothing is planted: nothing must be found in them."""
-    return list({id(each.scene): each.scene for each in PLANTED.values()}.values())

@@ -5,8 +5,7 @@ import pytest
 from lives.batches import BATCH, BatchWorld, hang_all, life_of, sicken
 from lives.faults import exclude_node, kill_agent, kill_rank, requeue_job, reset
 from lives.life import Bounds, Scheduled, lived, story
-from lives.planted import REQUEUE, SLURM, lives_to_find, run_folder_is
-from lives.planted_batches import PLANTED
+from lives.planted import REQUEUE, SLURM, run_folder_is
 from lives.world import World
 
 SEEDS = 12
@@ -75,34 +74,6 @@ def test_a_stop_in_which_a_connection_breaks_takes_no_longer(seed: int) -> None:
     faults = [(5.0, REQUEUE), (5.3, reset)]
     world = life(faults, seed=seed, nodes=1, until=40, answer_s=4.0, bounds=Bounds(within_s=120.0))
     assert len(world.starts) == 2, story(world)
-
-
-# Faults of ours, each in one place, and what shows them
-
-SHOWN = (
-    "what a lost agent had is nobody's", "what a dead engine has written is not looked at", "nothing is made durable",
-    "one death makes a request a poisoned one", "an answer that was not written is told",
-    "the output is written before the last answer", "an answer goes on from another request's text",
-    "a stop is not heeded",
-)  # fmt: skip
-"""Some of each kind; the others take longer, all together."""
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lives_to_find(PLANTED[name], monkeypatch) is not None
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [name for name in PLANTED if name not in SHOWN])
-def test_every_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lives_to_find(PLANTED[name], monkeypatch) is not None
-
-
-def test_nothing_is_found_where_nothing_is_planted() -> None:
-    for scene in {id(each.scene): each.scene for each in PLANTED.values()}.values():
-        world = scene(0)
-        assert not world.violations, story(world)
 
 
 def test_a_seed_is_one_life() -> None:

@@ -33,11 +33,9 @@ from lives.planted import (
     SLURM,
     _look,
     kill_in_work,
-    lives_to_find,
     once,
     preempted,
     run_folder_is,
-    scenes,
     suspended,
 )
 from lives.planted import REQUEUE as ask_for_requeue
@@ -390,35 +388,6 @@ def test_a_run_whose_batch_script_is_killed_when_all_is_done_is_complete(effects
     faults = [(1.0, once(lambda world: world.saved == world.until, kill_in_work(effects)))]
     world = lived(faults, until=20, in_slurm=SLURM, nodes=1, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
-
-
-# Faults of ours, each in one place, and what shows them
-
-SHOWN = (
-    "nodes are asked for their state once", "every report counts as told before",
-    "no pings are sent between two attempts", "no agent is taken in between two attempts",
-    "a requeue comes before its decision", "events that meet a full disk are lost", "a budget is not spent",
-    "a claim is refused to nobody", "a supervisor that lives is replaced", "cron releases what a user holds",
-    "Slurm may undo a stop", "a submission without an answer is made again", "an exclusion is forgotten",
-)  # fmt: skip
-"""Some of each kind; the others take longer, all together."""
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lives_to_find(PLANTED[name], monkeypatch) is not None
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [name for name in PLANTED if name not in SHOWN])
-def test_every_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lives_to_find(PLANTED[name], monkeypatch) is not None
-
-
-def test_nothing_is_found_where_nothing_is_planted() -> None:
-    for scene in scenes():
-        world = scene(0)
-        assert not world.violations, story(world)
 
 
 def test_a_life_that_fails_is_told_with_the_faults_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
