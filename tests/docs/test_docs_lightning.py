@@ -21,6 +21,7 @@ def of_page(language: str) -> Block:
     return block
 
 
+@pytest.mark.long
 def test_the_page_does_what_it_shows(tmp_path: Path) -> None:
     for language in ("python", "yaml"):
         text = of_page(language).text

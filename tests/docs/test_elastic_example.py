@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from docs_pages import blocks
 
 
@@ -23,6 +24,7 @@ def weights(output: str) -> list[float]:
     return [float(value) for value in line.split()]
 
 
+@pytest.mark.long
 def test_the_script_ends_with_the_same_weights_whatever_the_ranks(tmp_path):
     """60 steps are more than an epoch of 50: on 3 ranks and then on one, and on one from the beginning."""
     [block] = [each for each in blocks("python") if "ranks go on from step" in each.text]

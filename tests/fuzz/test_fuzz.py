@@ -71,6 +71,7 @@ def _odd_states(worlds: tuple[World, World], first: int, count: int) -> None:
     assert not wrong, f"{len(wrong)} of {count} inputs:\n" + "\n".join(wrong[:20])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(560)
 def test_odd_values_in_files_of_state_are_read_or_refused(worlds):
     _odd_states(worlds, 0, STATES)

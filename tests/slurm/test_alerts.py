@@ -51,6 +51,7 @@ def _router_text() -> Callable[[], str]:
     return look
 
 
+@pytest.mark.long
 @needs_prometheus
 @pytest.mark.slurm
 @pytest.mark.timeout(600)

@@ -63,6 +63,7 @@ def test_a_signal_before_a_restart_is_no_stop_of_workers_that_are_gone(failing: 
     assert "Ctrl-C" in failing.events("decision")[-1].details["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [2], indirect=True)
 def test_an_agent_that_dies_while_it_starts_workers_is_a_lost_node(failing: FailingRun) -> None:
     failing.wait_for("decision", 2)
@@ -75,6 +76,7 @@ def test_an_agent_that_dies_while_it_starts_workers_is_a_lost_node(failing: Fail
     assert verdicts == ["worker error", "worker error", "node lost", "finished"], failing.run.story()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [2], indirect=True)
 def test_a_request_before_a_restart_is_heard_after_it(failing: FailingRun) -> None:
     failing.wait_for("decision", 2)
@@ -84,6 +86,7 @@ def test_a_request_before_a_restart_is_heard_after_it(failing: FailingRun) -> No
     assert not failing.events("dropped a stale request")
 
 
+@pytest.mark.long
 def test_agents_outlive_a_wait_that_is_longer_than_the_lease(tmp_path: Path) -> None:
     failing = FailingRun(tmp_path / "failing", 2, retry_delay_s=8.0, supervisor_lease_s=2.0)
     try:

@@ -139,6 +139,7 @@ def nothing_is_left(run: Run) -> None:
     eventually(lambda: not left(), 20, lambda: "\n".join(left()))
 
 
+@pytest.mark.long
 def test_a_container_in_which_the_user_is_called_root(contained: NewRun, undisturbed: str) -> None:
     run = contained("bubblewrap", "--unshare-user", "--uid", "0", "--gid", "0", launcher="torchrun")
     run.submit()
@@ -148,6 +149,7 @@ def test_a_container_in_which_the_user_is_called_root(contained: NewRun, undistu
     nothing_is_left(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_stand_ins_that_take_documented_options_alone(contained: NewRun, undisturbed: str, runtime: str) -> None:
     run = contained(runtime)
@@ -161,6 +163,7 @@ def test_stand_ins_that_take_documented_options_alone(contained: NewRun, undistu
     nothing_is_left(run)
 
 
+@pytest.mark.long
 @ONE_REAL
 def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, undisturbed: str, runtime: str) -> None:
     run = contained(runtime, fault_tolerance=RESTARTS)
@@ -177,6 +180,7 @@ def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, und
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("runtime", "victim"),
     [
@@ -221,6 +225,7 @@ def test_a_container_goes_on_without_its_crun(contained: NewRun, undisturbed: st
     nothing_is_left(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "runtime"),
     [
@@ -249,6 +254,7 @@ def test_a_stop_saves_and_resumes(lab: Lab, contained: NewRun, undisturbed: str,
     nothing_is_left(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swallows", ["by pids", pytest.param("whole", marks=pytest.mark.soak)])
 def test_a_signal_to_the_step_alone_reaches_the_agent_by_the_pipe(
     contained: NewRun, undisturbed: str, swallows: str
@@ -285,6 +291,7 @@ def test_a_node_dies_and_the_spare_takes_over(lab: Lab, contained: NewRun, undis
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 @ONE_REAL
 def test_a_hang_is_found_with_its_stacks(contained: NewRun, new_run: NewRun, runtime: str) -> None:
     trainer, checkpoint = ["python", str(HANGS), "--steps", "60"], {"interval_steps": 10}

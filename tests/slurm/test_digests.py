@@ -38,6 +38,7 @@ def check(run: Run, rank: int, undisturbed: str) -> None:
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_flipped_bit_is_found_its_node_left_and_the_weights_are_as_ever(
     new_run: Callable[..., Run], undisturbed: str
 ) -> None:

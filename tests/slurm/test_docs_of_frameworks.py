@@ -54,6 +54,7 @@ def agreed(run: RunFolder, event: str) -> int:
     return next(int(one.details["step"]) for one in run.journal().read() if one.event == event)
 
 
+@pytest.mark.long
 def test_the_page_on_the_trainer(tmp_path: Path) -> None:
     script = blocks("huggingface.md", "python")[0].replace("save_steps=20,", "save_steps=20, use_cpu=True,")
     # so slow that the commands find it training
@@ -70,6 +71,7 @@ def test_the_page_on_the_trainer(tmp_path: Path) -> None:
     assert (run.progress() or {})["metric"] < 4, "the loss is shown"
 
 
+@pytest.mark.long
 def test_the_page_on_accelerate(tmp_path: Path) -> None:
     configuration = next(one for one in blocks("accelerate.md", "yaml") if "accelerate_loop" in one)
     (tmp_path / "accelerate.yaml").write_text(configuration)

@@ -34,6 +34,7 @@ def wait_for_size(run: Run, size: int, count: int) -> None:
         assert run.events("first step")[count - 1].details["resumed_from"] == expected, run.story()
 
 
+@pytest.mark.long
 def test_four_then_three_then_five(lab: Lab, new_run: NewRun) -> None:
     """A node dies: three go on at once. Two are lent: five from the next checkpoint on. They are taken back: three."""
     run = new_run(steps=2000, nodes=4, elastic={"min_nodes": 1, "max_nodes": 5}, **SMALL)

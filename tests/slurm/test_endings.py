@@ -73,6 +73,7 @@ def test_nobody_is_left_to_act_but_cron(lab: Lab, new_run: NewRun, undisturbed: 
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_an_agent_is_killed(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     run.submit()
@@ -208,6 +209,7 @@ def test_two_submissions_at_once(new_run: NewRun) -> None:
     assert len(run.folder.jobs()) == 1
 
 
+@pytest.mark.long
 def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
     """It names the original's jobs: stopping the copy must not cancel them."""
     run = new_run()

@@ -52,6 +52,7 @@ def left(run: EndpointRun) -> list[Child]:
     return [one for one in family(run) if one.pid in now[one.node] and one.engine not in now[one.node]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["engine", "driver", "zygote", "agent and zygote"])
 def test_no_process_of_an_engine_outlives_it(run: EndpointRun, victim: str) -> None:
     job, node = run.submit(), run.other_node
@@ -73,6 +74,7 @@ def test_no_process_of_an_engine_outlives_it(run: EndpointRun, victim: str) -> N
     assert not [one for one in family(run) if one.pid in living(run, one.node) and one.made_by in kinds], run.story()
 
 
+@pytest.mark.long
 def test_a_signal_to_the_whole_step_ends_no_engine(lab: Lab, request: pytest.FixtureRequest) -> None:
     """As the notice of a time limit or a preemption where all processes of a step get it, as with this lab's proctrack.
 

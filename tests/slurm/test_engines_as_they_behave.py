@@ -125,6 +125,7 @@ def test_a_stopped_engine_is_found_although_its_clients_give_up(new_endpoint: Ne
     assert endpoint.outcomes["TimeoutError"] <= 2 * 4, "it was avoided as soon as it was suspected"
 
 
+@pytest.mark.long
 def test_an_answer_that_takes_long_costs_no_engine_where_the_engine_answers_others(new_endpoint: New) -> None:
     endpoint = new_endpoint()
     endpoint.clients(2, timeout_s=30.0)
@@ -138,6 +139,7 @@ def test_an_answer_that_takes_long_costs_no_engine_where_the_engine_answers_othe
     assert set(endpoint.outcomes) == {200}
 
 
+@pytest.mark.long
 def test_a_request_that_holds_up_two_engines_ends_as_one_error_and_costs_no_restart(new_endpoint: New) -> None:
     """They work on one request at a time, and count nothing: the smallest request waits behind the long one."""
     endpoint = new_endpoint({"serial": "yes"})
@@ -156,6 +158,7 @@ def test_a_request_that_holds_up_two_engines_ends_as_one_error_and_costs_no_rest
     assert set(endpoint.outcomes) == {200}, endpoint.outcomes
 
 
+@pytest.mark.long
 def test_an_engine_that_fails_everything_is_started_again(new_endpoint: New) -> None:
     endpoint = new_endpoint(max_restarts=5, max_retries=0)
     assert endpoint.ask()[0] == 200
@@ -175,6 +178,7 @@ def test_an_engine_that_fails_everything_is_started_again(new_endpoint: New) -> 
     eventually(lambda: endpoint.outcomes[200] > before + 20, 30, endpoint.story)
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_behind_a_page_of_health_is_found(new_endpoint: New) -> None:
     """A client lists its models all the time, and gets an answer."""
     endpoint = new_endpoint(max_restarts=5)
@@ -201,6 +205,7 @@ def test_an_engine_that_hangs_behind_a_page_of_health_is_found(new_endpoint: New
     assert "hang_timeout_s" in endpoint.deaths()[0]["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("counter", ["live", "end"])
 def test_a_counter_that_grows_meanwhile_is_progress_and_one_that_grows_at_the_end_costs_no_engine_either(
     new_endpoint: New, counter: str
@@ -243,6 +248,7 @@ def is_done(batch: Batch) -> bool:
     return bool(batch.events("output written"))
 
 
+@pytest.mark.long
 def test_requests_of_a_batch_that_take_longer_than_a_hang_are_no_poison(tmp_path: Path) -> None:
     """The engine answers one after the other, and the smallest request with them; its counter grows meanwhile."""
     batch = Batch(tmp_path / "batch", [{"pause": 5.0}] * 3 + [{}] * 20, files={"serial": "yes", "counter": "live"},

@@ -34,6 +34,7 @@ def executor_here(path: Path, **parameters: Any) -> slurmft.Executor:
     return executor
 
 
+@pytest.mark.long
 def test_results_of_all_tasks_and_of_an_array(tmp_path: Path) -> None:
     executor = executor_here(tmp_path, tasks_per_node=2, name="adds")
 
@@ -103,6 +104,7 @@ def test_of_an_array_one_call_raises_one_ends_its_process_one_is_cancelled_and_t
     assert cancelled.run.wait(60) == 0
 
 
+@pytest.mark.long
 def test_an_array_goes_on_where_checkpoint_says_and_ends_with_its_last_call(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -155,6 +157,7 @@ def starts(job: Job) -> int:
     return [event.event for event in job.run.explain()].count(EventName.WORKERS_STARTED)
 
 
+@pytest.mark.long
 def test_a_preempted_job_goes_on_where_checkpoint_says(tmp_path: Path) -> None:
     """Only rank 0 is asked, once although the signal comes three times, and a rank that is killed costs no more."""
     job = executor_here(tmp_path, tasks_per_node=2).submit(Counting(tmp_path), 400)
@@ -190,6 +193,7 @@ def test_a_cancelled_job_has_no_result(tmp_path: Path) -> None:
     assert job.submission().kwargs["began_at"] == (0,)
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_a_program_of_submitits_with_one_import_changed(lab: Lab) -> None:
     """As an ordinary user: an array of which one job runs at a time, and one that is requeued by hand while it runs."""
@@ -277,6 +281,7 @@ print("STATES", *(job.state for job in jobs), len(jobs[0].run.status().jobs))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_a_call_of_an_array_goes_on_where_checkpoint_said_after_a_pilot_was_preempted(lab: Lab) -> None:
     """Six calls in three jobs, and the node of one that lends it is taken away by a job with more priority."""

@@ -57,6 +57,7 @@ def test_a_prolog_that_fails_on_one_node(lab: Lab, new_run: NewRun, failing_prol
     assert run.folder.jobs() == [job]
 
 
+@pytest.mark.long
 def test_a_node_that_cannot_be_reached_when_the_agents_start(lab: Lab, new_run: NewRun) -> None:
     """srun ends the agent that it could start, too: that one's node is a victim."""
     run = new_run(steps=5, delay=0.0)

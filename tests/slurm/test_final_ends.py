@@ -53,6 +53,7 @@ def preempt_with_slow_saves(run: Run) -> None:
     run.wait_for("stop requested")
 
 
+@pytest.mark.long
 def test_a_stop_in_the_grace_is_not_undone(slow: Callable[..., Run]) -> None:
     run = slow()
     job = run.submit()
@@ -78,6 +79,7 @@ def test_a_failed_validation_in_the_grace_is_not_tried_again(slow: Callable[...,
     assert run.events("switching requeue off")
 
 
+@pytest.mark.long
 def test_of_a_job_and_its_successor_only_the_successor_trains(new_run: NewRun, lab: Lab, undisturbed: str) -> None:
     run = new_run(preemption={"continue_by": "resubmit"})
     job = run.submit()
@@ -120,6 +122,7 @@ def test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand(new_run: NewRun, lab:
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_requeues_all_the_same_ends_at_once(slow: Callable[..., Run], lab: Lab, moody: Path) -> None:
     run = slow()
     job = submit_with(run, moody)

@@ -27,6 +27,7 @@ def stop(run: EndpointRun, job: str) -> None:
     run.wait_until_out_of_queue(job)
 
 
+@pytest.mark.long
 def test_a_node_in_reserve_takes_the_place_of_one_whose_power_is_off(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run, job = begin(new_endpoint, 1)
     load = Load(run, 200, clients=CLIENTS)

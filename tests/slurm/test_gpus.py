@@ -200,6 +200,7 @@ def refused_within_10_s(site: Site, faults: list[Fault]) -> None:
     assert lab.run(["srun", "-N", "5", "-t", "1", "true"], timeout=60).returncode == 0, "all are well again"
 
 
+@pytest.mark.long
 def test_a_sweep_takes_out_the_sick_and_nobody_else(site: Site) -> None:
     site.forget()
     dice, lab = random.Random(2), site.lab
@@ -224,6 +225,7 @@ def test_a_sweep_takes_out_the_sick_and_nobody_else(site: Site) -> None:
     site.forget()
 
 
+@pytest.mark.long
 def test_idle_nodes_are_checked_in_pairs_and_what_is_found_is_evidence(site: Site) -> None:
     """Of five nodes two at a time; the short looks that follow agree, and the node goes."""
     site.forget()
@@ -320,6 +322,7 @@ srun {options} python print.py
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "head", "options"),
     [
@@ -365,6 +368,7 @@ def test_each_rank_gets_an_instance_of_its_own_where_gpus_are_split(site: Site, 
     assert [words[1:] for words in seen(run, 4)] == [["0", "MIG-0"], ["1", "MIG-1"]] * 2, run.story()
 
 
+@pytest.mark.long
 def test_a_device_that_fails_beneath_a_run_moves_it_within_ten_seconds(site: Site, new_run: Callable[..., Run]) -> None:
     """Hot and noisy devices change nothing; one that falls off the bus does, before anything hangs."""
     site.forget()
@@ -400,6 +404,7 @@ def test_a_device_that_fails_beneath_a_run_moves_it_within_ten_seconds(site: Sit
     site.forget()
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_node_whose_driver_reports_a_fatal_xid(
     site: Site, new_run: Callable[..., Run]
 ) -> None:

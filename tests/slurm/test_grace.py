@@ -57,6 +57,7 @@ def try_submitting(run: Run, *options: str) -> subprocess.CompletedProcess[str]:
     return run.lab.run(["slurmft", "submit", str(run.path.with_suffix(".yaml")), *options], check=False, timeout=60)
 
 
+@pytest.mark.long
 def test_a_save_longer_than_the_grace_is_told_and_the_newest_checkpoint_continues(
     lab: Lab, new_run: NewRun, command: list[str], slow_while: Path, left_alone: Run
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_save_longer_than_the_grace_is_told_and_the_newest_checkpoint_continue
     assert not again.path.exists()
 
 
+@pytest.mark.long
 def test_what_a_stop_took_and_what_a_preemption_without_grace_cost_is_in_the_journal(
     lab: Lab, new_run: NewRun, command: list[str], slow_while: Path, left_alone: Run
 ) -> None:

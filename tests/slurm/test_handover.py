@@ -13,6 +13,7 @@ PLAIN = 20
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
+@pytest.mark.long
 def test_a_requeue_hands_over_without_a_failed_request(new_endpoint: NewEndpoint) -> None:
     run = new_endpoint()
     job = run.submit()
@@ -213,6 +214,7 @@ def test_a_dead_owner_node_in_the_middle_makes_the_candidate_the_owner(lab: Lab,
     lab.wait_until_idle(30)
 
 
+@pytest.mark.long
 def test_a_requeue_by_scontrol_is_handed_over_as_well(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint()
     job = run.submit()

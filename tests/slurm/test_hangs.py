@@ -85,6 +85,7 @@ def test_the_rank_that_hangs_is_named_and_the_run_goes_on(
     assert (verdict["cause"], verdict["rank"]) == ("hang", rank), run.story()
 
 
+@pytest.mark.long
 def test_a_rank_that_was_stopped_is_named(trained: Callable[..., Run], lab: Lab, digests: dict[str, str]):
     run = trained(rank_section_timeouts={"step": 3}, save_every=1000)  # in a save, it would hang in that section
     run.wait_for_step(20)

@@ -64,6 +64,7 @@ def undisturbed(calm: dict[str, str], new_run: NewRun, *options: str) -> str:
     return calm[key]
 
 
+@pytest.mark.long
 def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: dict[str, str]) -> None:
     """Automodel#405 and accelerate#3400: SIGTERM in a job of Slurm is to save."""
     run = training(new_run, "hf-stops")

@@ -146,6 +146,7 @@ def test_a_calm_batch_has_every_answer_once(new_batch: NewBatch) -> None:
     assert len(run.nodes) == NODES and len(run.events("replica ready")) == NODES * REPLICAS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["engine", "zygote", pytest.param("driver", marks=pytest.mark.soak)])
 def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch, victim: str) -> None:
     run = new_batch()
@@ -164,6 +165,7 @@ def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch,
     assert run.repeated() <= CONCURRENCY * (REPLICAS if victim == "zygote" else 1)
 
 
+@pytest.mark.long
 def test_an_engine_that_is_asked_to_end_finishes_what_it_has_and_is_blamed_for_no_request(new_batch: NewBatch) -> None:
     """As most servers do, it takes no connection from then on, for longer than all tries of a request last."""
     run = new_batch(120, pause=2.0, inference={"max_retries": 1})
@@ -213,6 +215,7 @@ def test_a_dead_agent_and_a_dead_node_cost_their_own_work_only(lab: Lab, new_bat
     assert run.repeated() <= 2 * CONCURRENCY * REPLICAS
 
 
+@pytest.mark.long
 def test_a_node_that_is_cut_off_answers_nothing_that_counts(lab: Lab, new_batch: NewBatch) -> None:
     run = new_batch(500)
     run.submit()
@@ -227,6 +230,7 @@ def test_a_node_that_is_cut_off_answers_nothing_that_counts(lab: Lab, new_batch:
     run.assert_exactly_once()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["preempted", pytest.param("requeued", marks=pytest.mark.soak)])
 def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatch, how: str) -> None:
     run = new_batch(400)
@@ -242,6 +246,7 @@ def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatc
     assert run.repeated() == 0, f"job {job}\n{run.story()}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_engines_outlive_the_supervisor(new_batch: NewBatch, times: int) -> None:
     # a lease that a busy machine cannot miss: without a supervisor for that long, agents end
@@ -278,6 +283,7 @@ def test_an_agent_that_dies_with_the_supervisor_is_replaced(new_batch: NewBatch)
     assert len(run.folder.jobs()) == 1 and not run.events("requeueing"), run.story()
 
 
+@pytest.mark.long
 def test_a_stopped_batch_goes_on_when_it_is_submitted_again(new_batch: NewBatch) -> None:
     run = new_batch(300)
     job = run.submit()
@@ -290,6 +296,7 @@ def test_a_stopped_batch_goes_on_when_it_is_submitted_again(new_batch: NewBatch)
     assert run.repeated() == 0
 
 
+@pytest.mark.long
 def test_long_answers_go_on_where_a_dead_engine_and_a_stop_have_cut_them_off(new_batch: NewBatch) -> None:
     count, limit, token_s = 24, 160, 0.05
     run = new_batch(
@@ -325,6 +332,7 @@ def test_long_answers_go_on_where_a_dead_engine_and_a_stop_have_cut_them_off(new
     assert repeated <= 15 * cut_off, f"{repeated} of {len(tokens())} tokens were made twice\n{run.story()}"
 
 
+@pytest.mark.long
 def test_bad_requests_end_in_errors_and_hurt_no_other(new_batch: NewBatch) -> None:
     """Two that kill the engine, one that hangs it, one that it refuses, and some that want it for themselves."""
     special = {20: "POISON a", 150: "POISON b", 80: "HANG c", 30: "BAD d", 60: "OOM e", 61: "OOM f"}

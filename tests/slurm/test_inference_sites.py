@@ -22,6 +22,7 @@ from slurmft.lab.members import Account
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
+@pytest.mark.long
 def test_replicas_follow_nodes_that_come_and_go(lab: Lab, new_batch: NewBatch) -> None:  # noqa: F811
     special = {index: f"WAIT {index}" for index in range(100, 400)}
     run = new_batch(
@@ -73,6 +74,7 @@ def on_disk(run: BatchRun, disk: SmallDisk) -> BatchRun:  # noqa: F811
     return moved
 
 
+@pytest.mark.long
 def test_a_full_disk_holds_everything_up_and_loses_nothing(new_batch: NewBatch, disk: SmallDisk) -> None:  # noqa: F811
     """For longer than what counts as a hang: that is not the engines' fault."""
     run = on_disk(new_batch(500, inference={"hang_timeout_s": 3, "max_restarts": 0}), disk)
@@ -131,6 +133,7 @@ def neighbour(lab: Lab) -> Iterator[Account]:
         lab.run_on_as_admin(node, ["pkill", "-KILL", "--uid", str(lab.second_user().uid)], check=False)
 
 
+@pytest.mark.long
 def test_another_user_of_the_nodes_reads_nothing_and_answers_nothing(
     lab: Lab, new_batch: NewBatch, neighbour: Account, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip

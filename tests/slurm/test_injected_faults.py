@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 NewRun = Callable[..., Run]
 
 
+@pytest.mark.long
 def test_a_kill_and_an_exception_are_blamed_on_their_ranks_and_leave_no_trace(
     new_run: NewRun, undisturbed: str
 ) -> None:

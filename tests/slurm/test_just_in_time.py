@@ -135,6 +135,7 @@ def test_with_buffers_and_extra_no_step_is_lost(tmp_path: Path, undisturbed: str
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_with_peer_copies_no_step_is_lost_with_a_node(tmp_path: Path, undisturbed: str, rank: int) -> None:
     run = new_run(tmp_path / "run", copies=1)
@@ -187,6 +188,7 @@ SHARDS = {
 OFTEN = {"a rank", "a node"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [one if one in OFTEN else pytest.param(one, marks=pytest.mark.soak) for one in SHARDS])
 def test_shards_with_replicas_lose_no_step_and_others_are_never_mixed(
     tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], name: str
@@ -303,6 +305,7 @@ def kill_all_agents(run: LocalRun) -> None:
             process.kill()
 
 
+@pytest.mark.long
 def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(
     tmp_path: Path, undisturbed_shards: Callable[[list[str]], str]
 ) -> None:
@@ -319,6 +322,7 @@ def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(
     assert run.digest() == undisturbed_shards(NO_REPLICA)
 
 
+@pytest.mark.long
 def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, undisturbed: str) -> None:
     run = new_run(tmp_path / "run", delay=0.2, lease=3.0, interval=1000)
     run.submit()

@@ -31,6 +31,7 @@ def final_weights(folder: Path, *options: str, within_s: float) -> tuple[str, st
     return kills, digest
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs_transformers

@@ -46,6 +46,7 @@ def nothing_lent(run: EndpointRun) -> None:
     assert sorted(noted) == sorted(event.details["job"] for event in run.events("lender cancelled")), run.story()
 
 
+@pytest.mark.long
 def test_replicas_go_from_none_to_lent_nodes_and_back_and_no_request_fails(small: EndpointRun) -> None:
     run, job = small, submit(small)
     assert run.events("replica ready") == []
@@ -71,6 +72,7 @@ def test_replicas_go_from_none_to_lent_nodes_and_back_and_no_request_fails(small
     run.wait_until_out_of_queue(job)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", ["it goes on", "it is stopped"])
 def test_a_job_that_waits_to_lend_a_node_does_not_outlive_its_use_when_the_supervisor_is_killed(
     lab: Lab, small: EndpointRun, then: str

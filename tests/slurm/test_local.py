@@ -82,6 +82,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run.digest()
 
 
+@pytest.mark.long
 def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
     run = LocalRun(tmp_path / "stopped")
     run.submit()
@@ -94,6 +95,7 @@ def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_term_is_a_preemption_and_comes_three_times(tmp_path: Path, undisturbed: str) -> None:
     run = LocalRun(tmp_path / 'it\'s odd, "quoted" and 100% spaced')
     run.submit()
@@ -121,6 +123,7 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
     assert "Ctrl-C" in decision.details["reason"]
 
 
+@pytest.mark.long
 def test_with_sigint_as_the_signal_of_preemptions_the_run_goes_on_behind_it(tmp_path: Path, undisturbed: str) -> None:
     run = LocalRun(tmp_path / "sigint", preemption={"signal": "SIGINT"})
     run.submit()
@@ -161,6 +164,7 @@ def test_a_worker_that_raises_is_told_by_its_own_words_and_code(tmp_path: Path) 
     assert "ValueError: no such tensor: x" in [e for e in events if e.event == "decision"][-1].details["reason"]
 
 
+@pytest.mark.long
 def test_an_unchanged_script_is_stopped_by_its_signal_and_resumes(tmp_path: Path) -> None:
     """It knows nothing of slurmft: TERM ends it, and the next submission goes on from its own checkpoint."""
     command = ["python", "-m", "slurmft.examples.plain_ddp", "--steps", "60", "--save-every", "5"]
@@ -201,6 +205,7 @@ def test_what_a_trainer_raises_reaches_no_terminal_and_no_log_as_it_is(tmp_path)
         assert not re.search(r"^slurmft: all is well", text, re.M), (name, text)
 
 
+@pytest.mark.long
 def test_a_wrapper_that_ends_well_does_not_hide_a_trainer_that_was_killed(tmp_path: Path) -> None:
     """Its exit code is 0; the session inside was at step 4 of 8."""
     (tmp_path / "train.py").write_text("""
@@ -270,6 +275,7 @@ time.sleep(300)
     assert said == (["got SIGUSR1"] if handles else ["got SIGUSR1", "got SIGTERM"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_a_session_saves_at_each_signal_that_may_be_configured(tmp_path: Path, undisturbed: str, name: str) -> None:
     """Every process of the step gets it, as from sites that signal the whole tree."""

@@ -35,6 +35,7 @@ def put(run: LocalRun, first: int, last: int) -> None:
             queue.put(f"{step}-{rank}", [dice.random() for _ in range(8)])
 
 
+@pytest.mark.long
 def test_weights_are_those_of_an_undisturbed_run_whoever_is_killed(tmp_path: Path) -> None:
     calm = begun(tmp_path / "calm")
     put(calm, 0, STEPS)

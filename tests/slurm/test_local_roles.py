@@ -110,6 +110,7 @@ def test_each_part_is_killed_alone_and_the_weights_are_those_of_the_calm_run(tmp
     assert len(run.events("attempt started")) == 1, run.story()
 
 
+@pytest.mark.long
 def test_answers_are_of_weights_within_the_lag_whichever_part_is_killed(tmp_path: Path) -> None:
     run, notes, lag, steps = Roles(tmp_path / "versions"), tmp_path / "notes.jsonl", 1, 25
     config, trainers = yaml.safe_load(run.config.read_text()), HERE / "trainers"
@@ -166,6 +167,7 @@ def test_a_stop_ends_all_roles_and_a_second_submission_goes_on(tmp_path: Path, c
     assert run.role("trainer").digest() == calm
 
 
+@pytest.mark.long
 def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "unguarded")
     run.submit()
@@ -189,6 +191,7 @@ def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, ca
     assert len(run.events("attempt started")) == 1, run.story()
 
 
+@pytest.mark.long
 def test_roles_go_on_while_the_supervisor_of_the_job_is_killed(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "supervised-anew")
     run.submit()
@@ -213,6 +216,7 @@ def test_roles_go_on_while_the_supervisor_of_the_job_is_killed(tmp_path: Path, c
     eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)
 
 
+@pytest.mark.long
 def test_roles_are_ended_where_nothing_follows_the_supervisor_that_was_killed(tmp_path: Path) -> None:
     run = Roles(tmp_path / "for-good")
     config = yaml.safe_load(run.config.read_text())
@@ -228,6 +232,7 @@ def test_roles_are_ended_where_nothing_follows_the_supervisor_that_was_killed(tm
     eventually(lambda: not run.processes("slurmft") and not run.processes("from_queue.py"), PATIENCE_S, run.story)
 
 
+@pytest.mark.long
 def test_the_only_agent_of_an_endpoint_begins_again_in_place_at_its_port(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "agentless")
     run.submit()

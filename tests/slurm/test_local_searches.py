@@ -128,6 +128,7 @@ def app(tmp_path: Path) -> Iterator[App]:
         subprocess.run([sys.executable, "-m", "slurmft", "stop", str(app.run.path)], check=False, timeout=60)
 
 
+@pytest.mark.long
 def test_an_app_that_is_killed_finds_its_sweep_and_no_job_runs_twice(app: App) -> None:
     process = app.start("x=range(6)", "phase=1", "hydra.launcher.per_node=2")
     until(lambda: len(app.starts()) == 2, 120)
@@ -152,6 +153,7 @@ def test_an_app_that_is_killed_finds_its_sweep_and_no_job_runs_twice(app: App) -
     assert len(app.starts()) == 8 and {len(lines) for lines in app.starts().values()} == {1}
 
 
+@pytest.mark.long
 def test_a_sweeper_gets_what_jobs_return_and_its_batches_are_one_sweep(app: App) -> None:
     (app.folder / "hydra_plugins").mkdir()
     (app.folder / "hydra_plugins/golden.py").write_text(SWEEPER)
@@ -170,6 +172,7 @@ def test_a_sweeper_gets_what_jobs_return_and_its_batches_are_one_sweep(app: App)
     assert {len(lines) for lines in app.starts().values()} == {1}
 
 
+@pytest.mark.long
 def test_what_is_no_json_comes_back_and_what_failed_is_told(app: App) -> None:
     kinds = ("'no number'", "tuple", "error", "exit", "generator")
     said = app.call("x=2", f"kind={','.join(kinds)}", "hydra.launcher.per_node=3", code=1)
@@ -187,6 +190,7 @@ def test_what_is_no_json_comes_back_and_what_failed_is_told(app: App) -> None:
     assert [len(lines) for _, lines in sorted(app.starts().items())] == [1, 1, 2, 2, 2]
 
 
+@pytest.mark.long
 def test_names_that_no_folder_can_have(app: App) -> None:
     texts = ["a/b", "a b", "'a,b'", "'a=b'", "../up", "'ä'", '"it\'s"', "x" * 300]
     said = app.call(f"text={','.join(texts)}", "hydra.launcher.per_node=4")
@@ -195,6 +199,7 @@ def test_names_that_no_folder_can_have(app: App) -> None:
     assert len({row["folder"] for row in app.rows()}) == len(texts)
 
 
+@pytest.mark.long
 def test_what_would_mix_two_sweeps_is_refused(app: App) -> None:
     app.call("x=1,2")
     (app.folder / "other.py").write_text(APP)

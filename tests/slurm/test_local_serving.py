@@ -125,6 +125,7 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     eventually(lambda: found.processes("serving_engine.py") == [], 10, "an engine has outlived its driver")
 
 
+@pytest.mark.long
 def test_what_a_user_does(endpoint: Endpoint) -> None:
     url, headers = endpoint.slurmft("endpoint", str(endpoint.folder.path)).strip(), headers_file(endpoint.folder.path)
     assert endpoint.slurmft("endpoint", str(endpoint.folder.path), "--header-file").strip() == str(headers)
@@ -199,6 +200,7 @@ def test_an_endpoint_with_certificates_of_its_own(tmp_path: Path) -> None:
         endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "victim",
     [
@@ -239,6 +241,7 @@ def test_no_request_of_a_patient_client_fails_when_something_dies(endpoint: Endp
         assert endpoint.events("agent lost") == [], "it goes on with another life of its replica"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["patient", pytest.param("plain", marks=pytest.mark.soak)])
 def test_a_dead_router_costs_a_plain_client_what_it_had_a_patient_one_nothing(endpoint: Endpoint, kind: str) -> None:
     load = endpoint.load(6, kind)
@@ -342,6 +345,7 @@ def idle(tmp_path: Path) -> Iterator[Endpoint]:
     found.slurmft("stop", str(found.folder.path), "--timeout", "30")
 
 
+@pytest.mark.long
 def test_replicas_follow_the_load_from_none_to_none_and_no_request_fails(idle: Endpoint, tmp_path: Path) -> None:
     endpoint = idle
     assert endpoint.processes("serving_engine.py") == [], "no engine runs while no request comes"

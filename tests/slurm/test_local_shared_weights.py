@@ -90,6 +90,7 @@ class Batch:
         assert [row["response"]["body"]["sum"] for row in rows] == [3000.0 + number for number in range(REQUESTS)]
 
 
+@pytest.mark.long
 def test_killed_engines_come_back_without_loading_and_nothing_stays_after_the_run(tmp_path: Path) -> None:
     batch = Batch(tmp_path)
     batch.submit()
@@ -104,6 +105,7 @@ def test_killed_engines_come_back_without_loading_and_nothing_stays_after_the_ru
     batch.assert_all_answered()
 
 
+@pytest.mark.long
 def test_what_killed_agents_have_left_is_removed_by_the_next_start(tmp_path: Path) -> None:
     batch = Batch(tmp_path)
     batch.submit()

@@ -85,6 +85,7 @@ class Sweep:
         return None
 
 
+@pytest.mark.long
 def test_every_result_once_while_everything_is_killed(tmp_path: Path) -> None:
     count = 40
     sweep = Sweep(tmp_path, {"grid": {"x": list(range(count))}, "per_node": 2, "retries": 2}, nodes=2)
@@ -138,6 +139,7 @@ def test_a_function_is_asked_for_the_next_trial(tmp_path: Path) -> None:
     assert [row["result"]["square"] for row in sweep.rows()] == [1, 4, 9, 16, 25, 36]
 
 
+@pytest.mark.long
 def test_an_error_of_that_function_ends_the_run_and_is_told_with_its_place(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, {"next": "asked:ask"}, environment={"PYTHONPATH": str(tmp_path)})
     (tmp_path / "asked.py").write_text("def ask(ended):\n    return {'x': 1} if not ended else 1 / 0\n")
@@ -163,6 +165,7 @@ def test_a_stop_is_heard_while_no_trial_is_named_yet(tmp_path: Path) -> None:
     assert decision["action"] == "stop" and "stopped by" in decision["reason"]
 
 
+@pytest.mark.long
 def test_another_sweep_in_the_same_folder_is_refused_and_the_own_one_may_change_its_size(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, {"grid": {"x": [1, "bad"]}})
     sweep.submit("--wait")

@@ -35,6 +35,7 @@ def end_without(lab: Lab, run: Run, hosts: Sequence[str]) -> int:
     return step
 
 
+@pytest.mark.long
 def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(
         spare_nodes=1,
@@ -52,6 +53,7 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_node_whose_packets_are_dropped_costs_no_step(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """No connection is closed or reset, and the node itself trains on until it misses the others."""
     run = new_run(
@@ -100,6 +102,7 @@ def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) 
     assert told in run.output(), run.output()
 
 
+@pytest.mark.long
 def test_a_lost_node_costs_a_sharded_run_a_step_where_every_step_is_copied(lab: Lab, new_run: NewRun) -> None:
     """Saves go to disk after the first step and at the end alone."""
     whole = new_run("sharded-undisturbed", command=["python", str(SHARDED), "--steps", "30", "--step-delay", "0"])

@@ -54,6 +54,7 @@ def test_a_term_in_an_evaluation_repeats_it(lab: Lab, new_run: NewRun) -> None:
     assert run.digest() == alone.digest()
 
 
+@pytest.mark.long
 def test_an_unchanged_script_survives_a_preemption_by_its_own_means(lab: Lab, new_run: NewRun) -> None:
     checkpoint = lab.home / "plain.pt"
     command = [
@@ -77,6 +78,7 @@ def test_an_unchanged_script_survives_a_preemption_by_its_own_means(lab: Lab, ne
     assert len(run.events("requeued")) == 1
 
 
+@pytest.mark.long
 def test_sbatch_train_sh_runs_the_same_supervisor(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """Edited as its header says, submitted with plain sbatch from a folder of the user's own."""
     run = new_run()
@@ -93,6 +95,7 @@ def test_sbatch_train_sh_runs_the_same_supervisor(lab: Lab, new_run: NewRun, und
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_every_reading_verb_tells_the_run(new_run: NewRun) -> None:
     run = new_run(steps=5, delay=0.0)
     run.submit()
@@ -103,6 +106,7 @@ def test_every_reading_verb_tells_the_run(new_run: NewRun) -> None:
     assert "rank 3" in run.slurmft("logs", str(run.path), "--rank", "3")
 
 
+@pytest.mark.long
 def test_a_preemption_without_grace_goes_on_from_the_newest_checkpoint(
     lab: Lab, new_run: NewRun, undisturbed: str
 ) -> None:
@@ -119,6 +123,7 @@ def test_a_preemption_without_grace_goes_on_from_the_newest_checkpoint(
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_killed_srun_costs_seconds_and_no_steps_that_were_saved(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     run.submit()

@@ -58,6 +58,7 @@ def states(lab: Lab) -> set[str]:
     return set(lab.node_states().values())
 
 
+@pytest.mark.long
 def test_a_broken_prolog_harms_no_job_and_the_epilog_leaves_nothing(lab, hooked, script):
     broken = lab.folder / "broken"
     shutil.copytree(BIN, broken / "bin", dirs_exist_ok=True)  # no .venv beside it

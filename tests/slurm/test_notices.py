@@ -42,6 +42,7 @@ def submit_in_cloud(run: Run) -> str:
     return output.split(" as job ")[1].split()[0]
 
 
+@pytest.mark.long
 def test_a_spot_notice_is_answered_by_a_save_and_a_requeue_elsewhere_in_time(
     new_run: NewRun, undisturbed: str, announce: Callable[[str], None]
 ) -> None:

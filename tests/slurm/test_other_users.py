@@ -122,6 +122,7 @@ def test_what_one_user_forges_never_runs_as_another_or_as_root(site: Site) -> No
     lab.run_as_admin(["slurmft", "explain", str(forged)])
 
 
+@pytest.mark.long
 def test_roots_sweep_brings_a_users_run_back_as_that_user(site: Site, new_run: Callable[..., Run]) -> None:
     lab = site.lab
     run = new_run(nodes=1, nproc_per_node=1, delay=0.3)

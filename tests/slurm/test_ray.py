@@ -104,6 +104,7 @@ def ask(address: str, **environment: str) -> subprocess.CompletedProcess[str]:
                           text=True, timeout=120, check=False)  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_runs_on_one_node_do_not_meet_and_a_stranger_gets_nothing(tmp_path: Path) -> None:
     pairs = [waiting(tmp_path / name) for name in ("one", "two and a space")]
     facts = [seen(*pair) for pair in pairs]
@@ -130,6 +131,7 @@ def test_two_runs_on_one_node_do_not_meet_and_a_stranger_gets_nothing(tmp_path: 
     assert not folder.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "victim",
     ["holder", *(pytest.param(each, marks=pytest.mark.soak) for each in ("agent", "raylet", "gcs_server", "driver"))],

@@ -37,6 +37,7 @@ def run_save_s(run: Run) -> float:
     return max(float(line.split(" in ")[1].split()[0]) for line in lines)
 
 
+@pytest.mark.long
 def test_a_short_time_limit(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     # the signal comes 5 to 35 s after the start
     run = new_run(delay=0.7, slurm={"time": "1"}, preemption={"signal_lead_s": 25})
@@ -111,6 +112,7 @@ def test_manual_requeue(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     assert not run.events("requeued"), "Slurm requeued it; a second requeue would be one too many"
 
 
+@pytest.mark.long
 def test_slurmft_requeue_saves_first(new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     run.submit()
@@ -120,6 +122,7 @@ def test_slurmft_requeue_saves_first(new_run: NewRun, undisturbed: str) -> None:
     assert_one_stop(run, "requeued by user", undisturbed)
 
 
+@pytest.mark.long
 def test_stop_and_submit_again(new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     first = run.submit()
@@ -135,6 +138,7 @@ def test_stop_and_submit_again(new_run: NewRun, undisturbed: str) -> None:
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_save_on_demand_disturbs_nothing(new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     run.submit()
@@ -173,6 +177,7 @@ def test_a_preemption_that_cancels_is_continued_by_a_successor(lab: Lab, new_run
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_job_that_may_not_requeue_is_switched_on_first(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(slurm={"requeue": False})
     job = run.submit()
@@ -194,6 +199,7 @@ def test_a_successor_inherits_nothing_of_its_parent(lab: Lab, new_run: NewRun, u
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_finished_run_is_not_run_again(lab: Lab, new_run: NewRun) -> None:
     run = new_run(steps=5, delay=0.0)
     run.submit()
@@ -233,6 +239,7 @@ def test_node_failure_is_requeued_by_slurm_and_resumes(lab: Lab, new_run: NewRun
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_job_that_lost_its_batch_host_is_rescued(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(slurm={"no_kill": True})
     job = run.submit()

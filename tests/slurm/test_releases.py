@@ -44,7 +44,7 @@ __all__ = [
     "test_node_failure_is_requeued_by_slurm_and_resumes",
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 NEWEST = max(RELEASES)

@@ -40,6 +40,7 @@ def wait_until_as_far_again(run: Run, restarts: int) -> None:
     run.wait_for_step(run.events("verdict")[-1].details["last_step"] + 1)
 
 
+@pytest.mark.long
 def test_a_report_knows_what_a_kill_a_hang_and_a_preemption_have_cost(new_run: NewRun, lab: Lab) -> None:
     run = new_run(
         checkpoint={"interval_steps": 25, "just_in_time": False},

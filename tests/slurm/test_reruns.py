@@ -53,6 +53,7 @@ def standing(run: Run) -> dict[str, str]:
     return {node["node"]: node["state"] for node in json.loads(text)["nodes"]}
 
 
+@pytest.mark.long
 def test_a_node_that_computes_wrong_is_convicted_and_the_run_goes_on_elsewhere(
     validated: Callable[..., Run], clean: str
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_node_that_computes_wrong_is_convicted_and_the_run_goes_on_elsewhere(
     assert run.digest() == clean
 
 
+@pytest.mark.long
 def test_a_transient_error_costs_one_rerun_in_place(validated: Callable[..., Run], clean: str) -> None:
     run = validated(error_injection_step=4, error_injection_type="transient_error", error_injection_rank=1)
     run.submit()

@@ -59,6 +59,7 @@ def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ran
     assert seconds_to_first_step(run, 1) < AT_ONCE_S, run.story()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("faults", "delay", "budget"), [(4, 0.1, 3), pytest.param(20, 0.4, 20, marks=pytest.mark.soak)], ids=["4", "20"]
 )
@@ -97,6 +98,7 @@ def test_an_exception_in_one_rank(new_run: NewRun) -> None:
     assert (verdict["cause"], verdict["rank"], verdict["node"]) == ("worker error", 3, "n2"), run.story()
 
 
+@pytest.mark.long
 def test_what_fails_again_and_again_goes_through_the_queue_and_then_ends(new_run: NewRun) -> None:
     run = new_run(command=["python", str(FAILING), "--rank", "0", "--times", "99"],
                   fault_tolerance={"num_in_job_restarts": 2, "num_job_retries_on_failure": 1})  # fmt: skip

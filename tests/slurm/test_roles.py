@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from slurm.conftest import PATIENCE_S, Run, eventually, preempt
@@ -53,6 +54,7 @@ def wait_for_step(run: Run, step: int) -> None:
     eventually(lambda: ((trainer.progress() or {}).get("step") or 0) >= step, PATIENCE_S, lambda: story(run))
 
 
+@pytest.mark.long
 def test_roles_are_preempted_together_and_lose_a_node_alone(lab: Lab, new_run: Callable[..., Run]) -> None:
     calm = roles(new_run, "roles-calm")
     calm.submit()
@@ -69,6 +71,7 @@ def test_roles_are_preempted_together_and_lose_a_node_alone(lab: Lab, new_run: C
     print(story(run), file=sys.stderr)
 
 
+@pytest.mark.long
 def test_a_role_begins_again_alone_and_roles_go_on_without_the_supervisor_of_the_job(
     lab: Lab, new_run: Callable[..., Run]
 ) -> None:
@@ -95,6 +98,7 @@ def test_a_role_begins_again_alone_and_roles_go_on_without_the_supervisor_of_the
     assert last.details["last_step"] == STEPS, story(run)
 
 
+@pytest.mark.long
 def test_roles_in_two_components_of_a_heterogeneous_job_go_on_as_such_a_job(
     lab: Lab, new_run: Callable[..., Run]
 ) -> None:

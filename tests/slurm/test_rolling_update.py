@@ -20,6 +20,7 @@ def with_engine(run: EndpointRun, *more: str) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_an_update_replaces_all_engines_and_goes_back_from_a_bad_one(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint(max_restarts=1)
     job = run.submit()

@@ -154,6 +154,7 @@ def outcomes(lab: Lab) -> Iterator[dict[tuple[str, str], tuple[Outcome, Path]]]:
         yield {pair: (outcome, base / "-".join(pair)) for pair, outcome in zip(pairs, found, strict=True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in REFUSED])
 def test_a_script_does_what_it_does_under_sbatch(
     outcomes: dict[tuple[str, str], tuple[Outcome, Path]], form: str

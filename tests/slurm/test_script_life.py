@@ -88,6 +88,7 @@ def send(script: Script, job: str, *how: str) -> None:
     script.lab.run(["scancel", *how, job])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["USR1", "USR2", "INT", "TERM"])
 def test_a_signal_to_the_steps_reaches_workers_and_the_job_goes_on_once(script: Script, name: str) -> None:
     job = script.submit(HEAD + f"{TRAIN} SIG{name} 0\necho code $?\n", f"--signal={name}@60")
@@ -143,6 +144,7 @@ FORMS = {
 """By its name: the option, which says whom the test sends the signal to, and the script's text."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(FORMS))
 def test_a_script_with_traps_goes_on_once(script: Script, name: str) -> None:
     option, text = FORMS[name]
@@ -161,6 +163,7 @@ def test_a_script_with_traps_goes_on_once(script: Script, name: str) -> None:
     assert script.lab.run(["squeue", "-h", "-u", str(script.lab.uid)]).stdout == "", "another job"
 
 
+@pytest.mark.long
 def test_a_lost_node_is_left_and_the_script_goes_on(script: Script) -> None:
     job = script.submit(HEAD.replace("-n2", "-N2 --ntasks-per-node=1") + f"{TRAIN} SIGTERM,SIGUSR2 0\necho code $?\n")
     script.wait_for("trains", 2)
@@ -176,6 +179,7 @@ def test_a_lost_node_is_left_and_the_script_goes_on(script: Script) -> None:
     assert script.output().count("resumed") == 2, script.story()
 
 
+@pytest.mark.long
 def test_what_has_finished_is_not_repeated_after_a_requeue(script: Script) -> None:
     script.write("first.py", "print('first part')\n")
     first = "srun -n1 /usr/bin/python3 first.py\necho first $?\n"

@@ -88,6 +88,7 @@ def given_to_the_user(lab: Lab, folder: Path) -> None:
         os.chown(path, lab.uid, lab.gid)
 
 
+@pytest.mark.long
 @needs("hydra")
 def test_a_multirun_runs_each_job_once_while_its_app_is_killed_again_and_again(lab: Lab, folder: Path) -> None:
     (folder / "app.py").write_text(APP)
@@ -146,6 +147,7 @@ def _setting(row: dict[str, Any], name: str) -> int:
     return next(int(each.partition("=")[2]) for each in row["parameters"]["overrides"] if each.startswith(f"{name}="))
 
 
+@pytest.mark.long
 @needs("optuna")
 def test_each_trial_of_a_study_ends_while_pilots_a_node_and_the_supervisors_job_go(lab: Lab, folder: Path) -> None:
     (folder / "tune.py").write_text(TUNE.replace("PHASE", str(PHASE)).replace("COUNT", str(COUNT)))

@@ -30,6 +30,7 @@ def test_a_lost_node_costs_no_request_of_a_patient_client(lab: Lab, new_endpoint
     run.wait_until_out_of_queue(job)
 
 
+@pytest.mark.long
 def test_a_requeued_endpoint_comes_back_and_a_patient_client_waits_for_it(new_endpoint: NewEndpoint) -> None:
     run = new_endpoint(serving={"handover": False})
     job = run.submit()
@@ -72,6 +73,7 @@ def test_another_user_gets_nothing(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run.wait_until_out_of_queue(job)
 
 
+@pytest.mark.long
 def test_replicas_of_a_lost_node_begin_on_an_idle_one(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint()
     job, victim = run.submit(), run.other_node
@@ -94,6 +96,7 @@ def test_replicas_of_a_lost_node_begin_on_an_idle_one(lab: Lab, new_endpoint: Ne
         lab.start_node(victim)
 
 
+@pytest.mark.long
 def test_one_address_of_plain_clients_survives_the_power_off_of_a_router_s_node(
     lab: Lab, new_endpoint: NewEndpoint
 ) -> None:

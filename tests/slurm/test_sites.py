@@ -108,6 +108,7 @@ def test_the_words_of_a_plugin_that_refuses_are_shown_once(lab: Lab, new_run: Ne
     assert not run.path.exists(), "a refused submission leaves nothing behind"
 
 
+@pytest.mark.long
 @on("hidden")
 def test_a_job_that_the_site_rewrites_is_preempted_and_goes_on_without_accounting(lab: Lab, new_run: NewRun) -> None:
     run = new_run(steps=40, slurm={"job_name": "rewritten", "partition": "high", "time": "10"})
@@ -124,6 +125,7 @@ def test_a_job_that_the_site_rewrites_is_preempted_and_goes_on_without_accountin
     assert_resumed(run)
 
 
+@pytest.mark.long
 @on("hidden")
 def test_exclusions_hold_where_nodes_are_hidden_and_have_odd_names(lab: Lab, blaming: Callable[..., Run]) -> None:
     sinfo = lab.run(["sinfo"], check=False)
@@ -190,6 +192,7 @@ def test_a_rank_that_its_control_group_ends_for_memory_is_told_as_such(lab: Lab,
     lab.run(["scancel", job], check=False)
 
 
+@pytest.mark.long
 @on("limited")
 def test_a_successor_beyond_the_limit_of_jobs_is_refused_and_nothing_is_lost(lab: Lab, new_run: NewRun) -> None:
     accounts(lab, "modify", "user", lab.user, "set", "MaxSubmitJobs=1")
@@ -274,6 +277,7 @@ def test_a_reservation_spares_nodes_and_its_end_is_no_cancellation(lab: Lab, new
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 @on("limited")
 def test_several_clusters_are_refused_and_one_of_a_federation_serves(lab: Lab, new_run: NewRun) -> None:
     run = new_run(steps=15)

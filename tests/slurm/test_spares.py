@@ -39,6 +39,7 @@ def pids_on(run: Run, node: str, pattern: str) -> list[str]:
     return run.lab.run_on_as_admin(node, ["pgrep", "-o", "-f", pattern], check=False).stdout.split()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["agent", pytest.param("zygote", marks=pytest.mark.soak)])
 def test_what_keeps_the_workers_is_killed(new_run: NewRun, undisturbed: str, victim: str) -> None:
     """The workers die with it; it is started again where it was, since there is no spare."""
@@ -89,6 +90,7 @@ def test_a_spare_that_has_rehearsed_takes_over(lab: Lab, new_run: NewRun, undist
     assert rehearsed.details["node"] in run.events("agents ready")[1].details["hosts"]
 
 
+@pytest.mark.long
 def test_both_halves_of_a_partition(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """All ranks are on the node that is cut off, so they could go on there. What they write counts no more."""
     run = new_run(

@@ -64,6 +64,7 @@ def undisturbed_wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run.digest()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_node_costs_a_sharded_run_one_step(tmp_path: Path, undisturbed: str, rank: int) -> None:
     run = new_run(tmp_path / "run")
@@ -76,6 +77,7 @@ def test_a_lost_node_costs_a_sharded_run_one_step(tmp_path: Path, undisturbed: s
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_node_that_dies_in_the_middle_of_a_copy_costs_that_copy_alone(tmp_path: Path, undisturbed_wide: str) -> None:
     """Each copy takes many steps, which go on meanwhile: the one before it stays until it is whole."""
     run = new_run(tmp_path / "run", *WIDE, delay=0.15, bandwidth="300K")
@@ -89,6 +91,7 @@ def test_a_node_that_dies_in_the_middle_of_a_copy_costs_that_copy_alone(tmp_path
     assert run.digest() == undisturbed_wide
 
 
+@pytest.mark.long
 def test_a_writer_that_is_stopped_is_replaced_and_copies_go_on(tmp_path: Path, undisturbed: str) -> None:
     run = new_run(tmp_path / "run", stall_timeout_s=2)
     run.submit()
@@ -104,6 +107,7 @@ def test_a_writer_that_is_stopped_is_replaced_and_copies_go_on(tmp_path: Path, u
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_stop_during_a_copy_saves_as_ever(tmp_path: Path, undisturbed_wide: str) -> None:
     run = new_run(tmp_path / "run", *WIDE, delay=0.15, bandwidth="300K")
     run.submit()
@@ -116,6 +120,7 @@ def test_a_stop_during_a_copy_saves_as_ever(tmp_path: Path, undisturbed_wide: st
     assert run.digest() == undisturbed_wide
 
 
+@pytest.mark.long
 def test_two_nodes_lost_one_after_the_other(tmp_path: Path, undisturbed: str) -> None:
     """The second goes as soon as the first one's successor trains: its new copies may not be whole yet."""
     run = new_run(tmp_path / "run")

@@ -40,6 +40,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("breaks", "mends", "number"), FAULTS)
 def test_a_disk_that_takes_nothing_at_a_periodic_save(
     new_run: NewRun, undisturbed: str, disk: SmallDisk, breaks: Fault, mends: Fault, number: int
@@ -61,6 +62,7 @@ def test_a_disk_that_takes_nothing_at_a_periodic_save(
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_full_run_folder_at_a_stop_and_at_the_next_start(
     lab: Lab, new_run: NewRun, undisturbed: str, disk: SmallDisk
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_full_run_folder_at_a_stop_and_at_the_next_start(
     assert run.digest() == undisturbed
 
 
+@pytest.mark.long
 def test_a_run_folder_that_stalls_for_longer_than_the_lease(
     lab: Lab, new_run: NewRun, undisturbed: str, disk: SmallDisk
 ) -> None:

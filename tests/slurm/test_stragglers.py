@@ -51,6 +51,7 @@ def test_a_node_whose_cpu_is_limited_is_found_and_no_other(trained: Callable[...
     assert [each["nodes"] for each in past["convictions"]] == [["n3"]]
 
 
+@pytest.mark.long
 def test_a_run_moves_away_from_a_slow_node_and_ends_with_the_same_weights(trained: Callable[..., Run], lab: Lab):
     steps = 250
     undisturbed = trained("--work", "0", steps=steps, nodes=3, name="not-slow")
@@ -73,6 +74,7 @@ def test_a_run_moves_away_from_a_slow_node_and_ends_with_the_same_weights(traine
     assert run.digest() == undisturbed.digest()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

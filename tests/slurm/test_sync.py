@@ -41,6 +41,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return found[0]
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_the_rescheduling_tutorial(lab: Lab, new_run: Callable[..., Run], undisturbed: str) -> None:
     """Its rank meets an error, asks to be scheduled again, and goes on from the snapshot on another node."""
@@ -142,6 +143,7 @@ def keepers(run: LocalRun) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_the_agent_is_killed_in_the_middle_of_an_upload(tmp_path: Path) -> None:
     """What was being sent is not there; the next attempt sends it, and nothing is lost."""
     run = local_run(tmp_path, f"file://{tmp_path}/kept", steps=20, every=10, size=3 << 20, bandwidth_mb_s=1)
@@ -232,6 +234,7 @@ while not os.path.exists(go):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_each_node_gets_back_what_the_node_in_its_place_had(lab: Lab, new_run: Callable[..., Run]) -> None:
     script, go = lab.home / "shards.py", lab.home / "shards-go"

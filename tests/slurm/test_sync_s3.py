@@ -73,6 +73,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     server.kill()
 
 
+@pytest.mark.long
 def test_the_server_is_killed_in_the_middle_of_an_upload(tmp_path: Path, s3: S3) -> None:
     """Training goes on; the next upload completes; another node's restore finds it. The secret is in no file."""
     run = local_run(tmp_path, "s3://bucket/kept", steps=20, every=10, size=24 << 20, bandwidth_mb_s=10)

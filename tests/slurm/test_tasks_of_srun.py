@@ -47,6 +47,7 @@ def script(lab: Lab, name: str, text: str) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["agent", "torchrun"])
 def test_ranks_by_sruns_variables_in_a_run(lab: Lab, new_run: Callable[..., Run], launcher: str) -> None:
     run = new_run(command=["python", str(script(lab, "by_srun.py", BY_SRUN))], launcher=launcher)
@@ -57,6 +58,7 @@ def test_ranks_by_sruns_variables_in_a_run(lab: Lab, new_run: Callable[..., Run]
         assert f"rank {rank} of 4, local {rank % 2}, on {rank // 2}: sum 4.0" in lines, run.story()
 
 
+@pytest.mark.long
 def test_a_session_under_srun_takes_its_place_from_its_task(lab: Lab) -> None:
     path = script(lab, "by_session.py", BY_SESSION)
     folder = lab.home / "by_session"

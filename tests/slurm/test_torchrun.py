@@ -31,6 +31,7 @@ def trainers(run: LocalRun) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_and_the_end(tmp_path: Path, undisturbed: str) -> None:
     run = LocalRun(tmp_path / "through torchrun", launcher="torchrun", nodes=1)
     run.submit()

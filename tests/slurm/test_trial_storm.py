@@ -185,6 +185,7 @@ print([job.result() for job in jobs] == [x**2 for x in range(60)], {job.state fo
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_an_array_of_more_calls_than_slurm_takes_jobs(lab: Lab, left_idle: None) -> None:
     """It goes on with the jobs that there may be; two of them, or more, share a node."""

@@ -120,6 +120,7 @@ def new_sweep(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewS
     return make
 
 
+@pytest.mark.long
 def test_every_result_once_while_pilots_agents_nodes_and_the_supervisors_job_go(lab: Lab, new_sweep: NewSweep) -> None:
     phases = 5
     count, jobs = PHASE * phases, 3
@@ -182,6 +183,7 @@ def test_every_result_once_while_pilots_agents_nodes_and_the_supervisors_job_go(
     print(f"{seconds:.0f} s, {again} tries again, {len(noted)} pilots, requests: {run.requests()}")
 
 
+@pytest.mark.long
 def test_every_result_once_while_the_node_of_a_pilot_is_cut_off_and_comes_back(lab: Lab, new_sweep: NewSweep) -> None:
     """Its trials begin again elsewhere, while it runs them on until its lease is over."""
     cut_off_s, jobs, given = 35.0, 3, [{"x": x, "phase": x // PHASE} for x in range(2 * PHASE)]
@@ -210,6 +212,7 @@ def test_every_result_once_while_the_node_of_a_pilot_is_cut_off_and_comes_back(l
     eventually(lambda: not run.nodes(), 30, run.story)
 
 
+@pytest.mark.long
 def test_after_a_preemption_of_all_jobs_a_stop_leaves_none_and_another_submission_goes_on(
     lab: Lab, new_sweep: NewSweep
 ) -> None:
@@ -285,6 +288,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_trials_over_two_nodes_have_each_result_once_though_an_agent_a_job_and_a_node_are_lost(
     lab: Lab, new_sweep: NewSweep
 ) -> None:

@@ -13,6 +13,7 @@ NewRun = Callable[..., Run]
 TRAINER = Path(__file__).parent / "trainers" / "plain_end.py"
 
 
+@pytest.mark.long
 def test_a_verdict_file_beats_what_srun_reports(new_run: NewRun) -> None:
     """Rank 3 wants its result computed elsewhere, and ends with 143; then its whole step is killed; then it is done."""
     run = plain(new_run, "exits with 143", "killed", "42", exit_actions={"COMPLETE": "40-42", "FAIL": [1]})

@@ -131,6 +131,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "saved"), MOMENTS)
 def test_a_term_during(catch: Callable[..., Caught], alone: str, options: list[str], saved: set[int]) -> None:
     caught = catch(*options)
@@ -141,6 +142,7 @@ def test_a_term_during(catch: Callable[..., Caught], alone: str, options: list[s
     assert_nothing_is_left(caught.run)
 
 
+@pytest.mark.long
 def test_a_term_when_all_ranks_evaluate(catch: Callable[..., Caught], alone: str) -> None:
     """They stop at its next batch, and the resumed run repeats it."""
     caught = catch("--at", "evaluation", "--step", "8", "--rank", "-1")
@@ -150,6 +152,7 @@ def test_a_term_when_all_ranks_evaluate(catch: Callable[..., Caught], alone: str
     assert_one_stop(caught.run, caught.job, alone, saved={8})
 
 
+@pytest.mark.long
 def test_a_term_when_a_rank_has_not_come_to_the_rendezvous(catch: Callable[..., Caught], alone: str) -> None:
     caught = catch("--at", "start-up", "--step", "0")
     caught.wait_until_reached()
@@ -218,6 +221,7 @@ COMPANY = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "methods"), COMPANY)
 def test_a_term_between_two_steps_harms_nothing_that_a_worker_has_started(
     catch: Callable[..., Caught], alone: str, options: list[str], methods: list[str]
@@ -259,6 +263,7 @@ KILLS: list[Any] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "ranks", "kill"), KILLS)
 def test_a_kill_inside_a_save(
     catch: Callable[..., Caught], alone: str, options: list[str], ranks: int, kill: Callable[[Caught], None]

@@ -355,6 +355,7 @@ kept.save(model, torch.optim.SGD(model.parameters()), step=2)
 """
 
 
+@pytest.mark.long
 def test_the_end_of_the_process_waits_for_its_last_save(folder):
     command = [sys.executable, "-W", "error", "-c", AT_ONCE, str(folder)]
     done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
@@ -740,6 +741,7 @@ print(json.dumps(codes))
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
     """In a step, and while it stages a save (the very first, too) that the other one has staged already."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -95,6 +95,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return Lives(root)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "step"), EVERY)
 def test_a_restart_takes_each_part_from_any_replica_and_ends_as_without_a_failure(lives, case, step):
     for report in lives.of(case, 2):

@@ -162,6 +162,7 @@ def teller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teller]:
     teller.close()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_exactly_what_it_had(teller):
     if replayed := os.environ.get(STORY_VARIABLE):
         teller.tell_drawn(int(replayed))

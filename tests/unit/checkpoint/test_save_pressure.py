@@ -132,6 +132,7 @@ def reports(tmp_path_factory) -> list[dict[str, dict[str, object]]]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", ["all", "one", "lead"])
 def test_ranks_of_any_pace_leave_out_the_same_saves_and_wait_for_none_of_them(reports, slow):
     first, second = (report[slow] for report in reports)

@@ -29,6 +29,7 @@ def journeys(request, tmp_path_factory) -> dict:
     return json.loads((root / "report.json").read_text()) | {"ranks": request.param}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "strict-host"])
 def test_every_node_gets_the_shards_of_all_others(journeys, backend):
     ranks = journeys["ranks"]

@@ -469,6 +469,7 @@ def test_a_trial_of_two_nodes_ends_at_its_limit_at_a_stop_and_with_a_member(tmp_
     in_gang(tmp_path / "c", sleeps + "time.sleep(600)", alone)
 
 
+@pytest.mark.long
 def test_a_node_that_is_to_blame_is_named_also_where_it_is_a_members(tmp_path: Path) -> None:
     async def ended(engine: Any, _channel: Any, told: Any, _task: Any) -> None:
         assert await engine.ended() == EXIT_NODE

@@ -237,6 +237,7 @@ print(len(seen), len(set(seen)), len(list(path.parent.glob(".*"))))
 """
 
 
+@pytest.mark.long
 def test_after_a_kill_a_file_is_whole_or_not_there(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, tmp_path], capture_output=True, text=True,
                           timeout=120, check=False)  # fmt: skip

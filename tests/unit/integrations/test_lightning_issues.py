@@ -165,6 +165,7 @@ def check_4265(outcome: Outcome) -> None:
 CHECKS = (check_20542, check_21406, check_15022, check_4265)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.replace("check_", "lightning#"))
 def test_what_users_reported_does_not_happen(outcome: Outcome, check) -> None:
     check(outcome)
@@ -176,6 +177,7 @@ def test_outside_of_a_run_lightning_is_alone(outcome: Outcome) -> None:
     assert outcome.second["loss"] > 0, "and is shown, although the callback is out of the list between two reports"
 
 
+@pytest.mark.long
 def test_with_slurmfts_checkpoint_plugin_a_run_resumes_as_well(tmp_path: Path) -> None:
     outcome = play(tmp_path, plugin="yes")
     check_20542(outcome)

@@ -765,6 +765,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkeypatch):
     """Beside them a node goes on answering; nothing of them reaches the supervisor, and nothing is left of them."""

@@ -44,6 +44,7 @@ def test_its_checkpoint_is_whole(place):
     assert "step-00000022.g1.c3: intact" in slurmft(place, "checkpoint", "verify", "run")
 
 
+@pytest.mark.long
 def test_it_goes_on(place):
     said = slurmft(
         place, "submit", "run/config.yaml", "--cluster", "local", "--wait", "--set", f"working_directory={place}"

@@ -464,6 +464,7 @@ for name, end in ends.items():
 """
 
 
+@pytest.mark.long
 def test_a_session_is_closed_where_its_process_ends_as_it_means_to(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(

@@ -154,6 +154,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_an_executor_goes_on_working(tmp_path, method):
     with trainer(tmp_path, POOL, method) as process:

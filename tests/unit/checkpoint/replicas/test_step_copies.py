@@ -444,6 +444,7 @@ def nodes(tmp_path) -> Iterator[Nodes]:
     nodes.close()
 
 
+@pytest.mark.long
 def test_one_node_goes_on_with_what_both_had_when_the_other_one_is_lost(nodes):
     """With fewer ranks than have copied, and not from the shared filesystem, which has step 1."""
     for rank in range(2):
@@ -458,6 +459,7 @@ def test_one_node_goes_on_with_what_both_had_when_the_other_one_is_lost(nodes):
     assert again["sum"] == pytest.approx(reports[0]["sums"]["8"])
 
 
+@pytest.mark.long
 def test_one_rank_that_cannot_go_on_ends_the_copies_of_all(nodes):
     for rank in range(2):
         nodes.keep(rank)
@@ -468,6 +470,7 @@ def test_one_rank_that_cannot_go_on_ends_the_copies_of_all(nodes):
     assert reports[0]["copied"] == 3
 
 
+@pytest.mark.long
 def test_without_a_keeper_that_answers_nothing_counts_as_whole(nodes):
     """Whatever has the port of node 1's closes every connection: no copy arrives there, and training goes on."""
     nodes.keep(0)

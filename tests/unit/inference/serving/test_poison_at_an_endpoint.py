@@ -200,6 +200,7 @@ class Node:
             router.replicas.take(members)
 
 
+@pytest.mark.long
 async def test_two_requests_that_stall_engines_at_the_same_time_are_told_from_twenty_that_do_not() -> None:
     """With real drivers and engines, which are killed as they hang: no engine dies without cause."""
     with tempfile.TemporaryDirectory() as name:
