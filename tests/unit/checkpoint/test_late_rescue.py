@@ -296,7 +296,7 @@ def test_buffers_are_of_the_step_wherever_the_device_stands(
 
 
 def test_the_steps_before_a_load_are_not_those_of_what_was_loaded(run, listener):
-    run.step()
+    """Step 2 comes twice: the device has done the first one, and the second one is what ranks have noted."""
     run.step()
     get_on(run)
     found = run.checkpoints.load_latest(run.model, run.optimizer, scheduler=run.scheduler)
