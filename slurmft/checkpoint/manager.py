@@ -23,7 +23,7 @@ from typing import Any, Literal, SupportsFloat, cast
 
 import torch
 
-from slurmft.checkpoint.agreement import Guard, Team, failure
+from slurmft.checkpoint.agreement import Guard, LeadExtra, Row, Team, Turn, failure, mismatch, two_are_under_way
 from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
 from slurmft.checkpoint.holding import forget_others
 from slurmft.checkpoint.image_file import read_index
@@ -46,7 +46,7 @@ from slurmft.checkpoint.state import (
     number_of,
     original,
 )
-from slurmft.checkpoint.step_copies import LOOKS, LeadExtra, Row, StepCopies, Turn, mismatch, two_are_under_way
+from slurmft.checkpoint.step_copies import LOOKS, StepCopies
 from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
@@ -507,7 +507,7 @@ class CheckpointManager:
         while True:
             # an older one that waits is worth less than this, at the latest when it has taken that long
             must_go_first = urgent or time.monotonic() > deadline_s - ROOM_S / 2
-            rows = self._turn.exchange(team, guard, step, prepared, self._snapshots, must_go_first=must_go_first)
+            rows = self._turn.exchange(team, self._own_row(guard, step, prepared), must_go_first=must_go_first)
             if any(row[Row.CODE] for row in rows):
                 raise failure(what, [row[Row.CODE] for row in rows], team, guard)
             if problem := mismatch(rows):
@@ -535,6 +535,15 @@ class CheckpointManager:
                     raise TimeoutError(
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
                     )
+
+    def _own_row(self, guard: Guard, step: int, prepared: LaidOut | None) -> dict[Row, int]:
+        if guard.error is not None or prepared is None:
+            return {Row.CODE: guard.code}
+        older, waiting = self._snapshots.under_way
+        return {
+            Row.STEP: step, Row.FINGERPRINT: prepared.layout.fingerprint, Row.IS_BUSY: prepared.place is None,
+            Row.OLDER: older, Row.WAITING: waiting,
+        }  # fmt: skip
 
     def _tell_left_out(self, team: Team, step: int, reason: str) -> None:
         """The first one, and then each time that their number has doubled: it may be so at every step."""

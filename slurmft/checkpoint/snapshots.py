@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 import xxhash
 
+from slurmft.checkpoint.agreement import MAX_UNCOMMITTED
 from slurmft.checkpoint.holding import forget_staged, is_held
 from slurmft.checkpoint.image import Layout, Packed
 from slurmft.checkpoint.image_file import ShardIndex, read_index, write_index
@@ -468,9 +469,6 @@ FAILING_S = 20.0
 Target = Literal["disk", "peers"]
 """Where a snapshot goes from its place in memory: a save to disk (and to peers, and the local disk), as configured; the
 copy of a step between two saves to peers alone, if there are any."""
-
-MAX_UNCOMMITTED = 2
-"""Saves of rank 0 that have not ended: one may be written while another one is committed."""
 
 LOOK_S = 0.5
 SOON_S = 2.0

@@ -14,6 +14,7 @@ import torch
 from stored_state import IDENTITY, load, stage, write
 
 from slurmft.checkpoint import CheckpointManager, just_in_time
+from slurmft.checkpoint.agreement import LeadExtra
 from slurmft.checkpoint.image_file import Damage, Damaged, read_index
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import prepare
@@ -30,7 +31,6 @@ from slurmft.checkpoint.notes import (
 from slurmft.checkpoint.reading import Stored
 from slurmft.checkpoint.snapshots import Snapshots
 from slurmft.checkpoint.state import FACTS, FlatState, Trainee, capture, rank_key
-from slurmft.checkpoint.step_copies import LeadExtra
 from slurmft.ipc.pages import IN_UPDATE
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data import ElasticSampler
