@@ -20,9 +20,9 @@ from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy import life
 from slurmft.policy.hangs import WorkerLook, used
-from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, judge
+from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, held_against, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Verdict
+from slurmft.policy.verdict import BUDGETED, Cause, Suspect, Verdict
 from slurmft.scheduler.slurm import expand, in_order
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
@@ -810,9 +810,9 @@ class RayAttempt(AttemptRunner):
         self._pool.members = left
         self._drop(link, reason, hung_up=hung_up, spare=False)
         if not link.leaving:
-            kind = Kind.CRASH if hung_up else Kind.NODE_LOST  # as in ``policy.judge.held_against``
-            self._sender.add([Evidence(kind=kind, suspect=Suspect(node=link.host), message=reason[:1000],
-                                        at=time.time())])  # fmt: skip
+            verdict = Verdict(cause=Cause.NODE_LOST, reason=reason, suspects=(Suspect(node=link.host),),
+                              living=(link.host,) if hung_up else None)  # fmt: skip
+            self._sender.add(held_against(verdict, (), at=time.time()))
 
     async def add(self, link: AgentLink, rank: int) -> None:
         """Make a node part of the cluster that runs."""
