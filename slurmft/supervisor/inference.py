@@ -633,16 +633,9 @@ class InferenceAttempt:
     async def _heed_requests(self) -> None:
         assert self._coordinator is not None
         for kind, who in (await self._folder.requests(ready=True)).items():
-            if kind == "KILL":
-                self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-            elif kind == "REQUEUE":
-                self._requeue(f"requeued by {who}")
-            else:  # every answer is saved within a second
+            if not self.stops.on_request(kind, who):  # every answer is saved within a second
                 await self._coordinator.commit_now()
                 self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
-
-    def _requeue(self, reason: str) -> None:
-        self.stops.stop_for(Cause.REQUEUED_BY_USER, reason)
 
     async def _tell_progress(self) -> None:
         try:

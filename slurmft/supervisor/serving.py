@@ -250,6 +250,12 @@ class ServingStops(InferenceStops):
     superseded = False
     """Another job has taken the run over."""
 
+    def on_request(self, kind: str, who: str) -> bool:
+        match life.asked_by(kind, who):
+            case life.Asked(Cause.REQUEUED_BY_USER, reason) if self.giver is not None and self.giver.want(reason):
+                return True
+        return super().on_request(kind, who)
+
     async def leave_to(self, owner: Owner, run: RunFolder, roster: Roster) -> None:
         """Have ``owner``'s replicas answer what comes here, finish what is in flight, and end."""
         self.feed(life.TakenOver(f"job {owner.job} has taken the endpoint over"))
@@ -454,10 +460,6 @@ class ServingAttempt(InferenceAttempt):
         else:
             await super()._heed_requests()
 
-    def _requeue(self, reason: str) -> None:
-        if self.stops.giver is None or not self.stops.giver.want(reason):
-            super()._requeue(reason)
-
     async def _heed_stop(self) -> None:
         """A candidate leaves requests to the owner, but for a stop, which means both."""
         try:
@@ -466,7 +468,7 @@ class ServingAttempt(InferenceAttempt):
             return
         if who is not None:
             self.is_called_off = True
-            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+            self.stops.on_request("KILL", who)
 
     async def _tell_progress(self) -> None:
         if self._candidacy is None:
