@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.policy import life
 from slurmft.policy.decide import BegunAgain
-from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, NodeDeaths, gangs_of
+from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, Circumstances, NodeDeaths, gangs_of, judge
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import Event, EventName
@@ -289,6 +288,9 @@ class InferenceAttempt:
         self._last_death = ""
         self._is_hopeless = False
         """The last engine that did not start cannot be started, wherever it is tried."""
+
+        self._asking_failed = ""
+        """Why ``trials.next`` cannot be asked for more."""
 
         self._is_short = False
         """Too few nodes are left for an engine."""
@@ -676,26 +678,17 @@ class InferenceAttempt:
             log.debug("the last progress: %s", error)
 
     def _verdict(self) -> Verdict:
-        problem = self.stops.state.problem
-        done = self._coordinator.requests.done if self._coordinator is not None else 0
-        facts: dict[str, Any] = {"first_step": self._first, "last_step": done, "saved_step": done}
-        if self._output is not None:
-            told = f"{self._output.answers} requests are answered, {self._output.errors} ended with an error"
-            return Verdict(cause=Cause.FINISHED, reason=told, **facts)
-        outside = self._slurm.outside
-        if outside is not None and (self.stops.planned is None or outside[0] in (Cause.CANCELLED, Cause.REQUEUED)):
-            return Verdict(cause=outside[0], reason=outside[1], **facts)
-        if self.stops.planned is not None:
-            return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
-        suspects = tuple(Suspect(node=host) for host in self._lost)
-        if suspects and (self._is_short or not self._joined):
-            told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {problem}"
-            living = tuple(host for host, has_closed in self._lost.items() if has_closed) or None
-            return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, living=living, **facts)
-        if self._coordinator is not None and self._coordinator.all_down:
-            code = EXIT_USAGE if self._is_hopeless else 1
-            return Verdict(cause=Cause.WORKER_ERROR, reason=problem, exit_code=code, **facts)
-        return Verdict(cause=Cause.LAUNCH_FAILURE, reason=problem or "unknown", **facts)
+        coordinator, output = self._coordinator, self._output
+        return judge(self._told(output) if output is not None else "", Circumstances(
+            first=self._first, done=coordinator.requests.done if coordinator is not None else 0,
+            planned=self.stops.planned, planned_reason=self.stops.reason, outside=self._slurm.outside, lost=self._lost,
+            works=bool(self._joined) and not self._is_short,
+            all_down=coordinator is not None and coordinator.all_down, is_hopeless=self._is_hopeless,
+            asking_failed=self._asking_failed, problem=self.stops.state.problem,
+        ))  # fmt: skip
+
+    def _told(self, output: Output) -> str:
+        return f"{output.answers} requests are answered, {output.errors} ended with an error"
 
     async def _in_folder(self, work: Any) -> Any:
         return await asyncio.wrap_future(self._start.thread.submit(work))
@@ -736,7 +729,7 @@ class SweepAttempt(InferenceAttempt):
         self._asking: asyncio.subprocess.Process | None = None
         self._is_complete = config.trials is None or config.trials.next is None
         self._failed = set[str]()
-        self._told = self._asking_failed = ""
+        self._outcome = ""
 
     def _read_batch(self) -> Batch:
         folder = folder_of(self._run.path)
@@ -806,7 +799,7 @@ class SweepAttempt(InferenceAttempt):
         if self._is_complete:
             await super()._finish()
             states = await asyncio.to_thread(lambda: Counter(row["state"] for row in rows(self._run.path)))
-            self._told = f"{states['done']} trials have a result, {states['failed']} failed"
+            self._outcome = f"{states['done']} trials have a result, {states['failed']} failed"
         else:
             await asyncio.sleep(ASK_S)
 
@@ -917,13 +910,8 @@ class SweepAttempt(InferenceAttempt):
         if self._asking is not None:
             await end_child(self._asking, END_S)
 
-    def _verdict(self) -> Verdict:
-        verdict = super()._verdict()
-        if verdict.cause is Cause.FINISHED:
-            return replace(verdict, reason=self._told or verdict.reason)
-        if self._asking_failed and self.stops.planned is None:  # as it would on any node
-            return replace(verdict, cause=Cause.WORKER_ERROR, reason=self._asking_failed, exit_code=EXIT_USAGE)
-        return verdict
+    def _told(self, output: Output) -> str:
+        return self._outcome or super()._told(output)
 
 
 class _RowsOf:
