@@ -38,7 +38,7 @@ from slurmft.errors import (
 from slurmft.health.checker import Results, read_results
 from slurmft.operations.control import NEWEST
 from slurmft.operations.run_configuration import configuration_of, refuse_moved
-from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Action, Cause, Evidence, Kind, Suspect
@@ -50,7 +50,7 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import SoftLock
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
 from slurmft.supervisor import avoided_nodes
-from slurmft.supervisor.observations import progressed
+from slurmft.supervisor.observations import began_to_resubmit, progressed
 from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
 from slurmft.system import files, processes
 from slurmft.system.exposition import GAUGE, Family, Sample, text
@@ -588,7 +588,8 @@ def _submit_again(
         return None
     refuse_moved(run)
     is_known = mine in records
-    claim = run.ending(Attempt(job=owner.job, restart=owner.restart))
+    lost = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
+    claim = run.ending(lost)
     # a job that has ended has no supervisor any more
     if not claim.take(who, instead_of=SUPERVISOR if is_known else "") and not _take_broken(run, claim, who):
         return None
@@ -597,7 +598,7 @@ def _submit_again(
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
-        has_other = _began_to_resubmit(events) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
+        has_other = began_to_resubmit(events, lost) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
         job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
         job_id = job_id or _sbatch(run, mine, placement, events)
     except BaseException:
@@ -605,13 +606,6 @@ def _submit_again(
         raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
-
-
-def _began_to_resubmit(events: Sequence[Event]) -> bool:
-    """Whether its supervisor was killed in its sbatch: there may be a successor that the run does not know."""
-    ends = (EventName.RESUBMITTING, EventName.RESUBMITTED, EventName.RESUBMIT_FAILED, EventName.ATTEMPT_STARTED)
-    newest = next((event.event for event in reversed(events) if event.event in ends), None)
-    return newest == EventName.RESUBMITTING
 
 
 def _is_recent(run: RunFolder, owner: Owner) -> bool:
@@ -643,9 +637,8 @@ def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: 
         run.script, known=run.own_jobs(), options=options, environment=_as_submitted(events),
         folder=Path(next(filter(None, folders), run.path)),
     )  # fmt: skip
-    seen = JobIdentity(user=os.getuid(), cluster=after.known.cluster, script=str(run.script))
     with run.lock():
-        run.add_job(job_id, seen)
+        run.add_successor(job_id, after)
     run.journal().append(EventName.RESUBMITTED, job=job_id, after=after.job_id)
     return job_id
 

@@ -11,12 +11,13 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from slurmft.policy.symptoms import Remedy, signature_of
+from slurmft.policy.verdict import EXIT_USAGE, Cause, Suspect, Verdict
 
 # --- What follows the end of one try of a request: it is an answer, it is tried again, or its replica is to blame ---
 
@@ -527,3 +528,65 @@ def is_open(method: str, path: str, allowed: Iterable[str]) -> bool:
         if (is_read or not verb) and (path == beginning or path.startswith(beginning.rstrip("/") + "/")):
             return True
     return False
+
+
+# --- The verdict on an attempt of a batch, a sweep or an endpoint; a step is a request ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What the supervisor knows at the end of an attempt."""
+
+    first: int = 0
+    """Requests that were answered when it began."""
+
+    done: int = 0
+    """Requests that are answered now."""
+
+    planned: Cause | None = None
+    """Why it was stopped; None where it was not."""
+
+    planned_reason: str = ""
+    outside: tuple[Cause, str] | None = None
+    """Why Slurm ends the job."""
+
+    lost: Mapping[str, bool] = field(default_factory=dict)
+    """Nodes whose agents are gone, and whether they closed the connections themselves: such a node lives."""
+
+    works: bool = True
+    """Agents are left, and enough of them for an engine."""
+
+    all_down: bool = False
+    """No replica is left."""
+
+    is_hopeless: bool = False
+    """The last engine that did not start cannot be started, wherever it is tried."""
+
+    asking_failed: str = ""
+    """Why ``trials.next`` cannot be asked for more, on any node."""
+
+    problem: str = ""
+    """Why it ended by itself."""
+
+
+def judge(told: str, seen: Circumstances) -> Verdict:
+    """Why an attempt has ended; ``told``: what has come of all requests, empty where some are still open."""
+    facts: dict[str, Any] = {"first_step": seen.first, "last_step": seen.done, "saved_step": seen.done}
+    if told:
+        return Verdict(cause=Cause.FINISHED, reason=told, **facts)
+    verdict = Verdict(cause=Cause.LAUNCH_FAILURE, reason=seen.problem or "unknown", **facts)
+    if seen.outside is not None and (seen.planned is None or seen.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)):
+        verdict = replace(verdict, cause=seen.outside[0], reason=seen.outside[1])
+    elif seen.planned is not None:
+        verdict = replace(verdict, cause=seen.planned, reason=seen.planned_reason)
+    elif seen.lost and not seen.works:
+        reason = f"the agents are gone: {', '.join(seen.lost)}; {seen.problem}"
+        living = tuple(host for host, has_closed in seen.lost.items() if has_closed) or None
+        suspects = tuple(Suspect(node=host) for host in seen.lost)
+        verdict = replace(verdict, cause=Cause.NODE_LOST, reason=reason, suspects=suspects, living=living)
+    elif seen.all_down:
+        code = EXIT_USAGE if seen.is_hopeless else 1
+        verdict = replace(verdict, cause=Cause.WORKER_ERROR, reason=seen.problem, exit_code=code)
+    if seen.asking_failed and seen.planned is None:
+        return replace(verdict, cause=Cause.WORKER_ERROR, reason=seen.asking_failed, exit_code=EXIT_USAGE)
+    return verdict

@@ -235,6 +235,16 @@ class Asked:
     reason: str
 
 
+def asked_by(kind: str, who: str) -> Asked | None:
+    """The stop that a user's request is for; None for a save, after which the attempt goes on."""
+    match kind:
+        case "KILL":
+            return Asked(Cause.STOPPED_BY_USER, f"stopped by {who}")
+        case "REQUEUE":
+            return Asked(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Noticed:
     """A node will be gone in ``left_s`` seconds."""

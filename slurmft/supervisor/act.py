@@ -25,7 +25,7 @@ from slurmft.policy.checkpoints import (
 )
 from slurmft.policy.continuation import Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
     EXIT_DO_NOT_REQUEUE,
@@ -57,7 +57,7 @@ from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner
 from slurmft.storage.verdicts import noted_batches, noted_resuming
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster, Start
 from slurmft.supervisor.guardian import any_kept
-from slurmft.supervisor.observations import budget_of
+from slurmft.supervisor.observations import began_to_resubmit, budget_of
 from slurmft.supervisor.placement import EvidenceSender, Placement, all_busy, duty_of, next_placement, nodes_to_use
 from slurmft.system.background import BackgroundLog
 from slurmft.system.files import replace_atomically
@@ -194,14 +194,12 @@ class Continuation:
         return own_jobs.submit_successor(
             script, after=job, restart=self._cluster.attempt.restart, options=options, environment=os.environ,
             patience_s=self._patience_s(), known=in_folder(self._start, self._run.own_jobs) or [],
-            tried=began_to_resubmit(self._start),
+            tried=began_to_resubmit(self._start.history, self._cluster.attempt),
         )  # fmt: skip
 
     def _note_successor(self, job_id: str) -> None:
-        known = self._cluster.own.known
-        seen = JobIdentity(user=os.getuid(), cluster=known.cluster, script=str(self._run.script))
         with self._run.lock():
-            self._run.add_job(job_id, seen)
+            self._run.add_successor(job_id, self._cluster.own)
 
     def later_job(self) -> OwnJob | None:
         """A later job of the run that is in the queue, or about to start: two of them would be one too many."""
@@ -243,12 +241,6 @@ class Continuation:
 
     def _in_words(self) -> dict[str, Any]:
         return {} if self._avoid is None else {"excluded": compress(self._avoid)}
-
-
-def began_to_resubmit(start: Start) -> bool:
-    """Whether a supervisor before this one was killed while it submitted a successor."""
-    mine = str(start.cluster.attempt)
-    return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in start.history)
 
 
 def successor_options(config: RunConfig, script: Path, cluster: SlurmCluster) -> list[str]:
@@ -659,7 +651,7 @@ class AttemptEnd:
         return Rules(
             in_slurm=in_slurm,
             continue_by=self.config.preemption.continue_by,
-            resubmits=in_slurm and began_to_resubmit(self.start),
+            resubmits=in_slurm and began_to_resubmit(self.start.history, self.cluster.attempt),
             gpus=duty_of(self.start.history).gpus if on_gpus else frozenset(),
         )
 

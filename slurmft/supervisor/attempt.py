@@ -16,13 +16,12 @@ from msgspec.structs import replace
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc import messages
-from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy import life
 from slurmft.policy.hangs import WorkerLook, used
-from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, judge
+from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, held_against, judge
 from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Verdict
+from slurmft.policy.verdict import BUDGETED, Cause, Suspect, Verdict
 from slurmft.scheduler.slurm import expand, in_order
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName, Journal
@@ -72,7 +71,7 @@ class Injections:
         """Take the order that waits, if there is one. Call it regularly."""
         path = self._start.run.path
         try:
-            value = await asyncio.wrap_future(self._start.thread.submit(lambda: take_order(path)))
+            value = await self._start.thread.ask(lambda: take_order(path))
             if value is not None:
                 self._background.start(self._carry_out(order_of(value)))
         except (StorageError, ValueError, OverflowError) as error:
@@ -88,7 +87,7 @@ class Injections:
 
     async def _simulate(self) -> None:
         section = self._config.fault_tolerance
-        history = await asyncio.wrap_future(self._start.thread.submit(self._start.journal.read_past))
+        history = await self._start.thread.ask(self._start.journal.read_past)
         if any(event.event == EventName.FAULT_INJECTED and event.details.get("who") == SIMULATION for event in history):
             return
         kind = section.simulated_fault_type
@@ -810,9 +809,9 @@ class RayAttempt(AttemptRunner):
         self._pool.members = left
         self._drop(link, reason, hung_up=hung_up, spare=False)
         if not link.leaving:
-            kind = Kind.CRASH if hung_up else Kind.NODE_LOST  # as in ``policy.judge.held_against``
-            self._sender.add([Evidence(kind=kind, suspect=Suspect(node=link.host), message=reason[:1000],
-                                        at=time.time())])  # fmt: skip
+            verdict = Verdict(cause=Cause.NODE_LOST, reason=reason, suspects=(Suspect(node=link.host),),
+                              living=(link.host,) if hung_up else None)  # fmt: skip
+            self._sender.add(held_against(verdict, (), at=time.time()))
 
     async def add(self, link: AgentLink, rank: int) -> None:
         """Make a node part of the cluster that runs."""
@@ -856,17 +855,15 @@ class Growing(Resizing):
             return
         link.leaving = True
         self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
-        link.channel.send(messages.PassOnTerm().as_call(UNANSWERED))
+        link.tell(messages.PassOnTerm())
         self._stops.background.start(self._part_with(link))
 
     async def _part_with(self, link: AgentLink) -> None:
         await asyncio.sleep(LENT_S)
-        if link.channel is not None:
-            link.channel.send(messages.Shutdown().as_call(UNANSWERED))
+        link.tell(messages.Shutdown())
 
     def _may_be_added(self, link: AgentLink) -> bool:
-        allowed = self._cluster.nodes
-        is_barred = bool(allowed) and link.host not in allowed and not link.lender
+        is_barred = link.is_barred(self._cluster.nodes)
         is_there = link.channel is not None and not link.dropped and not link.leaving
         tried = self._starts[f"{link.lender} {link.node}"] >= MAX_STARTS
         return is_there and not is_barred and not tried and link not in self._crew.pool.members

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmError, SlurmftError, StorageError, StorageUnavailable
@@ -48,9 +48,6 @@ _OF_NO_USE = ("srun: ", "slurmstepd", "slurmft ")
 """Beginnings of lines that say how a task ended, or are of an agent's log."""
 
 
-Result = TypeVar("Result")
-
-
 class AttemptFolder:
     """One attempt's view of its run folder.
 
@@ -61,7 +58,7 @@ class AttemptFolder:
     def __init__(
         self, start: Start, *, of: Attempt | None = None, on_superseded: Callable[[], None] = lambda: None
     ) -> None:
-        self._run, self._thread = start.run, start.thread
+        self._run, self._thread, self._do = start.run, start.thread, start.thread.ask
         self.attempt, self._generation = of or start.cluster.attempt, start.generation
         self._is_superseded, self._on_superseded = False, on_superseded
         self.path = start.run.attempts / str(self.attempt)
@@ -161,9 +158,6 @@ class AttemptFolder:
             "SAVE": self._run.take_request("SAVE") if ready else None,
         }
         return {kind: who for kind, who in found.items() if who is not None}
-
-    async def _do(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.wrap_future(self._thread.submit(work))
 
 
 # --- kept folders ---
@@ -345,11 +339,10 @@ class Roster:
             agent = decide.Agent.LIVING
         elif link.node in self.returning or not link.dropped:  # it has disconnected, and may be back at once
             agent = decide.Agent.RETURNING
-        is_barred = bool(allowed) and link.host not in allowed and not link.lender
         return decide.Node(
             name=self._name(link),
             agent=agent,
-            standing=decide.Standing.BARRED if is_barred else decide.Standing.CLEAN,
+            standing=decide.Standing.BARRED if link.is_barred(allowed) else decide.Standing.CLEAN,
             warm=link.ready or not self._last,  # at first all are cold, and the allocation's order counts
             joined=bool(link.lender),
             leaving=link.leaving,

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,9 @@ from slurmft.inference.ledger import (
 from slurmft.inference.requests import Batch, folder_of, load, prepare
 from slurmft.inference.trials import Added, Known, add, add_values, rows
 from slurmft.ipc import messages
-from slurmft.ipc.channel import UNANSWERED
 from slurmft.policy import life
 from slurmft.policy.decide import BegunAgain
-from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, NodeDeaths, gangs_of
+from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, Circumstances, NodeDeaths, gangs_of, judge
 from slurmft.policy.verdict import EXIT_USAGE, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.slurm import expand
 from slurmft.storage.journal import Event, EventName
@@ -108,16 +106,14 @@ class InferenceStops(Life):
 
     def took_in(self, link: AgentLink) -> None:
         """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
-        if self._drain_until_s is not None and link.channel is not None:
-            within_s = max(0.5, self._drain_until_s - time.monotonic())
-            link.channel.send(messages.Drain(within_s=within_s).as_call(UNANSWERED))
+        if self._drain_until_s is not None:
+            link.tell(messages.Drain(within_s=max(0.5, self._drain_until_s - time.monotonic())))
 
     def _tell_to_drain(self, within_s: float) -> None:
         self._drain_until_s = time.monotonic() + within_s
-        drain = messages.Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
-            if link is not None and link.channel is not None:
-                link.channel.send(drain)
+            if link is not None:
+                link.tell(messages.Drain(within_s=within_s))
 
 
 # --- Engines over several nodes ---
@@ -221,8 +217,8 @@ class Gangs:
             self._send(node, gang.index(node), place)
 
     def _send(self, node: int, rank: int | None, head: messages.ReplicaPlace | None = None) -> None:
-        if (link := self._joined.get(node)) is not None and link.channel is not None and node in self._epochs:
-            link.channel.send(messages.JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
+        if (link := self._joined.get(node)) is not None and node in self._epochs:
+            link.tell(messages.JoinGang(epoch=self._epochs[node], rank=rank, head=head))
 
 
 def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]]:
@@ -268,6 +264,7 @@ class InferenceAttempt:
         )  # fmt: skip
         self._cluster: Cluster = start.cluster
         self._run, self._journal, self._pool = start.run, start.journal, crew.pool
+        self._in_folder = start.thread.ask
         self._slurm = SlurmNotices(self._cluster, start.journal)
         self._background = Background(self._on_error)
         self.stops = self._life(config, start, self._pool, self._slurm, self._background)
@@ -289,6 +286,9 @@ class InferenceAttempt:
         self._last_death = ""
         self._is_hopeless = False
         """The last engine that did not start cannot be started, wherever it is tried."""
+
+        self._asking_failed = ""
+        """Why ``trials.next`` cannot be asked for more."""
 
         self._is_short = False
         """Too few nodes are left for an engine."""
@@ -424,7 +424,7 @@ class InferenceAttempt:
         while not self.stops.over.is_set():
             for node, link in list(self._pool.links.items()):
                 is_new = link.channel is not None and not link.dropped and self._joined.get(node) is not link
-                if is_new and not self._is_barred(link):
+                if is_new and not link.is_barred(self._cluster.nodes):
                     self._joined[node] = link  # also on a new connection: the one before may have lost reports
                     # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
                     self._background.start(self._take_in(link))
@@ -433,11 +433,6 @@ class InferenceAttempt:
             if why and self.stops.planned is None:
                 self._is_short = True
                 self.stops.feed(life.Ended(why))
-
-    def _is_barred(self, link: AgentLink) -> bool:
-        """Whether its node is to be kept off: another one of the job is there in its place."""
-        allowed = self._cluster.nodes
-        return bool(allowed) and link.host not in allowed and not link.lender
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""
@@ -452,9 +447,8 @@ class InferenceAttempt:
         assert self._coordinator is not None
 
         def send(call: messages.Call[Any]) -> None:
-            current = self._pool.links.get(link.node)
-            if current is not None and current.channel is not None:
-                current.channel.send(call.as_call(UNANSWERED))
+            if (current := self._pool.links.get(link.node)) is not None:
+                current.tell(call)
 
         self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
@@ -509,8 +503,7 @@ class InferenceAttempt:
         link.leaving = True
         if self._coordinator is not None:
             self._coordinator.let_go(link.node)
-        if link.channel is not None:
-            link.channel.send(messages.Drain(within_s=LENT_S).as_call(UNANSWERED))
+        link.tell(messages.Drain(within_s=LENT_S))
 
     async def _part_with(self, link: AgentLink) -> None:
         with contextlib.suppress(AgentLost):
@@ -633,16 +626,9 @@ class InferenceAttempt:
     async def _heed_requests(self) -> None:
         assert self._coordinator is not None
         for kind, who in (await self._folder.requests(ready=True)).items():
-            if kind == "KILL":
-                self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-            elif kind == "REQUEUE":
-                self._requeue(f"requeued by {who}")
-            else:  # every answer is saved within a second
+            if not self.stops.on_request(kind, who):  # every answer is saved within a second
                 await self._coordinator.commit_now()
                 self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
-
-    def _requeue(self, reason: str) -> None:
-        self.stops.stop_for(Cause.REQUEUED_BY_USER, reason)
 
     async def _tell_progress(self) -> None:
         try:
@@ -683,29 +669,17 @@ class InferenceAttempt:
             log.debug("the last progress: %s", error)
 
     def _verdict(self) -> Verdict:
-        problem = self.stops.state.problem
-        done = self._coordinator.requests.done if self._coordinator is not None else 0
-        facts: dict[str, Any] = {"first_step": self._first, "last_step": done, "saved_step": done}
-        if self._output is not None:
-            told = f"{self._output.answers} requests are answered, {self._output.errors} ended with an error"
-            return Verdict(cause=Cause.FINISHED, reason=told, **facts)
-        outside = self._slurm.outside
-        if outside is not None and (self.stops.planned is None or outside[0] in (Cause.CANCELLED, Cause.REQUEUED)):
-            return Verdict(cause=outside[0], reason=outside[1], **facts)
-        if self.stops.planned is not None:
-            return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
-        suspects = tuple(Suspect(node=host) for host in self._lost)
-        if suspects and (self._is_short or not self._joined):
-            told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {problem}"
-            living = tuple(host for host, has_closed in self._lost.items() if has_closed) or None
-            return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, living=living, **facts)
-        if self._coordinator is not None and self._coordinator.all_down:
-            code = EXIT_USAGE if self._is_hopeless else 1
-            return Verdict(cause=Cause.WORKER_ERROR, reason=problem, exit_code=code, **facts)
-        return Verdict(cause=Cause.LAUNCH_FAILURE, reason=problem or "unknown", **facts)
+        coordinator, output = self._coordinator, self._output
+        return judge(self._told(output) if output is not None else "", Circumstances(
+            first=self._first, done=coordinator.requests.done if coordinator is not None else 0,
+            planned=self.stops.planned, planned_reason=self.stops.reason, outside=self._slurm.outside, lost=self._lost,
+            works=bool(self._joined) and not self._is_short,
+            all_down=coordinator is not None and coordinator.all_down, is_hopeless=self._is_hopeless,
+            asking_failed=self._asking_failed, problem=self.stops.state.problem,
+        ))  # fmt: skip
 
-    async def _in_folder(self, work: Any) -> Any:
-        return await asyncio.wrap_future(self._start.thread.submit(work))
+    def _told(self, output: Output) -> str:
+        return f"{output.answers} requests are answered, {output.errors} ended with an error"
 
     def _on_error(self, error: BaseException) -> None:
         log.error("internal error", exc_info=error)
@@ -743,7 +717,7 @@ class SweepAttempt(InferenceAttempt):
         self._asking: asyncio.subprocess.Process | None = None
         self._is_complete = config.trials is None or config.trials.next is None
         self._failed = set[str]()
-        self._told = self._asking_failed = ""
+        self._outcome = ""
 
     def _read_batch(self) -> Batch:
         folder = folder_of(self._run.path)
@@ -813,7 +787,7 @@ class SweepAttempt(InferenceAttempt):
         if self._is_complete:
             await super()._finish()
             states = await asyncio.to_thread(lambda: Counter(row["state"] for row in rows(self._run.path)))
-            self._told = f"{states['done']} trials have a result, {states['failed']} failed"
+            self._outcome = f"{states['done']} trials have a result, {states['failed']} failed"
         else:
             await asyncio.sleep(ASK_S)
 
@@ -924,13 +898,8 @@ class SweepAttempt(InferenceAttempt):
         if self._asking is not None:
             await end_child(self._asking, END_S)
 
-    def _verdict(self) -> Verdict:
-        verdict = super()._verdict()
-        if verdict.cause is Cause.FINISHED:
-            return replace(verdict, reason=self._told or verdict.reason)
-        if self._asking_failed and self.stops.planned is None:  # as it would on any node
-            return replace(verdict, cause=Cause.WORKER_ERROR, reason=self._asking_failed, exit_code=EXIT_USAGE)
-        return verdict
+    def _told(self, output: Output) -> str:
+        return self._outcome or super()._told(output)
 
 
 class _RowsOf:

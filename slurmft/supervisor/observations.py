@@ -129,6 +129,11 @@ def progressed(facts: Mapping[str, object]) -> bool:
     return has_progressed(first, saved) if type(first) is int and type(saved) is int else False
 
 
+def began_to_resubmit(events: Iterable[Event], attempt: Attempt) -> bool:
+    """Whether the attempt's supervisor began to submit a successor: if it was killed then, the run may not know it."""
+    return any(event.event == EventName.RESUBMITTING and event.attempt == str(attempt) for event in events)
+
+
 # --- The run's journal as a history of failures: how often work was lost, and the node-time of training ---
 
 _LOST_WORK = frozenset(cause.value for cause in BUDGETED)

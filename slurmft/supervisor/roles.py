@@ -268,14 +268,12 @@ class RolesAttempt:
     # --- stops ---
 
     async def _look_at_requests(self) -> None:
-        found = await self._folder.requests(ready=self.stops.planned is None)
-        for kind, cause in (("KILL", Cause.STOPPED_BY_USER), ("REQUEUE", Cause.REQUEUED_BY_USER)):
-            if kind in found:
-                self.stops.stop_for(cause, f"asked for by {found[kind]}")
-        if "SAVE" in found:
+        for kind, who in (await self._folder.requests(ready=self.stops.planned is None)).items():
+            if self.stops.on_request(kind, who):
+                continue
             for each in self._roles.values():
                 if not each.is_over and not each.role.is_endpoint:
-                    each.run.request("SAVE", found["SAVE"])
+                    each.run.request(kind, who)
 
     def _begin_stop(self, begin: life.BeginStop) -> None:
         self._journal.append(EventName.STOP_REQUESTED, cause=begin.stop.cause.value, reason=begin.stop.reason,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import RunConfig
@@ -83,7 +82,7 @@ class RollingUpdate:
         self, config: InferenceConfig, start: Start, agents: Mapping[int, AgentLink], may_begin: Callable[[], bool]
     ) -> None:
         self._config, self._start, self._agents, self._may_begin = config, start, agents, may_begin
-        self._run, self._journal = start.run, start.journal
+        self._run, self._journal, self._in_folder = start.run, start.journal, start.thread.ask
         self._lives: dict[Place, int] = {}
         self._awaited: _Awaited | None = None
         self._renewed: set[Place] = set()
@@ -225,9 +224,6 @@ class RollingUpdate:
         if owner is not None and owner.generation != self._start.generation:
             raise StorageError("another process owns the run now")
 
-    async def _in_folder(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._start.thread.submit(work))
-
 
 # --- serving stops ---
 # Stops of an endpoint: while a successor may take over in time it goes on serving, and then it leaves in order.
@@ -249,6 +245,12 @@ class ServingStops(InferenceStops):
 
     superseded = False
     """Another job has taken the run over."""
+
+    def on_request(self, kind: str, who: str) -> bool:
+        match life.asked_by(kind, who):
+            case life.Asked(Cause.REQUEUED_BY_USER, reason) if self.giver is not None and self.giver.want(reason):
+                return True
+        return super().on_request(kind, who)
 
     async def leave_to(self, owner: Owner, run: RunFolder, roster: Roster) -> None:
         """Have ``owner``'s replicas answer what comes here, finish what is in flight, and end."""
@@ -368,8 +370,7 @@ class ServingAttempt(InferenceAttempt):
         await self._in_folder(lambda: endpoint.prepare(self._run.path, token_file, job=job, goes_on=goes_on))
         if section.serving.tls_own:
             await self._in_folder(lambda: endpoint.prepare_authority(self._run.path))
-        before = await self._in_folder(lambda: progress_of(self._run))
-        self._first = before.step or 0
+        self._first = (await self._in_folder(lambda: progress_of(self._run))).step or 0
         self._roster = Roster(
             section, nodes=config.nodes, run_folder=self._run.path, submit=self._start.thread.submit, served=self._first
         )
@@ -454,10 +455,6 @@ class ServingAttempt(InferenceAttempt):
         else:
             await super()._heed_requests()
 
-    def _requeue(self, reason: str) -> None:
-        if self.stops.giver is None or not self.stops.giver.want(reason):
-            super()._requeue(reason)
-
     async def _heed_stop(self) -> None:
         """A candidate leaves requests to the owner, but for a stop, which means both."""
         try:
@@ -466,7 +463,7 @@ class ServingAttempt(InferenceAttempt):
             return
         if who is not None:
             self.is_called_off = True
-            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+            self.stops.on_request("KILL", who)
 
     async def _tell_progress(self) -> None:
         if self._candidacy is None:
@@ -511,8 +508,7 @@ class ServingAttempt(InferenceAttempt):
         self._journal.append(EventName.ATTEMPT_STARTED, generation=mine.generation, cluster=self._cluster.name,
                              host=mine.host, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
                              folder=str(Path.cwd()), taken_over=True)  # fmt: skip
-        before = await self._in_folder(lambda: progress_of(self._run))
-        more = (before.step or 0) - self._first
+        more = ((await self._in_folder(lambda: progress_of(self._run))).step or 0) - self._first
         self._first += more
         self._roster.requests.done += more
         self._offer()

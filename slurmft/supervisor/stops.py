@@ -241,6 +241,12 @@ class Life(Machine):
         """Begin a stop that has no deadline of Slurm's; where one is under way, only the later action may change."""
         self.feed(life.Asked(cause, reason))
 
+    def on_request(self, kind: str, who: str) -> bool:
+        """Begin the stop that a user's request is for; False for a save."""
+        if (asked := life.asked_by(kind, who)) is not None:
+            self.feed(asked)
+        return asked is not None
+
     async def _ask_whether_ending(self, name: str) -> None:
         self.feed(life.EndingKnown(name, await self._slurm.is_ending()))
 
@@ -287,14 +293,11 @@ class Stops(Life):
         """The workers' share of the time until ``at_s``; the rest is for the upload of kept folders."""
         return at_s if math.isinf(at_s) else since_s + self._share * (at_s - since_s)
 
-    def on_request(self, kind: str, who: str) -> None:
-        """Handle a request for KILL, REQUEUE or SAVE."""
-        if kind == "KILL":
-            self.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
-        elif kind == "REQUEUE":
-            self.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
-        elif self.planned is None:
+    def on_request(self, kind: str, who: str) -> bool:
+        is_stop = super().on_request(kind, who)
+        if not is_stop and self.planned is None:
             self.background.start(self._save_now(who))
+        return is_stop
 
     def _end_by(self, at_s: float) -> None:
         at_s = self._workers_until(at_s, time.monotonic())
@@ -456,9 +459,7 @@ class Digests:
         )
         folder = self._config.checkpoint_dir
         try:
-            await asyncio.wait_for(
-                asyncio.wrap_future(self._start.thread.submit(lambda: note_doubt(folder, doubt))), WRITE_S
-            )
+            await asyncio.wait_for(self._start.thread.ask(lambda: note_doubt(folder, doubt)), WRITE_S)
         except (OSError, StorageError) as error:  # OSError covers TimeoutError
             log.error("checkpoints after step %d are not marked: %s", self.found.trusted_step, error)
 

@@ -595,7 +595,7 @@ PLANTED: dict[str, Planted] = {
     "a submission without an answer is made again": Planted(
         _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
     "a killed supervisor's submission is made again": Planted(
-        lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda _: False),
+        lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda *_: False),
                        patch.setattr(Continuation, "later_job", lambda _: None))[0],
         "one continuation", KILLED_AFTER_SBATCH),
     "a run that is complete is started again": Planted(

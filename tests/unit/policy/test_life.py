@@ -224,3 +224,9 @@ def test_in_every_order(rules: Rules) -> None:
                 front.append(found)
     assert len(reached) > 1000
     assert {each.state.phase for each in reached} == {*Phase}
+
+
+def test_what_a_user_asks_for() -> None:
+    assert life.asked_by("KILL", "me@laptop") == life.Asked(USER, "stopped by me@laptop")
+    assert life.asked_by("REQUEUE", "me@laptop") == life.Asked(REQUEUED, "requeued by me@laptop")
+    assert life.asked_by("SAVE", "me@laptop") is None

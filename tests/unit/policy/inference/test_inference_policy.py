@@ -10,6 +10,7 @@ from slurmft.policy.inference import (
     MOST_PATIENCE,
     ORDINARY_BYTES,
     RAISE_AFTER,
+    Circumstances,
     Death,
     Restarts,
     Slots,
@@ -20,6 +21,7 @@ from slurmft.policy.inference import (
     evidence_of,
     is_poison,
     is_suspect,
+    judge,
     likeliest,
     model_in,
     next_alone,
@@ -30,6 +32,7 @@ from slurmft.policy.inference import (
     suspicion,
     with_another_path,
 )
+from slurmft.policy.verdict import EXIT_USAGE, Cause
 
 
 @of_each(status__text__outcome=[
@@ -224,3 +227,39 @@ def test_too_few_gpus_are_told():
      ("{port}", "{port}")])  # fmt: skip
 def test_a_path_of_a_command_becomes_another_one(word: str, becomes: str) -> None:
     assert with_another_path(("serve", word), "/m/a/", "/x") == ("serve", becomes)
+
+
+PLANNED = {"planned": Cause.PREEMPTED, "planned_reason": "SIGTERM"}
+GONE = {"lost": {"n1": True, "n2": False}, "problem": "nothing was heard"}
+DOWN = {"all_down": True, "problem": "no replica is left"}
+
+
+@of_each(seen__cause__reason=[
+        ({}, Cause.LAUNCH_FAILURE, "unknown"), ({"problem": "no srun"}, Cause.LAUNCH_FAILURE, "no srun"),
+        (PLANNED, Cause.PREEMPTED, "SIGTERM"), (PLANNED | GONE | DOWN, Cause.PREEMPTED, "SIGTERM"),
+        ({"outside": (Cause.TIME_LIMIT, "TIMEOUT")}, Cause.TIME_LIMIT, "TIMEOUT"),
+        (PLANNED | {"outside": (Cause.TIME_LIMIT, "TIMEOUT")}, Cause.PREEMPTED, "SIGTERM"),
+        (PLANNED | {"outside": (Cause.CANCELLED, "scancel")}, Cause.CANCELLED, "scancel"),
+        (PLANNED | {"outside": (Cause.REQUEUED, "requeue")}, Cause.REQUEUED, "requeue"),
+        (GONE | DOWN, Cause.WORKER_ERROR, "no replica is left"),
+        (DOWN | GONE | {"works": False}, Cause.NODE_LOST, "the agents are gone: n1, n2; nothing was heard"),
+        ({"works": False}, Cause.LAUNCH_FAILURE, "unknown"),
+        ({"asking_failed": "trials.next: x"}, Cause.WORKER_ERROR, "trials.next: x"),
+        (GONE | {"works": False, "asking_failed": "trials.next: x"}, Cause.WORKER_ERROR, "trials.next: x"),
+        (PLANNED | {"asking_failed": "trials.next: x"}, Cause.PREEMPTED, "SIGTERM"),
+    ])  # fmt: skip
+def test_why_an_attempt_ended(seen, cause, reason):
+    verdict = judge("", Circumstances(first=2, done=5, **seen))
+    assert (verdict.cause, verdict.reason) == (cause, reason)
+    assert (verdict.first_step, verdict.last_step, verdict.saved_step) == (2, 5, 5)
+    answered = judge("7 requests are answered", Circumstances(first=2, done=7, **seen))
+    assert (answered.cause, answered.reason, answered.exit_code) == (Cause.FINISHED, "7 requests are answered", 0)
+
+
+def test_who_is_to_blame_for_it():
+    lost = judge("", Circumstances(works=False, **GONE))
+    assert (lost.suspect_nodes, lost.living, lost.exit_code) == (("n1", "n2"), ("n1",), 0)
+    assert judge("", Circumstances(works=False, lost={"n2": False})).living is None
+    assert judge("", Circumstances(**DOWN)).exit_code == 1
+    assert judge("", Circumstances(is_hopeless=True, **DOWN)).exit_code == EXIT_USAGE
+    assert judge("", Circumstances(asking_failed="trials.next: x", **DOWN)).exit_code == EXIT_USAGE
