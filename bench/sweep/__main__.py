@@ -20,7 +20,7 @@ from pathlib import Path
 
 import slurmft
 from slurmft.health.checker import KEEP, brief_json, read_results
-from slurmft.operations.rescue import SweepOrder, sweep
+from slurmft.operations.sweep import SweepOrder, sweep
 from slurmft.policy.node_health import Checkup, HealthRules, ProbeResult, Status, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import WEIGHTS, Observation, Rules
 from slurmft.policy.verdict import Kind

@@ -23,9 +23,9 @@ from slurmft.cli.main import Verbs, console, say, say_block, say_error, say_json
 from slurmft.config.sections import ExclusionsConfig
 from slurmft.errors import SlurmftError, StorageError, UsageError
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
-from slurmft.operations.rescue import SweepOrder, SweepReport, send_heartbeat, write_metrics
-from slurmft.operations.rescue import sweep as do_sweep
 from slurmft.operations.site import as_lines, carry_out, diagnose, prepared
+from slurmft.operations.sweep import SweepOrder, SweepReport, send_heartbeat, write_metrics
+from slurmft.operations.sweep import sweep as do_sweep
 from slurmft.policy.node_health import Condition, Visits
 from slurmft.policy.site import passed
 from slurmft.policy.suspicion import (

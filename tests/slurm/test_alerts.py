@@ -18,7 +18,7 @@ from slurm.test_local import LocalRun
 from slurm.test_local_serving import Endpoint
 from slurmft.inference.router import Metrics
 from slurmft.lab.cluster import Lab
-from slurmft.operations.rescue import SweepReport, metrics_text
+from slurmft.operations.sweep import SweepReport, metrics_text
 from slurmft.reporting.metrics import families, looks_at
 from slurmft.system.exposition import text
 

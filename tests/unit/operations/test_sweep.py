@@ -17,7 +17,8 @@ from waiting import slowness
 
 from slurmft.errors import StorageUnavailable, UsageError
 from slurmft.health.checker import write_result
-from slurmft.operations.rescue import SweepReport, metrics_text, rescue_below
+from slurmft.operations.rescue import rescue_below
+from slurmft.operations.sweep import SweepReport, metrics_text
 from slurmft.policy.node_health import Checkup, ProbeResult, Status
 from slurmft.scheduler import slurm
 from slurmft.scheduler.slurm import parse_facts, parse_switches, parse_under_test, probe_argv
