@@ -3,6 +3,9 @@ where its tensors land in the trainer's objects.
 
 Rank 0 names the candidates, the nodes offer what they hold in memory, and all ranks come to the same decision; each
 reads and verifies its part, and all agree on how that went before any of them changes an object of the trainer.
+
+A checkpoint is whole by three words: that of its marker (``_believed_entry``), those of the digests of all that is read
+(``reading.Stored.fill``), and that of every rank (``Loading``, by ``_exchange``).
 """
 
 from __future__ import annotations
@@ -750,7 +753,7 @@ class Loading:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
             self._note(path, reason or "disk")
             with guard, reading(path):
-                entry = _verified_entry(path)
+                entry = _believed_entry(path)
                 stored = Stored(_DiskSources(path, entry), own=self._team.rank)
                 prepared = self._prepared(stored, OwnNotes())
             rows = self._exchange(guard, prepared)
@@ -804,7 +807,7 @@ class Loading:
                 ]
         for identity in candidates if self._team.is_lead else ():
             try:
-                entry = _verified_entry(self._directory / identity.folder_name)
+                entry = _believed_entry(self._directory / identity.folder_name)
             except Damaged as error:
                 if error.damage in _QUARANTINE:
                     marked += identity
@@ -877,7 +880,8 @@ def _fits_nowhere(rows: Sequence[Sequence[int]]) -> bool:
     return _OTHER in found or (Damage.MISFIT in found and found <= {Damage.NONE, Damage.MISFIT})
 
 
-def _verified_entry(path: Path) -> Entry:
+def _believed_entry(path: Path) -> Entry:
+    """What its marker says, before a byte of its files is read."""
     try:
         entry = read_entry(path)
     except NewerFormat as error:
@@ -904,7 +908,7 @@ class _DiskSources(Mapping[int, Source]):
     """
 
     def __init__(self, path: Path, entry: Entry | None = None, held: Mapping[int, Source] | None = None) -> None:
-        self._path, self._entry, self._held = path, entry or _verified_entry(path), held or {}
+        self._path, self._entry, self._held = path, entry or _believed_entry(path), held or {}
 
     def __getitem__(self, shard: int) -> Source:
         if shard in self._held:

@@ -24,7 +24,7 @@ from slurmft.checkpoint.catalog import own_generation
 from slurmft.checkpoint.notes import Extra
 from slurmft.checkpoint.snapshots import Snapshots
 from slurmft.checkpoint.state import Trainee, for_save
-from slurmft.policy.checkpoints import Spacing
+from slurmft.policy.checkpoints import CopyInterval
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS
@@ -78,7 +78,7 @@ class StepCopies:
         self._snapshots, self._turn, self._directory = snapshots, turn, directory
         self._places = snapshots.copies
         is_rehearsal = WorkerSettings.from_environment(os.environ).rehearsal
-        self._spacing = Spacing(interval) if interval and not is_rehearsal else None
+        self._spacing = CopyInterval(interval) if interval and not is_rehearsal else None
         self._is_agreed: bool | None = None
         self._trainee: Trainee | None = None
         self._extra: Extra | None = None

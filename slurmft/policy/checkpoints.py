@@ -505,7 +505,7 @@ class Costs:
         return stalls / max(self.training, 1)
 
 
-class Spacing:
+class CopyInterval:
     """The interval of one run, in steps. Every rank calls the same methods with the same numbers.
 
     Args:

@@ -676,7 +676,8 @@ class Observations:
                 del steps[step]
 
     def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
-        """Take in the end of one worker."""
+        """Take in the end of one worker, of which three say something: the zygote, whose child it was (its code), its page
+        (how far it was), and the file that it left itself (which error)."""
         rank = report.rank
         self.note_progress([report])
         is_unclosed = report.attached and report.code == 0 and report.state == State.FAILED

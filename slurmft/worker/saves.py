@@ -218,7 +218,7 @@ class ToldSchedule:
         self._due_at, self._look_at = None, step + 1
 
 
-class Spacing:
+class SaveInterval:
     """How far apart saves are to be: as configured, or by itself the interval that wastes least, by what saves have
     cost so far; a minute until two of them were measured."""
 
@@ -250,7 +250,9 @@ class SaveTimer:
     the seconds that each save has cost the training, once they are known.
     """
 
-    def __init__(self, spacing: Spacing, *, now_ns: int, on_cost: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(
+        self, spacing: SaveInterval, *, now_ns: int, on_cost: Callable[[float], None] = lambda _: None
+    ) -> None:
         self._spacing, self._on_cost = spacing, on_cost
         self._from_ns = self._step_began_ns = now_ns
         self._pause_ns = 0
@@ -356,7 +358,7 @@ class SavePace:
         self._first = 1 if (settings.peer_interval or keeps_steps) and not start else None
         self._by_steps = SaveSchedule(settings.interval_steps, start) if settings.interval == "steps" else None
         self._told = ToldSchedule(start)
-        self._timer = SaveTimer(Spacing(settings, nodes), now_ns=now_ns(), on_cost=on_cost) if is_lead else None
+        self._timer = SaveTimer(SaveInterval(settings, nodes), now_ns=now_ns(), on_cost=on_cost) if is_lead else None
 
     @classmethod
     def from_environment(

@@ -50,7 +50,10 @@ _KINDS = (
 
 
 class StopSignal:
-    """Remembers that SIGTERM came. The handler does nothing else but call the handler that was there before."""
+    """Remembers that SIGTERM came. The handler does nothing else but call the handler that was there before.
+
+    What it remembers counts without an agent alone: under one, ranks stop where its page says (``AgreementByAgent``).
+    """
 
     _installed: StopSignal | None = None
 

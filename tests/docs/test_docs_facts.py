@@ -108,6 +108,19 @@ def test_each_package_is_on_the_map_once_and_its_modules_exist():
     assert len(named) > 40
 
 
+def test_names_behind_a_module_of_the_map_are_in_it():
+    """As in "`worker/saves.py` (`SaveInterval`)"."""
+    found = re.findall(r"`((?:\w+/)+\w+\.py)`:?\s\(?((?:`\w+`(?:, )?)+)\)?", text_of("reference/code-map.md"))
+    named = {(path, name) for path, names in found for name in re.findall(r"\w+", names)}
+    assert len(named) > 25
+    texts = {path: (PACKAGE / path).read_text() for path, _ in named}
+    assert [
+        (path, name)
+        for path, name in named
+        if not re.search(rf"\b(?:class|def) {name}\b|^{name} =", texts[path], re.MULTILINE)
+    ] == []
+
+
 def test_files_that_the_pages_name_exist():
     path = re.compile(r"`((?:slurmft|tests|bench|configs|sbatch|bin|docs)/[\w./-]+)`")
     named = {(page.name, found) for page in DOCS.rglob("*.md") for found in path.findall(page.read_text())}

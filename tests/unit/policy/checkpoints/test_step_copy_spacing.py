@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from of_each import of_each
 
-from slurmft.policy.checkpoints import MAX_SHARE, NEW_PLACES, SAMPLES, Costs, Spacing
+from slurmft.policy.checkpoints import MAX_SHARE, NEW_PLACES, SAMPLES, CopyInterval, Costs
 
 MS = 1_000_000
 
 
-def run(spacing: Spacing, copies: int, *, copy: int, step: int, agreeing: int = 0) -> list[float]:
+def run(spacing: CopyInterval, copies: int, *, copy: int, step: int, agreeing: int = 0) -> list[float]:
     """So many copies of so many nanoseconds each, with steps of ``step`` nanoseconds; the shares that were too much."""
     shares = []
     for _ in range(copies):
@@ -30,27 +30,27 @@ def run(spacing: Spacing, copies: int, *, copy: int, step: int, agreeing: int = 
     ]
 )
 def test_where_the_interval_lands(interval, copy_ms, step_ms, lands_at):
-    spacing = Spacing(interval)
+    spacing = CopyInterval(interval)
     shares = run(spacing, NEW_PLACES + 20 * SAMPLES, copy=copy_ms * MS, step=step_ms * MS)
     assert spacing.interval == lands_at
     assert interval << len(shares) == lands_at
 
 
 def test_the_agreement_counts_as_well():
-    spacing = Spacing(1)
+    spacing = CopyInterval(1)
     run(spacing, NEW_PLACES + SAMPLES, copy=1 * MS, agreeing=5 * MS, step=100 * MS)
     assert spacing.interval == 2
 
 
 def test_copies_into_new_memory_do_not_count():
-    spacing = Spacing(1)
+    spacing = CopyInterval(1)
     run(spacing, NEW_PLACES, copy=1000 * MS, step=100 * MS)
     run(spacing, 3 * SAMPLES, copy=1 * MS, step=100 * MS)
     assert spacing.interval == 1
 
 
 def test_one_that_met_a_busy_moment_does_not_space_out_the_others():
-    spacing = Spacing(1)
+    spacing = CopyInterval(1)
     for number in range(NEW_PLACES + 4 * SAMPLES):
         copy = 5000 * MS if number % SAMPLES == 3 else 1 * MS
         assert spacing.note(copy=copy, agreeing=0, training=100 * MS) is None
@@ -59,7 +59,7 @@ def test_one_that_met_a_busy_moment_does_not_space_out_the_others():
 
 def test_boundaries_without_a_copy_spread_its_cost():
     """A slow peer takes four steps for each copy, which hold up the training for 16 % of one of them."""
-    spacing = Spacing(1)
+    spacing = CopyInterval(1)
     for number in range(20 * SAMPLES):
         spacing.note(copy=16 * MS if number % 4 == 0 else 0, agreeing=0, training=100 * MS)
     assert spacing.interval == 1
@@ -67,7 +67,7 @@ def test_boundaries_without_a_copy_spread_its_cost():
 
 def test_nothing_is_known_without_copies():
     assert Costs().share == 0.0
-    spacing = Spacing(1)
+    spacing = CopyInterval(1)
     run(spacing, 100, copy=0, agreeing=50 * MS, step=1 * MS)
     assert spacing.interval == 1
 
@@ -77,7 +77,7 @@ times = st.integers(min_value=1, max_value=10**12)
 
 @given(interval=st.integers(1, 1000), copy=times, step=times)
 def test_it_is_never_spaced_out_further_than_needed(interval, copy, step):
-    spacing = Spacing(interval)
+    spacing = CopyInterval(interval)
     run(spacing, NEW_PLACES + 60 * SAMPLES, copy=copy, step=step)
     assert copy <= MAX_SHARE * step * spacing.interval * (1 + 1e-9)
     if spacing.interval > interval:
@@ -86,7 +86,7 @@ def test_it_is_never_spaced_out_further_than_needed(interval, copy, step):
 
 @given(st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**10)), max_size=200))
 def test_all_ranks_come_to_the_same_from_any_numbers(rows):
-    ranks = [Spacing(2), Spacing(2)]
+    ranks = [CopyInterval(2), CopyInterval(2)]
     for copy, agreeing, training in rows:
         before = ranks[0].interval
         told = {rank.note(copy=copy, agreeing=agreeing, training=training) for rank in ranks}
