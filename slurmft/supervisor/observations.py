@@ -676,7 +676,7 @@ class Observations:
                 del steps[step]
 
     def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
-        """Take in the end of one worker, of which three say something: the zygote, whose child it was (its code), its page
+        """Take in the end of one worker. Three say something of it: the zygote, whose child it was (its code), its page
         (how far it was), and the file that it left itself (which error)."""
         rank = report.rank
         self.note_progress([report])
