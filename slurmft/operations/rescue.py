@@ -38,7 +38,7 @@ from slurmft.errors import (
 from slurmft.health.checker import Results, read_results
 from slurmft.operations.control import NEWEST
 from slurmft.operations.run_configuration import configuration_of, refuse_moved
-from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State, observed
 from slurmft.policy.verdict import GOES_ON, Action, Cause, Evidence, Kind, Suspect
@@ -637,9 +637,8 @@ def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: 
         run.script, known=run.own_jobs(), options=options, environment=_as_submitted(events),
         folder=Path(next(filter(None, folders), run.path)),
     )  # fmt: skip
-    seen = JobIdentity(user=os.getuid(), cluster=after.known.cluster, script=str(run.script))
     with run.lock():
-        run.add_job(job_id, seen)
+        run.add_successor(job_id, after)
     run.journal().append(EventName.RESUBMITTED, job=job_id, after=after.job_id)
     return job_id
 

@@ -121,6 +121,12 @@ class FolderThread:
         self._queue.put((future, work))
         return future
 
+    async def ask(self, work: Callable[[], Result]) -> Result:
+        """Return the result of ``work``, and let others run until it is there."""
+        import asyncio  # which a submission does not need
+
+        return await asyncio.wrap_future(self.submit(work))
+
     def call(self, work: Callable[[], Result], *, timeout_s: float) -> Result:
         """Return the result of ``work``.
 

@@ -745,6 +745,10 @@ class RunFolder:
                     found.setdefault(str(job), JobIdentity(begun=event.seconds()))
         return found
 
+    def add_successor(self, job: str, after: OwnJob) -> None:
+        """As ``add_job``, of one that was submitted with the run's script after, or beside, another one."""
+        self.add_job(job, JobIdentity(user=os.getuid(), cluster=after.known.cluster, script=str(self.script)))
+
     def add_job(self, job: str, seen: JobIdentity | None = None) -> None:
         """Remember a job of this run, and its identity. Idempotent. Call with the lock held.
 

@@ -25,7 +25,7 @@ from slurmft.policy.checkpoints import (
 )
 from slurmft.policy.continuation import Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
-from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
     EXIT_DO_NOT_REQUEUE,
@@ -198,10 +198,8 @@ class Continuation:
         )  # fmt: skip
 
     def _note_successor(self, job_id: str) -> None:
-        known = self._cluster.own.known
-        seen = JobIdentity(user=os.getuid(), cluster=known.cluster, script=str(self._run.script))
         with self._run.lock():
-            self._run.add_job(job_id, seen)
+            self._run.add_successor(job_id, self._cluster.own)
 
     def later_job(self) -> OwnJob | None:
         """A later job of the run that is in the queue, or about to start: two of them would be one too many."""

@@ -88,6 +88,10 @@ class AgentLink:
         """Whether both are connections of one agent."""
         return (self.pid, self.birth) == (other.pid, other.birth)
 
+    def is_barred(self, allowed: Collection[str]) -> bool:
+        """Whether its node is kept off: others of the job, ``allowed``, are there in its place; empty for all."""
+        return bool(allowed) and self.host not in allowed and not self.lender
+
     def has_told(self, report: messages.Report) -> bool:
         """Whether this report has come by an earlier connection of the agent; remembers it."""
         if not isinstance(report, messages.Lasting):
@@ -131,6 +135,11 @@ class AgentLink:
         self._waiting[number] = read, future
         self.channel.send(call.as_call(number))
         return number, future
+
+    def tell(self, call: messages.Call[Any]) -> None:
+        """Send a call whose reply nobody waits for; nothing where the agent is not connected."""
+        if self.channel is not None:
+            self.channel.send(call.as_call(UNANSWERED))
 
     def forget(self, number: int) -> None:
         """Nothing waits for this call's reply any more."""
@@ -314,8 +323,7 @@ class AgentPool:
     def ping(self, ping: messages.Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
         for link in self.links.values():
-            if link.channel is not None:
-                link.channel.send(ping.as_call(UNANSWERED))
+            link.tell(ping)
 
     async def ask(
         self, links: Sequence[AgentLink], call: messages.Call[messages.Answer], *, timeout_s: float
@@ -400,18 +408,18 @@ class AgentPool:
             return None
         finally:
             self._strangers.forget(writer)
-        return self._placed(link, channel)
+        return self._placed(link)
 
-    def _placed(self, link: AgentLink, channel: Channel) -> AgentLink | None:
+    def _placed(self, link: AgentLink) -> AgentLink | None:
         """The connection in the place of its node; None where another agent has that."""
         if self.is_over:
-            channel.send(messages.Shutdown().as_call(UNANSWERED))
+            link.tell(messages.Shutdown())
         old = self.links.get(link.node)
         if old is not None and not old.dropped and not old.is_same(link):
             if old.channel is not None:
                 # a lost agent that was replaced: the two would take the connection from each other for ever
                 self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
-                channel.send(messages.Shutdown().as_call(UNANSWERED))
+                link.tell(messages.Shutdown())
                 return None
             if self.generation is not None and old in self.members:
                 return None  # it has no workers, and would be taken for the one that has: that one is given up first

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc import messages
-from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy import life
 from slurmft.policy.hangs import WorkerLook, used
@@ -72,7 +71,7 @@ class Injections:
         """Take the order that waits, if there is one. Call it regularly."""
         path = self._start.run.path
         try:
-            value = await asyncio.wrap_future(self._start.thread.submit(lambda: take_order(path)))
+            value = await self._start.thread.ask(lambda: take_order(path))
             if value is not None:
                 self._background.start(self._carry_out(order_of(value)))
         except (StorageError, ValueError, OverflowError) as error:
@@ -88,7 +87,7 @@ class Injections:
 
     async def _simulate(self) -> None:
         section = self._config.fault_tolerance
-        history = await asyncio.wrap_future(self._start.thread.submit(self._start.journal.read_past))
+        history = await self._start.thread.ask(self._start.journal.read_past)
         if any(event.event == EventName.FAULT_INJECTED and event.details.get("who") == SIMULATION for event in history):
             return
         kind = section.simulated_fault_type
@@ -856,17 +855,15 @@ class Growing(Resizing):
             return
         link.leaving = True
         self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
-        link.channel.send(messages.PassOnTerm().as_call(UNANSWERED))
+        link.tell(messages.PassOnTerm())
         self._stops.background.start(self._part_with(link))
 
     async def _part_with(self, link: AgentLink) -> None:
         await asyncio.sleep(LENT_S)
-        if link.channel is not None:
-            link.channel.send(messages.Shutdown().as_call(UNANSWERED))
+        link.tell(messages.Shutdown())
 
     def _may_be_added(self, link: AgentLink) -> bool:
-        allowed = self._cluster.nodes
-        is_barred = bool(allowed) and link.host not in allowed and not link.lender
+        is_barred = link.is_barred(self._cluster.nodes)
         is_there = link.channel is not None and not link.dropped and not link.leaving
         tried = self._starts[f"{link.lender} {link.node}"] >= MAX_STARTS
         return is_there and not is_barred and not tried and link not in self._crew.pool.members

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import LaunchError, SlurmError, SlurmftError, StorageError, StorageUnavailable
@@ -48,9 +48,6 @@ _OF_NO_USE = ("srun: ", "slurmstepd", "slurmft ")
 """Beginnings of lines that say how a task ended, or are of an agent's log."""
 
 
-Result = TypeVar("Result")
-
-
 class AttemptFolder:
     """One attempt's view of its run folder.
 
@@ -76,7 +73,7 @@ class AttemptFolder:
         """
         path = self.path / "control.json"
         try:
-            await asyncio.wait_for(self._do(lambda: write_state(path, where)), FIRST_FILE_S)
+            await asyncio.wait_for(self._thread.ask(lambda: write_state(path, where)), FIRST_FILE_S)
         except TimeoutError as error:
             raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
 
@@ -86,7 +83,7 @@ class AttemptFolder:
         Where one could not be started, srun ends the others.
         """
         with contextlib.suppress(OSError, StorageError):
-            text = await self._do(self._srun_errors)
+            text = await self._thread.ask(self._srun_errors)
             return next(iter((*parse_srun_lines(text).refused, *ended_tasks(text))), None)
         return None
 
@@ -95,7 +92,7 @@ class AttemptFolder:
         if self._is_superseded:  # requests are for the new owner to handle
             return {}
         with contextlib.suppress(OSError, StorageError):  # a transient filesystem error; the next look finds the file
-            found = await self._do(lambda: self._look(ready=ready))
+            found = await self._thread.ask(lambda: self._look(ready=ready))
             self._kill_seen = self._kill_seen or "KILL" in found
             return found
         return {}
@@ -106,10 +103,10 @@ class AttemptFolder:
             return
         self._told_at = time.monotonic()
         with contextlib.suppress(OSError, StorageError):
-            await self._do(seen.write_progress)
-            await self._do(slow.exchange)
-            await self._do(hangs.exchange)
-            owner = await self._do(self._run.owner)
+            await self._thread.ask(seen.write_progress)
+            await self._thread.ask(slow.exchange)
+            await self._thread.ask(hangs.exchange)
+            owner = await self._thread.ask(self._run.owner)
             if owner is not None and owner.generation > self._generation:
                 self._is_superseded = True
                 self._on_superseded()
@@ -161,9 +158,6 @@ class AttemptFolder:
             "SAVE": self._run.take_request("SAVE") if ready else None,
         }
         return {kind: who for kind, who in found.items() if who is not None}
-
-    async def _do(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.wrap_future(self._thread.submit(work))
 
 
 # --- kept folders ---
@@ -345,11 +339,10 @@ class Roster:
             agent = decide.Agent.LIVING
         elif link.node in self.returning or not link.dropped:  # it has disconnected, and may be back at once
             agent = decide.Agent.RETURNING
-        is_barred = bool(allowed) and link.host not in allowed and not link.lender
         return decide.Node(
             name=self._name(link),
             agent=agent,
-            standing=decide.Standing.BARRED if is_barred else decide.Standing.CLEAN,
+            standing=decide.Standing.BARRED if link.is_barred(allowed) else decide.Standing.CLEAN,
             warm=link.ready or not self._last,  # at first all are cold, and the allocation's order counts
             joined=bool(link.lender),
             leaving=link.leaving,

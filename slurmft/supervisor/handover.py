@@ -20,7 +20,7 @@ from slurmft.errors import Fenced, SlurmError, SlurmUnavailable, StorageError
 from slurmft.inference.endpoint import Handover, call_off, folder_of, read_handover, write_handover
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.messages import ReplicaPlace
-from slurmft.policy.job_identity import JobIdentity, OwnJob
+from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.serving import (
     LOAN_PAUSE_S,
     PAUSE_S,
@@ -253,7 +253,7 @@ class Giver:
         assert config.serving is not None
         self._config, self._serving, self._start, self._slurm = config, config.serving, start, slurm
         self._cluster, self._run, self._journal, self._startup_s = cluster, start.run, start.journal, startup_s
-        self._job, self._since_s = cluster.attempt.job, self._now()
+        self._job, self._since_s, self._in_folder = cluster.attempt.job, self._now(), start.thread.ask
         self._reason = ""
         self._ends_s: float | None = None
         self._asked_s = self._timed_s = -1e9
@@ -417,10 +417,8 @@ class Giver:
 
     def _note(self, job: str) -> bool:
         """Remember the job; whether it is to be the successor."""
-        known = self._cluster.own.known
         with self._run.lock():
-            seen = JobIdentity(user=os.getuid(), cluster=known.cluster, script=str(self._run.script))
-            self._run.add_job(job, seen)
+            self._run.add_successor(job, self._cluster.own)
             found = read_handover(self._run.path)
             if found is None or found.successor not in ("", job):
                 return False
@@ -489,9 +487,6 @@ class Giver:
             owner = self._run.owner()
             if owner is not None and owner.job == self._job:
                 work()
-
-    async def _in_folder(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._start.thread.submit(work))
 
     async def _try(self, work: Callable[[], Any]) -> None:
         try:

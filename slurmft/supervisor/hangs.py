@@ -326,11 +326,11 @@ class Hangs:
     async def recall(self) -> None:
         """Read the learned limits of earlier attempts; none where the run folder does not answer."""
         if self._settings.calc_ft_timeouts:
-            future = self._start.thread.submit(
+            reading = self._start.thread.ask(
                 lambda: storage_history.read_ft_state(self._start.run.path, self._workload)
             )
             try:
-                self._samples, self._limits = await asyncio.wait_for(asyncio.wrap_future(future), LOOK_TIMEOUT_S), None
+                self._samples, self._limits = await asyncio.wait_for(reading, LOOK_TIMEOUT_S), None
             except TimeoutError:
                 log.warning("the learned timeouts could not be read within %.0f s", LOOK_TIMEOUT_S)
 

@@ -34,7 +34,6 @@ from slurmft.inference.ledger import (
 from slurmft.inference.requests import Batch, folder_of, load, prepare
 from slurmft.inference.trials import Added, Known, add, add_values, rows
 from slurmft.ipc import messages
-from slurmft.ipc.channel import UNANSWERED
 from slurmft.policy import life
 from slurmft.policy.decide import BegunAgain
 from slurmft.policy.inference import DEATHS, EXIT_NODE, WINDOW_S, Circumstances, NodeDeaths, gangs_of, judge
@@ -107,16 +106,14 @@ class InferenceStops(Life):
 
     def took_in(self, link: AgentLink) -> None:
         """An agent takes part; one that comes while the others end is told so, as its end is waited for, too."""
-        if self._drain_until_s is not None and link.channel is not None:
-            within_s = max(0.5, self._drain_until_s - time.monotonic())
-            link.channel.send(messages.Drain(within_s=within_s).as_call(UNANSWERED))
+        if self._drain_until_s is not None:
+            link.tell(messages.Drain(within_s=max(0.5, self._drain_until_s - time.monotonic())))
 
     def _tell_to_drain(self, within_s: float) -> None:
         self._drain_until_s = time.monotonic() + within_s
-        drain = messages.Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
-            if link is not None and link.channel is not None:
-                link.channel.send(drain)
+            if link is not None:
+                link.tell(messages.Drain(within_s=within_s))
 
 
 # --- Engines over several nodes ---
@@ -220,8 +217,8 @@ class Gangs:
             self._send(node, gang.index(node), place)
 
     def _send(self, node: int, rank: int | None, head: messages.ReplicaPlace | None = None) -> None:
-        if (link := self._joined.get(node)) is not None and link.channel is not None and node in self._epochs:
-            link.channel.send(messages.JoinGang(epoch=self._epochs[node], rank=rank, head=head).as_call(UNANSWERED))
+        if (link := self._joined.get(node)) is not None and node in self._epochs:
+            link.tell(messages.JoinGang(epoch=self._epochs[node], rank=rank, head=head))
 
 
 def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]]:
@@ -267,6 +264,7 @@ class InferenceAttempt:
         )  # fmt: skip
         self._cluster: Cluster = start.cluster
         self._run, self._journal, self._pool = start.run, start.journal, crew.pool
+        self._in_folder = start.thread.ask
         self._slurm = SlurmNotices(self._cluster, start.journal)
         self._background = Background(self._on_error)
         self.stops = self._life(config, start, self._pool, self._slurm, self._background)
@@ -426,7 +424,7 @@ class InferenceAttempt:
         while not self.stops.over.is_set():
             for node, link in list(self._pool.links.items()):
                 is_new = link.channel is not None and not link.dropped and self._joined.get(node) is not link
-                if is_new and not self._is_barred(link):
+                if is_new and not link.is_barred(self._cluster.nodes):
                     self._joined[node] = link  # also on a new connection: the one before may have lost reports
                     # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
                     self._background.start(self._take_in(link))
@@ -435,11 +433,6 @@ class InferenceAttempt:
             if why and self.stops.planned is None:
                 self._is_short = True
                 self.stops.feed(life.Ended(why))
-
-    def _is_barred(self, link: AgentLink) -> bool:
-        """Whether its node is to be kept off: another one of the job is there in its place."""
-        allowed = self._cluster.nodes
-        return bool(allowed) and link.host not in allowed and not link.lender
 
     def ping(self) -> messages.Ping:
         """What agents are told regularly."""
@@ -454,9 +447,8 @@ class InferenceAttempt:
         assert self._coordinator is not None
 
         def send(call: messages.Call[Any]) -> None:
-            current = self._pool.links.get(link.node)
-            if current is not None and current.channel is not None:
-                current.channel.send(call.as_call(UNANSWERED))
+            if (current := self._pool.links.get(link.node)) is not None:
+                current.tell(call)
 
         self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
@@ -511,8 +503,7 @@ class InferenceAttempt:
         link.leaving = True
         if self._coordinator is not None:
             self._coordinator.let_go(link.node)
-        if link.channel is not None:
-            link.channel.send(messages.Drain(within_s=LENT_S).as_call(UNANSWERED))
+        link.tell(messages.Drain(within_s=LENT_S))
 
     async def _part_with(self, link: AgentLink) -> None:
         with contextlib.suppress(AgentLost):
@@ -689,9 +680,6 @@ class InferenceAttempt:
 
     def _told(self, output: Output) -> str:
         return f"{output.answers} requests are answered, {output.errors} ended with an error"
-
-    async def _in_folder(self, work: Any) -> Any:
-        return await asyncio.wrap_future(self._start.thread.submit(work))
 
     def _on_error(self, error: BaseException) -> None:
         log.error("internal error", exc_info=error)

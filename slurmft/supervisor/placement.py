@@ -72,7 +72,7 @@ class EvidenceSender:
     async def watch(self) -> None:
         """Hand in what running workers write; a transient error must not wait for the end of the run."""
         while True:
-            await asyncio.wrap_future(self._thread.submit(self._collect))
+            await self._thread.ask(self._collect)
             await asyncio.sleep(EVERY_S)
 
     def add(self, evidence: Sequence[Evidence]) -> None:

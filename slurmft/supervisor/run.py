@@ -198,8 +198,7 @@ async def _tell_folder(present: Callable[[], tuple[Start, Attempt] | None]) -> N
         start, attempt = now
         start.journal.retry()
         with contextlib.suppress(OSError, StorageError):
-            work = functools.partial(run_folder.touch, start.run, attempt)
-            await asyncio.wrap_future(start.thread.submit(work))
+            await start.thread.ask(functools.partial(run_folder.touch, start.run, attempt))
 
 
 # --- The supervisor's side of the process that publishes metrics and tells events (``reporting.metrics``) ---

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.run import RunConfig
@@ -83,7 +82,7 @@ class RollingUpdate:
         self, config: InferenceConfig, start: Start, agents: Mapping[int, AgentLink], may_begin: Callable[[], bool]
     ) -> None:
         self._config, self._start, self._agents, self._may_begin = config, start, agents, may_begin
-        self._run, self._journal = start.run, start.journal
+        self._run, self._journal, self._in_folder = start.run, start.journal, start.thread.ask
         self._lives: dict[Place, int] = {}
         self._awaited: _Awaited | None = None
         self._renewed: set[Place] = set()
@@ -224,9 +223,6 @@ class RollingUpdate:
         owner = self._run.owner()
         if owner is not None and owner.generation != self._start.generation:
             raise StorageError("another process owns the run now")
-
-    async def _in_folder(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._start.thread.submit(work))
 
 
 # --- serving stops ---
@@ -374,8 +370,7 @@ class ServingAttempt(InferenceAttempt):
         await self._in_folder(lambda: endpoint.prepare(self._run.path, token_file, job=job, goes_on=goes_on))
         if section.serving.tls_own:
             await self._in_folder(lambda: endpoint.prepare_authority(self._run.path))
-        before = await self._in_folder(lambda: progress_of(self._run))
-        self._first = before.step or 0
+        self._first = (await self._in_folder(lambda: progress_of(self._run))).step or 0
         self._roster = Roster(
             section, nodes=config.nodes, run_folder=self._run.path, submit=self._start.thread.submit, served=self._first
         )
@@ -513,8 +508,7 @@ class ServingAttempt(InferenceAttempt):
         self._journal.append(EventName.ATTEMPT_STARTED, generation=mine.generation, cluster=self._cluster.name,
                              host=mine.host, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
                              folder=str(Path.cwd()), taken_over=True)  # fmt: skip
-        before = await self._in_folder(lambda: progress_of(self._run))
-        more = (before.step or 0) - self._first
+        more = ((await self._in_folder(lambda: progress_of(self._run))).step or 0) - self._first
         self._first += more
         self._roster.requests.done += more
         self._offer()

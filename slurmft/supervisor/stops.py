@@ -459,9 +459,7 @@ class Digests:
         )
         folder = self._config.checkpoint_dir
         try:
-            await asyncio.wait_for(
-                asyncio.wrap_future(self._start.thread.submit(lambda: note_doubt(folder, doubt))), WRITE_S
-            )
+            await asyncio.wait_for(self._start.thread.ask(lambda: note_doubt(folder, doubt)), WRITE_S)
         except (OSError, StorageError) as error:  # OSError covers TimeoutError
             log.error("checkpoints after step %d are not marked: %s", self.found.trusted_step, error)
 
