@@ -51,7 +51,7 @@ from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, smaller
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.slurm import compress, expand, ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
-from slurmft.storage.journal import Event, EventName
+from slurmft.storage.journal import Event, EventName, listed, newest_of
 from slurmft.storage.patience import PatientJournal, patiently
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner
 from slurmft.storage.verdicts import noted_batches, noted_resuming
@@ -380,7 +380,7 @@ def superfluous(history: Sequence[Event], attempt: Attempt, queued_at: float | N
     if not started:
         return None
     last = [event for restart, event in mine if restart >= started[-1]]
-    decided = next((event for event in reversed(last) if event.event == EventName.DECISION), None)
+    decided = newest_of(last, EventName.DECISION)
     if decided is None:
         return None
     told = any(event.event in _TOLD for event in last)
@@ -488,13 +488,12 @@ def trials_of(history: Sequence[Event]) -> list[Trial]:
             event.event == EventName.CHECKPOINT_TRIED
             and (identity := Identity.parse(str(facts.get("checkpoint")))) is not None
         ):
-            nodes = facts.get("nodes")
             found.append(
                 Trial(
                     checkpoint=identity.folder_name,
                     step=identity.step,
                     cause=str(facts.get("cause")),
-                    nodes=frozenset(map(str, nodes if isinstance(nodes, list) else [])),
+                    nodes=frozenset(map(str, listed(facts.get("nodes")))),
                     committed=facts.get("committed") is True,
                 )
             )

@@ -83,7 +83,7 @@ class AttemptFolder:
         Where one could not be started, srun ends the others.
         """
         with contextlib.suppress(OSError, StorageError):
-            text = await self._thread.ask(self._srun_errors)
+            text = await self._thread.ask(lambda: self._text("srun.err"))
             return next(iter((*parse_srun_lines(text).refused, *ended_tasks(text))), None)
         return None
 
@@ -143,13 +143,12 @@ class AttemptFolder:
 
     def _lines(self, name: str) -> list[str]:
         try:
-            text = read_part(self.path / name, -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
+            return [line for line in self._text(name).splitlines() if line.strip()]
         except OSError:
             return []
-        return [line for line in text.splitlines() if line.strip()]
 
-    def _srun_errors(self) -> str:
-        return read_part(self.path / "srun.err", -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
+    def _text(self, name: str) -> str:
+        return read_part(self.path / name, -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
 
     def _look(self, *, ready: bool) -> dict[str, str]:
         found = {
@@ -417,15 +416,12 @@ class Reviver:
 
     async def _start_missing(self, cluster: Cluster, within_s: float, of: Sequence[Orphan]) -> None:
         await asyncio.wait([asyncio.ensure_future(asyncio.gather(*(each.wait() for each in of)))], timeout=within_s)
-        self._miss(cluster, cluster.agent_hosts(self._config), hung_up=True)
-
-    def _miss(self, cluster: Cluster, hosts: Collection[str], *, hung_up: bool) -> None:
         for node, host in enumerate(cluster.agent_hosts(self._config)):
-            if node not in self._pool.links and host in hosts:
+            if node not in self._pool.links:
                 hello = Hello(node=node, host=host, pid=0, birth=None, lender=None)
                 self._pool.links[node] = link = AgentLink(None, hello)
                 link.dropped = True
-                self.lost(link, hung_up=hung_up)
+                self.lost(link, hung_up=True)
 
     async def close(self) -> None:
         """Try no more."""
