@@ -701,11 +701,11 @@ class AttemptEnd:
             Do.PLACE: self._place,
             Do.LEAVE_CANCELLED: self._leave_to_slurm,
             Do.FIND_LATER: self._later_job,
-            Do.ASK_PREEMPTION: self._preemption,
+            Do.ASK_PREEMPTION: lambda: Answer.YES if self._ways.is_cancelled_when_preempted() else Answer.NO,
             Do.REQUEUE: self._requeue,
             Do.RESUBMIT: self._resubmit,
-            Do.SETTLE: self._settle,
-            Do.GIVE_BACK: self._give_back,
+            Do.SETTLE: lambda: in_folder(self.start, lambda: self._claim.settle(self._outcome)),
+            Do.GIVE_BACK: lambda: in_folder(self.start, self._claim.give_back),
             Do.TELL_USER: self._tell_user,
             Do.KEEP_ENDED: lambda: self._keep_ended(self._state.end),
             Do.ASK_UNDONE: self._why_ending,
@@ -876,9 +876,6 @@ class AttemptEnd:
         self._outcome = f"left to job {other}"
         return Answer.YES
 
-    def _preemption(self) -> Answer:
-        return Answer.YES if self._ways.is_cancelled_when_preempted() else Answer.NO
-
     def _requeue(self) -> Answer:
         self._outcome = {Answer.DONE: "requeued"}.get(found := self._ways.requeue(self._state.verdict), found.value)
         return found
@@ -886,12 +883,6 @@ class AttemptEnd:
     def _resubmit(self) -> Answer:
         self._outcome = {Answer.DONE: "resubmitted"}.get(found := self._ways.resubmit(), found.value)
         return found
-
-    def _settle(self) -> None:
-        in_folder(self.start, lambda: self._claim.settle(self._outcome))
-
-    def _give_back(self) -> None:
-        in_folder(self.start, self._claim.give_back)
 
     def _tell_user(self) -> None:
         command = self._by_hand()
