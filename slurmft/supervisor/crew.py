@@ -55,12 +55,10 @@ class AttemptFolder:
         of: an earlier attempt of this start of the job, in whose folder agents find their supervisor.
     """
 
-    def __init__(
-        self, start: Start, *, of: Attempt | None = None, on_superseded: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, start: Start, *, of: Attempt | None = None) -> None:
         self._run, self._thread = start.run, start.thread
         self.attempt, self._generation = of or start.cluster.attempt, start.generation
-        self._is_superseded, self._on_superseded = False, on_superseded
+        self._is_superseded = False
         self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
         self._told_at = 0.0
@@ -97,19 +95,18 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
-        """Write progress when it is due."""
+    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> bool:
+        """Write progress when it is due; whether another start has the run now."""
         if time.monotonic() - self._told_at < PROGRESS_S:
-            return
+            return False
         self._told_at = time.monotonic()
         with contextlib.suppress(OSError, StorageError):
             await self._thread.ask(seen.write_progress)
             await self._thread.ask(slow.exchange)
             await self._thread.ask(hangs.exchange)
             owner = await self._thread.ask(self._run.owner)
-            if owner is not None and owner.generation > self._generation:
-                self._is_superseded = True
-                self._on_superseded()
+            self._is_superseded = owner is not None and owner.generation > self._generation
+        return self._is_superseded
 
     def leave(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
         """Write the last progress before anything that is journaled from now on."""

@@ -569,13 +569,11 @@ def _take_over(run: RunFolder, cluster: Cluster, claim: _Claim) -> tuple[int, st
     while True:
         if (before := run.owner()) is not None:
             _refuse_to_replace(before, run, cluster, claim)  # not with the lock held: Slurm may take its time
-        if (taken := _take_over_from(before, run, cluster, claim)) is not None:
+        if (taken := _take_over_from(before, run, cluster)) is not None:
             return taken
 
 
-def _take_over_from(
-    before: Owner | None, run: RunFolder, cluster: Cluster, claim: _Claim
-) -> tuple[int, str] | None:  # fmt: skip
+def _take_over_from(before: Owner | None, run: RunFolder, cluster: Cluster) -> tuple[int, str] | None:
     """As ``_take_over`` returns; None where ``before`` is not the owner any more."""
     with run.lock():
         if run.owner() != before:
