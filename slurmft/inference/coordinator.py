@@ -417,16 +417,16 @@ class Coordinator:
         self._keep_partials(agent, [report.replica], in_flight)
         given_up = self.requests.died(in_flight, report.name, report.how)
         for index, why in given_up:
-            self._answer_with_error(index, "poison_request", why)
+            self._answer_as_poison(index, why)
         self._serve_at_once(len(in_flight) - len(given_up))
 
-    def _answer_with_error(self, index: int, code: str, why: str) -> None:
+    def _answer_as_poison(self, index: int, why: str) -> None:
         def write() -> tuple[str, int]:
             if self._own is None:
                 generation = self.ledger.generation
                 name = segment_name(generation=generation, node=COORDINATOR, replica=0, life=1, epoch=0)
                 self._own = SegmentWriter(segments_of(self.batch.folder) / name, {"generation": generation})
-            end = self._own.append([{"index": index, "error": {"code": code, "message": why}}])
+            end = self._own.append([{"index": index, "error": {"code": "poison_request", "message": why}}])
             self._own.sync()
             return self._own.path.name, end
 

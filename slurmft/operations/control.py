@@ -23,7 +23,7 @@ from slurmft.policy.verdict import EXIT_TEMPORARY, GOES_ON, Action, Cause
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import JobRecord, SlurmJob, current_job, why_held, why_never
 from slurmft.storage import run_folder
-from slurmft.storage.journal import TAIL_BYTES, Event, EventName
+from slurmft.storage.journal import TAIL_BYTES, Event, EventName, listed, newest_of
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of, user_name
 from slurmft.supervisor.guardian import local_owner_lives, process_here, started_here
 from slurmft.system import processes
@@ -114,22 +114,18 @@ def account_of(events: Sequence[Event]) -> list[tuple[str, str]]:
 
     Empty when no rank is blamed. The journal may be damaged or of a newer slurmft: what does not fit is left out.
     """
-    newest = next((event for event in reversed(events) if event.event == EventName.VERDICT), None)
+    newest = newest_of(events, EventName.VERDICT)
     if newest is None:
         return []
     facts = newest.details
     rank, node = facts.get("rank"), facts.get("node")
     culprit = " on ".join([*([f"rank {rank}"] if type(rank) is int else []), *([str(node)] if node else [])])
     rows = [("culprit", culprit), ("re-run", str(facts.get("rerun") or ""))]
-    rows += [("suspect", _suspect(each)) for each in _listed(facts.get("suspects"))]
-    rows += [("evidence", str(each)) for each in _listed(facts.get("evidence"))]
+    rows += [("suspect", _suspect(each)) for each in listed(facts.get("suspects"))]
+    rows += [("evidence", str(each)) for each in listed(facts.get("evidence"))]
     rows += [("traceback", line) for line in str(facts.get("traceback") or "").splitlines()]
     known = [(name, text) for name, text in rows if text.strip()]
     return [("attempt", newest.attempt), ("cause", str(facts.get("cause", "?"))), *known] if known else []
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _suspect(value: Any) -> str:
@@ -369,17 +365,16 @@ def exit_code_of(view: Overview, events: Sequence[Event]) -> int:
     """The exit code of a run that has ended; of one that left no decision: temporary."""
     if view.state == "finished":
         return 0
-    decisions = [event for event in events if event.event == EventName.DECISION]
-    told = decisions[-1].details.get("exit_code") if decisions else None
+    decision = newest_of(events, EventName.DECISION)
+    told = None if decision is None else decision.details.get("exit_code")
     return told if isinstance(told, int) else EXIT_TEMPORARY
 
 
 def is_over(events: Sequence[Event]) -> bool:
     """Whether nothing follows the newest decision; a run that goes on has no process for a moment."""
-    decisions = [event for event in events if event.event == EventName.DECISION]
-    if not decisions:
+    if (decision := newest_of(events, EventName.DECISION)) is None:
         return False
-    goes_on = decisions[-1].details.get("action") in GOES_ON and events[-1].event != EventName.NOT_CONTINUED
+    goes_on = decision.details.get("action") in GOES_ON and events[-1].event != EventName.NOT_CONTINUED
     return not goes_on or time.time() - events[-1].seconds() > NEXT_START_S
 
 

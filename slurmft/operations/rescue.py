@@ -36,11 +36,11 @@ from slurmft.policy.verdict import GOES_ON, Action, Cause, Evidence, Kind, Suspe
 from slurmft.scheduler import own_jobs, parsing, slurm
 from slurmft.scheduler.slurm import Refusal, compress, undisturbed
 from slurmft.storage import run_folder
-from slurmft.storage.journal import Event, EventName
+from slurmft.storage.journal import Event, EventName, newest_of
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
 from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.observations import began_to_resubmit, progressed
-from slurmft.supervisor.placement import Placement, duty_of, expanded, next_placement, ours
+from slurmft.supervisor.placement import Placement, duty_of, next_placement, ours
 from slurmft.system import files, processes
 
 # --- Jobs that Slurm holds because a node could not start them, which is what a failing Prolog does by default ---
@@ -285,14 +285,14 @@ def _lines(account: pwd.struct_passwd, text: bytes) -> list[str]:
 _TRANSACTION = frozenset({EventName.REQUEUEING, EventName.REQUEUED, EventName.PLACED, EventName.REQUEUE_FAILED})
 
 
-def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history: Sequence[Event]) -> Placement | None:
-    """Nodes that the run's next placement must avoid, entered in its journal; None where there are none."""
+def placement_of(run: RunFolder, *, partition: str, history: Sequence[Event]) -> Placement | None:
+    """Nodes that the run's next job must avoid, entered in its journal; None where there are none."""
     try:
         config = configuration_of(run)
     except ConfigError:  # it was readable when the run was submitted; its excluded nodes are in the script
         return None
     suspects = sorted(duty_of(history).undecided)
-    placement = next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
+    placement = next_placement(config, partition=partition, job=None, history=history, suspects=suspects)
     _note_avoided(run, placement)
     return placement
 
@@ -316,7 +316,7 @@ def complete(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -
     began = mine[-1] if mine and mine[-1].event == EventName.REQUEUEING else None
     if began is not None:
         excluded = began.details.get("excluded")
-        avoid = None if excluded is None else expanded(excluded)
+        avoid = None if excluded is None else avoided_nodes.expanded(excluded)
         done = own_jobs.place(job, own_jobs.SOONEST_S, avoid=avoid)
         if parsing.is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
             own_jobs.release(job)
@@ -525,7 +525,7 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     events = run.journal().read()
     run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
     try:
-        placement = placement_of(run, partition=record.partition, job=None, history=events)
+        placement = placement_of(run, partition=record.partition, history=events)
         try:
             job_id = _sbatch(run, job, placement, events)
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
@@ -584,7 +584,7 @@ def _submit_again(
     journal.append(EventName.RESCUING, job=owner.job, reason="its job is gone and no verdict ended the run", who=who)
     partition = records[mine].partition if is_known else ""
     try:
-        placement = placement_of(run, partition=partition, job=None, history=events)
+        placement = placement_of(run, partition=partition, history=events)
         has_other = began_to_resubmit(events, lost) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
         job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
         job_id = job_id or _sbatch(run, mine, placement, events)
@@ -632,8 +632,8 @@ def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: 
 
 def _as_submitted(events: Sequence[Event]) -> dict[str, str]:
     """Our environment with the wishes for sbatch of the shell that submitted the run, and not those of a crontab."""
-    submitting = [event.details for event in events if event.event == EventName.SUBMITTING]
-    wishes = submitting[-1].get("wishes") if submitting else None
+    submitting = newest_of(events, EventName.SUBMITTING)
+    wishes = None if submitting is None else submitting.details.get("wishes")
     wished = {str(name): str(value) for name, value in wishes.items()} if isinstance(wishes, dict) else {}
     return undisturbed(os.environ) | {name: value for name, value in wished.items() if name.startswith("SBATCH_")}
 
@@ -664,7 +664,7 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
 def _unmarked_end(events: Sequence[Event]) -> int | None:
     """The last step of a run that is complete by the newest decision in its journal; None where it is not."""
     ends = (EventName.ATTEMPT_STARTED, EventName.SUBMITTING, EventName.SUBMITTED, EventName.DECISION)
-    newest = next((event for event in reversed(events) if event.event in ends), None)
+    newest = newest_of(events, *ends)
     if newest is None or newest.event != EventName.DECISION or newest.details.get("action") != Action.FINISH:
         return None
     steps = [event.details.get("last_step") for event in events if event.event == EventName.VERDICT]

@@ -64,15 +64,11 @@ def refuse_shared(run: RunFolder, directory: Path) -> None:
     """
     original = original_of(run)
     real = Path(os.path.realpath(directory))  # of links in a circle, resolve() raises RuntimeError
-    if real.is_relative_to(os.path.realpath(run.path)) and not _is_mounted_from(original, directory):
+    is_theirs = original is not None and _keeps_checkpoints_in(RunFolder(original), directory)
+    if real.is_relative_to(os.path.realpath(run.path)) and not is_theirs:  # a bind mount of theirs may lie there
         return
-    if _is_as_recorded(run):
+    if _is_as_recorded(run) or (original is not None and is_theirs is False):
         return
-    try:
-        if original is not None and not _is_same(configuration_of(RunFolder(original)).checkpoint_dir, directory):
-            return
-    except ConfigError:
-        pass  # where the original keeps its checkpoints is not known: perhaps there
     copied = "cannot be distinguished from a copy of its original" if original is None else f"is a copy of {original}"
     raise UsageError(
         f"{run.path} {copied}, and {directory}, which both name, is not changed for the copy",
@@ -90,12 +86,12 @@ def run_around(directory: Path) -> RunFolder | None:
     return None
 
 
-def _is_mounted_from(original: Path | None, directory: Path) -> bool:
-    """Whether a directory inside of a copy is the original's own, as a bind mount is."""
+def _keeps_checkpoints_in(run: RunFolder, directory: Path) -> bool | None:
+    """None where that is not known."""
     try:
-        return original is not None and _is_same(configuration_of(RunFolder(original)).checkpoint_dir, directory)
+        return _is_same(configuration_of(run).checkpoint_dir, directory)
     except ConfigError:
-        return False
+        return None
 
 
 def _is_as_recorded(run: RunFolder) -> bool:
@@ -160,10 +156,17 @@ def load_given(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     run = RunFolder(path.absolute().parent)
     is_stored = run.config.name == path.name and run.has_records()
     settings = configuration.load(path, overrides, known_here=(lambda options: options) if is_stored else known_options)
-    is_named = any(override.startswith("run_folder=") for override in overrides)
-    if is_named:
-        _refuse_checkpoints_of(run, path, settings)
-    if is_named or run.config.name != path.name or not run.has_records() or _is_same(settings.run_folder, run.path):
+    is_of_another = is_stored and not _is_same(settings.run_folder, run.path)
+    if any(override.startswith("run_folder=") for override in overrides):
+        # another run that begins with the configuration of this one leaves its checkpoints alone
+        if is_of_another and _is_same(configuration_of(run).checkpoint_dir, settings.checkpoint_dir):
+            raise UsageError(
+                f"{settings.checkpoint_dir} holds the checkpoints of {run.path}, "
+                f"and {settings.run_folder} is another run",
+                hint="set checkpoint.directory as well; slurmft checkpoint export writes what a new run can begin with",
+            )
+        return settings
+    if not is_of_another:
         return settings
     if _is_a_run(settings.run_folder):
         raise UsageError(
@@ -172,17 +175,6 @@ def load_given(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         )
     log.warning("%s was written for %s, which is gone; it is used for %s", path, settings.run_folder, run.path)
     return settings.placed_in(run.path)
-
-
-def _refuse_checkpoints_of(run: RunFolder, path: Path, settings: RunConfig) -> None:
-    """Return when another run that begins with the configuration of ``run`` leaves the checkpoints of ``run`` alone."""
-    if run.config.name != path.name or not run.has_records() or _is_same(settings.run_folder, run.path):
-        return
-    if _is_same(configuration_of(run).checkpoint_dir, settings.checkpoint_dir):
-        raise UsageError(
-            f"{settings.checkpoint_dir} holds the checkpoints of {run.path}, and {settings.run_folder} is another run",
-            hint="set checkpoint.directory as well; slurmft checkpoint export writes what a new run can begin with",
-        )
 
 
 def _is_a_run(folder: Path) -> bool:

@@ -507,7 +507,7 @@ def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[policy.Row]:
         tell(f"job {job} trains; now the signal")
         how = _disturb(drill, job, tell)
         events = _wait_for_return(run, deadline)
-        return policy.rows(_with_site(_facts(drill, run, events, how), run))
+        return policy.rows(_with_site(_facts(drill, events, how), run))
     finally:
         _clean_up(run, drill.folder, tell)
 
@@ -555,7 +555,7 @@ def _wait_for_return(run: RunFolder, deadline: float) -> list[Event]:
 _REFUSALS = (EventName.REQUEUE_FAILED, EventName.REQUEUE_SKIPPED, EventName.NOT_CONTINUED)
 
 
-def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> policy.DrillFacts:
+def _facts(drill: Drill, events: Sequence[Event], how: str) -> policy.DrillFacts:
     found = {event.event: event for event in reversed(events)}  # the first of each name
     stop, saved = found.get(EventName.STOP_REQUESTED), found.get(EventName.STOP_SAVED)
     firsts = [event for event in events if event.event == EventName.FIRST_STEP]

@@ -323,6 +323,16 @@ class Event:
         return self.at.timestamp()
 
 
+def newest_of(events: Sequence[Event], *names: EventName) -> Event | None:
+    """The newest of the events of these names; None where there is none."""
+    return next((event for event in reversed(events) if event.event in names), None)
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """A list in an event's details; empty where damage, or a newer slurmft, has left something else."""
+    return value if isinstance(value, list | tuple) else ()
+
+
 class Journal:
     """Appends and reads.
 

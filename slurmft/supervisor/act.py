@@ -51,7 +51,7 @@ from slurmft.policy.worker_settings import OUT_OF_MEMORY, Irreducible, smaller
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.slurm import compress, expand, ignoring_signals
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
-from slurmft.storage.journal import Event, EventName
+from slurmft.storage.journal import Event, EventName, listed, newest_of
 from slurmft.storage.patience import PatientJournal, patiently
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, Owner
 from slurmft.storage.verdicts import noted_batches, noted_resuming
@@ -380,7 +380,7 @@ def superfluous(history: Sequence[Event], attempt: Attempt, queued_at: float | N
     if not started:
         return None
     last = [event for restart, event in mine if restart >= started[-1]]
-    decided = next((event for event in reversed(last) if event.event == EventName.DECISION), None)
+    decided = newest_of(last, EventName.DECISION)
     if decided is None:
         return None
     told = any(event.event in _TOLD for event in last)
@@ -488,13 +488,12 @@ def trials_of(history: Sequence[Event]) -> list[Trial]:
             event.event == EventName.CHECKPOINT_TRIED
             and (identity := Identity.parse(str(facts.get("checkpoint")))) is not None
         ):
-            nodes = facts.get("nodes")
             found.append(
                 Trial(
                     checkpoint=identity.folder_name,
                     step=identity.step,
                     cause=str(facts.get("cause")),
-                    nodes=frozenset(map(str, nodes if isinstance(nodes, list) else [])),
+                    nodes=frozenset(map(str, listed(facts.get("nodes")))),
                     committed=facts.get("committed") is True,
                 )
             )
@@ -702,11 +701,11 @@ class AttemptEnd:
             Do.PLACE: self._place,
             Do.LEAVE_CANCELLED: self._leave_to_slurm,
             Do.FIND_LATER: self._later_job,
-            Do.ASK_PREEMPTION: self._preemption,
+            Do.ASK_PREEMPTION: lambda: Answer.YES if self._ways.is_cancelled_when_preempted() else Answer.NO,
             Do.REQUEUE: self._requeue,
             Do.RESUBMIT: self._resubmit,
-            Do.SETTLE: self._settle,
-            Do.GIVE_BACK: self._give_back,
+            Do.SETTLE: lambda: in_folder(self.start, lambda: self._claim.settle(self._outcome)),
+            Do.GIVE_BACK: lambda: in_folder(self.start, self._claim.give_back),
             Do.TELL_USER: self._tell_user,
             Do.KEEP_ENDED: lambda: self._keep_ended(self._state.end),
             Do.ASK_UNDONE: self._why_ending,
@@ -877,9 +876,6 @@ class AttemptEnd:
         self._outcome = f"left to job {other}"
         return Answer.YES
 
-    def _preemption(self) -> Answer:
-        return Answer.YES if self._ways.is_cancelled_when_preempted() else Answer.NO
-
     def _requeue(self) -> Answer:
         self._outcome = {Answer.DONE: "requeued"}.get(found := self._ways.requeue(self._state.verdict), found.value)
         return found
@@ -887,12 +883,6 @@ class AttemptEnd:
     def _resubmit(self) -> Answer:
         self._outcome = {Answer.DONE: "resubmitted"}.get(found := self._ways.resubmit(), found.value)
         return found
-
-    def _settle(self) -> None:
-        in_folder(self.start, lambda: self._claim.settle(self._outcome))
-
-    def _give_back(self) -> None:
-        in_folder(self.start, self._claim.give_back)
 
     def _tell_user(self) -> None:
         command = self._by_hand()

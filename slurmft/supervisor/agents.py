@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -46,9 +45,6 @@ MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 
 TOLD_REFUSALS = 10
 """Refused connections that are logged; a stranger must not fill the disk either. The others are counted."""
-
-Asked = tuple[int, asyncio.Future[Any]]
-"""The number of a call that was sent, and its reply."""
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +177,7 @@ async def ask_each(
     links: Sequence[AgentLink], call: messages.Call[messages.Answer], *, timeout_s: float
 ) -> list[messages.Answer | AgentLost]:
     """Each agent's reply, in order, or why there is none. With thousands of them, no task waits for each."""
-    asks = [functools.partial(link.ask, call) for link in links]
-    return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
+    return await _replies(links, [call] * len(links), timeout_s=timeout_s)
 
 
 async def call_each(
@@ -193,8 +188,7 @@ async def call_each(
     Raises:
         AgentLost: one of them does not answer.
     """
-    asks = [functools.partial(link.ask, call) for link, call in zip(links, calls, strict=True)]
-    found = await _replies(links, calls, asks, timeout_s=timeout_s, is_needed=True)
+    found = await _replies(links, calls, timeout_s=timeout_s, are_needed=True)
     for each in found:
         if isinstance(each, AgentLost):
             raise each
@@ -205,24 +199,23 @@ async def ask_unread(
     links: Sequence[AgentLink], call: messages.Call[Any], *, timeout_s: float
 ) -> list[bytes | AgentLost]:
     """As ``ask_each``, but the replies are not looked at, which would take most of the time: ``Call.reply_of``."""
-    asks = [functools.partial(link.ask_unread, call) for link in links]
-    return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
+    return await _replies(links, [call] * len(links), timeout_s=timeout_s, are_read=False)
 
 
 async def _replies(
-    links: Sequence[AgentLink], calls: Sequence[messages.Call[Any]], asks: Sequence[Callable[[], Asked]],
-    *, timeout_s: float, is_needed: bool = False,
+    links: Sequence[AgentLink], calls: Sequence[messages.Call[Any]], *, timeout_s: float, are_needed: bool = False,
+    are_read: bool = True,
 ) -> list[Any]:  # fmt: skip
     found: list[Any] = [None] * len(links)
     asked: list[tuple[int, int, asyncio.Future[Any]]] = []
-    for place, ask in enumerate(asks):
+    for place, (link, call) in enumerate(zip(links, calls, strict=True)):
         try:
-            asked.append((place, *ask()))
+            asked.append((place, *(link.ask(call) if are_read else link.ask_unread(call))))
         except AgentLost as error:
             found[place] = error
     try:
-        if asked and not (is_needed and any(found)):
-            when = asyncio.FIRST_EXCEPTION if is_needed else asyncio.ALL_COMPLETED
+        if asked and not (are_needed and any(found)):
+            when = asyncio.FIRST_EXCEPTION if are_needed else asyncio.ALL_COMPLETED
             await asyncio.wait([future for _, _, future in asked], timeout=timeout_s, return_when=when)
     finally:
         for place, number, future in asked:
@@ -231,7 +224,7 @@ async def _replies(
                 found[place] = future.exception() or future.result()
             future.cancel()
     # where one error ends it, the others have done nothing wrong
-    cause = next((each for each in found if isinstance(each, AgentLost)), None) if is_needed else None
+    cause = next((each for each in found if isinstance(each, AgentLost)), None) if are_needed else None
     return [
         cause or link.unanswered(call, timeout_s) if each is None else each
         for link, call, each in zip(links, calls, found, strict=True)

@@ -392,7 +392,7 @@ class AttemptRunner:
                 life.EndVictims: lambda victims: begin(self._end_victims(victims.reason)),
             },
         )  # fmt: skip
-        self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
+        self._folder = AttemptFolder(start)
         self._hangs = Hangs(config, start, self._pool)
         self._injections = Injections(config, start, self._pool, self._background)
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
@@ -675,7 +675,8 @@ class AttemptRunner:
         while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self.stops.state.began
-            await self._folder.tell_progress(self._seen, self._slow, self._hangs)
+            if await self._folder.tell_progress(self._seen, self._slow, self._hangs):
+                self.stops.feed(life.Ended())
             await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)

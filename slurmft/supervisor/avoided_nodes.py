@@ -179,7 +179,7 @@ def _places(
 
 def excluded_by_user(config: RunConfig, options: Mapping[str, Any]) -> frozenset[str]:
     """Nodes that the user excludes from a new job; options behind ``--`` replace those of the configuration."""
-    return _names([options.get("exclude", config.slurm.exclude)])
+    return expanded(options.get("exclude", config.slurm.exclude))
 
 
 def for_submission(
@@ -201,8 +201,8 @@ def for_submission(
             suspects=sorted(suspects),
             max_excluded_fraction=config.exclusions.max_excluded_fraction,
             rules=config.exclusions.rules(),
-            excluded_anyway=excluded_by_user(config, options) | _names([environment.get("SBATCH_EXCLUDE")]),
-            asked_for=_names([given.get("nodelist"), environment.get("SBATCH_NODELIST")]),
+            excluded_anyway=excluded_by_user(config, options) | expanded(environment.get("SBATCH_EXCLUDE")),
+            asked_for=expanded(given.get("nodelist")) | expanded(environment.get("SBATCH_NODELIST")),
         )
         return replace(found, problem=exclusions.damage)
     except (SlurmError, StorageError) as error:
@@ -216,15 +216,12 @@ def _read_and_tidy(config: RunConfig, environment: Mapping[str, str]) -> Exclusi
     return found
 
 
-def _names(hostlists: Sequence[Any]) -> frozenset[str]:
-    """The nodes in options that the user wrote; none where sbatch could not parse them either."""
-    found: set[str] = set()
-    for text in hostlists:
-        try:
-            found.update(slurm.expand(str(text)) if text else ())
-        except ValueError:
-            continue
-    return frozenset(found)
+def expanded(hostlist: object) -> frozenset[str]:
+    """The nodes in a hostlist from outside, or of a user; none where it is not one, for Slurm either."""
+    try:
+        return frozenset(slurm.expand(str(hostlist))) if hostlist else frozenset()
+    except ValueError:
+        return frozenset()
 
 
 def submitted(avoidance: Avoidance, submit: Callable[[frozenset[str]], str]) -> tuple[str, Avoidance]:

@@ -283,7 +283,20 @@ class SlurmCluster(Cluster):
         component = component_of(self.job, host)
         environment = os.environ if component is None else of_component(os.environ, component)
         argv = agents_argv(config, environment, count, attempt, host=host, component=component)
-        return await self._srun(argv, log_folder, {**environment_for(config, agents_environment(environment)), **more})
+        given = {**environment_for(config, agents_environment(environment)), **more}
+        with writing(log_folder / "srun.err"), appending(log_folder / "srun.err") as errors:
+            try:
+                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step; with
+                # the cluster that a submission was sent to, it would ask the accounting where it is
+                return await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                    env={name: value for name, value in given.items() if name != "SLURM_CLUSTERS"},
+                )
+            except FileNotFoundError as error:
+                raise SlurmUnavailable("there is no srun on this node") from error
 
     def give_back(self, host: str) -> str:
         """Shrink the job."""
@@ -296,22 +309,6 @@ class SlurmCluster(Cluster):
             return str(error)
         self.given_back.add(host)
         return ""
-
-    @staticmethod
-    async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        with writing(folder / "srun.err"), appending(folder / "srun.err") as errors:
-            try:
-                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step; with
-                # the cluster that a submission was sent to, it would ask the accounting where it is
-                return await asyncio.create_subprocess_exec(
-                    *argv,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stderr=errors,
-                    env={name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"},
-                    start_new_session=True,
-                )
-            except FileNotFoundError as error:
-                raise SlurmUnavailable("there is no srun on this node") from error
 
     def times(self) -> JobTimes:
         """From scontrol; all unknown when Slurm does not answer."""

@@ -55,12 +55,10 @@ class AttemptFolder:
         of: an earlier attempt of this start of the job, in whose folder agents find their supervisor.
     """
 
-    def __init__(
-        self, start: Start, *, of: Attempt | None = None, on_superseded: Callable[[], None] = lambda: None
-    ) -> None:
-        self._run, self._thread, self._do = start.run, start.thread, start.thread.ask
+    def __init__(self, start: Start, *, of: Attempt | None = None) -> None:
+        self._run, self._thread = start.run, start.thread
         self.attempt, self._generation = of or start.cluster.attempt, start.generation
-        self._is_superseded, self._on_superseded = False, on_superseded
+        self._is_superseded = False
         self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
         self._told_at = 0.0
@@ -73,7 +71,7 @@ class AttemptFolder:
         """
         path = self.path / "control.json"
         try:
-            await asyncio.wait_for(self._do(lambda: write_state(path, where)), FIRST_FILE_S)
+            await asyncio.wait_for(self._thread.ask(lambda: write_state(path, where)), FIRST_FILE_S)
         except TimeoutError as error:
             raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
 
@@ -83,7 +81,7 @@ class AttemptFolder:
         Where one could not be started, srun ends the others.
         """
         with contextlib.suppress(OSError, StorageError):
-            text = await self._do(self._srun_errors)
+            text = await self._thread.ask(lambda: self._text("srun.err"))
             return next(iter((*parse_srun_lines(text).refused, *ended_tasks(text))), None)
         return None
 
@@ -92,24 +90,23 @@ class AttemptFolder:
         if self._is_superseded:  # requests are for the new owner to handle
             return {}
         with contextlib.suppress(OSError, StorageError):  # a transient filesystem error; the next look finds the file
-            found = await self._do(lambda: self._look(ready=ready))
+            found = await self._thread.ask(lambda: self._look(ready=ready))
             self._kill_seen = self._kill_seen or "KILL" in found
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
-        """Write progress when it is due."""
+    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> bool:
+        """Write progress when it is due; whether another start has the run now."""
         if time.monotonic() - self._told_at < PROGRESS_S:
-            return
+            return False
         self._told_at = time.monotonic()
         with contextlib.suppress(OSError, StorageError):
-            await self._do(seen.write_progress)
-            await self._do(slow.exchange)
-            await self._do(hangs.exchange)
-            owner = await self._do(self._run.owner)
-            if owner is not None and owner.generation > self._generation:
-                self._is_superseded = True
-                self._on_superseded()
+            await self._thread.ask(seen.write_progress)
+            await self._thread.ask(slow.exchange)
+            await self._thread.ask(hangs.exchange)
+            owner = await self._thread.ask(self._run.owner)
+            self._is_superseded = owner is not None and owner.generation > self._generation
+        return self._is_superseded
 
     def leave(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
         """Write the last progress before anything that is journaled from now on."""
@@ -143,13 +140,12 @@ class AttemptFolder:
 
     def _lines(self, name: str) -> list[str]:
         try:
-            text = read_part(self.path / name, -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
+            return [line for line in self._text(name).splitlines() if line.strip()]
         except OSError:
             return []
-        return [line for line in text.splitlines() if line.strip()]
 
-    def _srun_errors(self) -> str:
-        return read_part(self.path / "srun.err", -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
+    def _text(self, name: str) -> str:
+        return read_part(self.path / name, -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
 
     def _look(self, *, ready: bool) -> dict[str, str]:
         found = {
@@ -417,15 +413,12 @@ class Reviver:
 
     async def _start_missing(self, cluster: Cluster, within_s: float, of: Sequence[Orphan]) -> None:
         await asyncio.wait([asyncio.ensure_future(asyncio.gather(*(each.wait() for each in of)))], timeout=within_s)
-        self._miss(cluster, cluster.agent_hosts(self._config), hung_up=True)
-
-    def _miss(self, cluster: Cluster, hosts: Collection[str], *, hung_up: bool) -> None:
         for node, host in enumerate(cluster.agent_hosts(self._config)):
-            if node not in self._pool.links and host in hosts:
+            if node not in self._pool.links:
                 hello = Hello(node=node, host=host, pid=0, birth=None, lender=None)
                 self._pool.links[node] = link = AgentLink(None, hello)
                 link.dropped = True
-                self.lost(link, hung_up=hung_up)
+                self.lost(link, hung_up=True)
 
     async def close(self) -> None:
         """Try no more."""

@@ -27,7 +27,7 @@ from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
-from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 from slurmft.system.processes import adopt_orphans, children_of
 
@@ -252,7 +252,7 @@ def owner_lives(run: RunFolder, owner: Owner) -> bool:
     if owner.cluster == "local":
         return local_owner_lives(owner)
     try:
-        record = own_jobs.find_one(job_of(run, owner), patience_s=30.0)
+        record = own_jobs.find_one(job_of(run, owner.job), patience_s=30.0)
     except SlurmError as error:
         log.warning("cannot tell whether job %s still runs: %s", owner.job, error.what)
         record = None
@@ -292,9 +292,9 @@ def process_here(run: RunFolder, owner: Owner | None) -> int | None:
     return owner.pid if owner is not None and local_owner_lives(owner) else started_here(run)
 
 
-def job_of(run: RunFolder, owner: Owner | Attempt) -> OwnJob:
-    """The owner's job, with what the run knows of it."""
-    return next((job for job in run.own_jobs() if job.job_id == owner.job), OwnJob(owner.job))
+def job_of(run: RunFolder, job_id: str) -> OwnJob:
+    """A job of the run's, with what the run knows of it."""
+    return next((job for job in run.own_jobs() if job.job_id == job_id), OwnJob(job_id))
 
 
 def owner_writes(run: RunFolder, owner: Owner) -> bool:

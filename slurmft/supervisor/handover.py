@@ -196,7 +196,7 @@ def see_off(run: RunFolder, before: Owner | Attempt) -> str | None:
     """
     if run_folder.is_fresh(run, before):
         return None
-    job = job_of(run, before)
+    job = job_of(run, before.job)
     found = own_jobs.find_one(job)
     if found is None:
         return ""
@@ -426,8 +426,7 @@ class Giver:
             return True
 
     async def _ask(self, record: Handover) -> None:
-        known = await self._in_folder(self._run.own_jobs)
-        job = next((each for each in known if each.job_id == record.successor), OwnJob(record.successor))
+        job = await self._in_folder(lambda: job_of(self._run, record.successor))
         try:
             found = await asyncio.to_thread(own_jobs.find_one, job)
         except SlurmError as error:

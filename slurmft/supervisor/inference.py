@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +268,7 @@ class InferenceAttempt:
         self._slurm = SlurmNotices(self._cluster, start.journal)
         self._background = Background(self._on_error)
         self.stops = self._life(config, start, self._pool, self._slurm, self._background)
-        self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
+        self._folder = AttemptFolder(start)
         self._ledger: Ledger | None = None
         self._coordinator: Coordinator | Roster | None = None
         self._joined: dict[int, AgentLink] = {}
@@ -763,7 +763,7 @@ class SweepAttempt(InferenceAttempt):
     async def _count_failed(self) -> None:
         """For status."""
         coordinator, told, pause_s = self._coordinator, None, COUNT_S
-        rows_of = _RowsOf(self._run.path)
+        rows_of = _reader(self._run.path)
         assert isinstance(coordinator, Coordinator)
         while True:
             await asyncio.sleep(pause_s)
@@ -800,7 +800,7 @@ class SweepAttempt(InferenceAttempt):
 
     async def _ask_for_trials(self, function: str) -> None:
         """Ask the user's function for trials, as long as there is room for them, until it has no more."""
-        coordinator, told, known, rows_of = self._coordinator, None, Known(self._run.path), _RowsOf(self._run.path)
+        coordinator, told, known, rows_of = self._coordinator, None, Known(self._run.path), _reader(self._run.path)
         assert isinstance(coordinator, Coordinator)
         asking = self._asking = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "slurmft.inference.trial_call", "--next", function, stdin=asyncio.subprocess.PIPE,
@@ -902,11 +902,7 @@ class SweepAttempt(InferenceAttempt):
         return self._outcome or super()._told(output)
 
 
-class _RowsOf:
-    """What has come of some trials, and then of others; used by one task."""
-
-    def __init__(self, run_folder: Path) -> None:
-        self._run_folder, self._so_far = run_folder, AnswersSoFar(folder_of(run_folder))
-
-    def __call__(self, numbers: Collection[int]) -> list[dict[str, Any]]:
-        return list(rows(self._run_folder, numbers, self._so_far))
+def _reader(run_folder: Path) -> Callable[[Collection[int]], list[dict[str, Any]]]:
+    """Reads what has come of some trials, and then of others; used by one task."""
+    so_far = AnswersSoFar(folder_of(run_folder))
+    return lambda numbers: list(rows(run_folder, numbers, so_far))

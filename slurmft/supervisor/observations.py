@@ -44,7 +44,7 @@ from slurmft.policy.worker_settings import divisor_in
 from slurmft.scheduler.parsing import parse_srun_lines
 from slurmft.storage import history as storage_timings
 from slurmft.storage.history import MAX_COSTS, MAX_SAVES, Timings
-from slurmft.storage.journal import Event, EventName, Journal
+from slurmft.storage.journal import Event, EventName, Journal, newest_of
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import MAX_VERDICT_BYTES, WorkerVerdict, noted_source, parse_evidence, read_verdict
 from slurmft.supervisor.cluster import Start
@@ -811,11 +811,10 @@ def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, 
 
     Empty when the newest end of an attempt was none that continues by itself.
     """
-    decisions = [event for event in events if event.event == EventName.DECISION]
-    stops = [event for event in events if event.event == EventName.STOP_REQUESTED]
-    if not decisions or not stops or decisions[-1].details.get("action") != Action.CONTINUE:
+    decision, stop = newest_of(events, EventName.DECISION), newest_of(events, EventName.STOP_REQUESTED)
+    if decision is None or stop is None or decision.attempt != stop.attempt:
         return {}
-    if decisions[-1].attempt != stops[-1].attempt:
+    if decision.details.get("action") != Action.CONTINUE:
         return {}
-    seconds = round(first_step_at - stops[-1].details["signal_at"], 3)
-    return {"seconds_since_stop_request": seconds, "stop_of_attempt": stops[-1].attempt}
+    seconds = round(first_step_at - stop.details["signal_at"], 3)
+    return {"seconds_since_stop_request": seconds, "stop_of_attempt": stop.attempt}

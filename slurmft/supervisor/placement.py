@@ -30,13 +30,12 @@ from slurmft.policy.verdict import (
 )
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import NamedNodes, current_job
-from slurmft.scheduler.slurm import expand
 from slurmft.storage.exclusions import ExclusionList, Exclusions
-from slurmft.storage.journal import Event, EventName
+from slurmft.storage.journal import Event, EventName, listed, newest_of
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor import avoided_nodes
-from slurmft.supervisor.avoided_nodes import Avoidance
+from slurmft.supervisor.avoided_nodes import Avoidance, expanded
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.observations import EvidenceReader, progressed
 
@@ -294,14 +293,6 @@ def excluded_now(config: RunConfig, exclusions: Exclusions | None) -> frozenset[
     return frozenset(node for node, each in standings.items() if each.state is State.EXCLUDED)
 
 
-def expanded(hostlist: object) -> frozenset[str]:
-    """The nodes in a hostlist from outside; none where it is not one."""
-    try:
-        return frozenset(expand(str(hostlist))) if hostlist else frozenset()
-    except ValueError:
-        return frozenset()
-
-
 def all_busy(config: RunConfig, partition: str, allocated: Collection[str], avoid: Collection[str]) -> str:
     """Why the run could not begin elsewhere at once; empty when it could, or when that is unknown.
 
@@ -408,22 +399,17 @@ def duty_of(history: Sequence[Event]) -> Duty:
             if progressed(facts):
                 undecided, gpus = none, none
         elif event.event == EventName.INCONCLUSIVE:
-            inconclusive = _names(facts.get("suspects"))
+            inconclusive = frozenset(map(str, listed(facts.get("suspects"))))
         elif event.event == EventName.AVOIDING_GPUS:
-            gpus |= _names(facts.get("gpus"))
+            gpus |= {*map(str, listed(facts.get("gpus")))}
         elif event.event == EventName.EXCLUSION_ESCAPED:
             escapes += 1
         elif event.event == EventName.DECISION and str(facts.get("action")) not in GOES_ON:
             nodes, undecided, gpus = none, inconclusive, none
         elif event.event == EventName.DECISION:
-            nodes = _names(facts.get("avoid")) if facts.get("elsewhere") else none
+            nodes = frozenset(map(str, listed(facts.get("avoid")))) if facts.get("elsewhere") else none
             undecided = nodes or undecided
     return Duty(nodes=nodes, undecided=undecided, gpus=gpus, escapes=escapes)
-
-
-def _names(value: object) -> frozenset[str]:
-    """The names in a journal's list; none in what is no list, as damage has left it."""
-    return frozenset(map(str, value)) if isinstance(value, list) else frozenset()
 
 
 def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[str]:
@@ -519,5 +505,6 @@ def _escape(
 
 def _why_elsewhere(history: Sequence[Event]) -> Cause:
     """The cause of the newest decision to go on elsewhere."""
-    causes = [event.details.get("cause") for event in history if event.event == EventName.VERDICT]
-    return Cause(causes[-1]) if causes and causes[-1] in _MOVING else Cause.RERUN_ELSEWHERE
+    newest = newest_of(history, EventName.VERDICT)
+    cause = None if newest is None else newest.details.get("cause")
+    return Cause(cause) if cause in _MOVING else Cause.RERUN_ELSEWHERE

@@ -104,7 +104,7 @@ class RolesAttempt:
         self._slurm = SlurmNotices(start.cluster, start.journal)
         self._background = Background(self._on_error)
         self.stops = Life(config, start, self._slurm, self._background, {life.BeginStop: self._begin_stop})
-        self._folder = AttemptFolder(start, on_superseded=lambda: self.stops.feed(life.Ended()))
+        self._folder = AttemptFolder(start)
         self._roles: dict[str, _Live] = {}
         self._blamed: _Live | None = None
         """The role that cannot go on here."""

@@ -23,7 +23,7 @@ from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decis
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.slurm import ignoring_signals
 from slurmft.storage import run_folder
-from slurmft.storage.journal import Event, EventName
+from slurmft.storage.journal import Event, EventName, newest_of
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.run_folder import Attempt, Owner, Progress, RunFolder, progress_of
 from slurmft.supervisor.act import FLUSH_S, AttemptEnd, Superfluous, in_folder, keep_ended, superfluous
@@ -377,7 +377,7 @@ def _left_behind(run: RunFolder) -> tuple[Owner | None, JobIdentity | None, list
     """
     with writing(run.path):
         owner = run.owner()
-        known = None if owner is None else job_of(run, owner).known
+        known = None if owner is None else job_of(run, owner.job).known
         return owner, known, run.journal().read_past(), run.done() is not None
 
 
@@ -407,9 +407,9 @@ def _is_lost(owner: Owner, environment: Mapping[str, str]) -> bool:
 
 def _act_in_its_place(ending: AttemptEnd, start: Start, verdict: Verdict) -> int | None:
     """Carry out what a lost supervisor had decided for this attempt, or decide now; returns as ``act_on`` does."""
-    attempt = str(start.cluster.attempt)
-    decided = [event for event in start.history if event.attempt == attempt and event.event == EventName.DECISION]
-    return ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    mine = [event for event in start.history if event.attempt == str(start.cluster.attempt)]
+    decided = newest_of(mine, EventName.DECISION)
+    return ending.act_on(verdict) if decided is None else ending.follow(verdict, _decision_of(decided))
 
 
 def _decision_of(event: Event) -> Decision:
@@ -478,11 +478,12 @@ def _begin(
         journal.append(EventName.CLAIM_OVERRULED, outcome=overruled)
     if (secret := claim.secret) is None:
         secret = read_bytes(run.new_secret(cluster.attempt), owners={os.geteuid()})
+    start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
+                  secret=secret, candidate=owner is not None)  # fmt: skip
     if owner is not None:
         journal.append(EventName.CANDIDATE_STARTED, owner=owner.job, host=os.uname().nodename,
                        nodes=os.environ.get("SLURM_JOB_NODELIST", ""))  # fmt: skip
-        return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
-                     secret=secret, candidate=True)  # fmt: skip
+        return start
     container, before = config.contained(), _last_seen(run, history)
     nodes = cluster.job.part or cluster.job.nodes if isinstance(cluster, SlurmCluster) else ""
     journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
@@ -491,8 +492,7 @@ def _begin(
                    **({"before": before} if before else {}))  # fmt: skip
     if cluster.attempt.cycle == 0:
         _drop_stale_requests(run, journal)
-    return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
-                 reached=_reached(history, before), secret=secret)  # fmt: skip
+    return replace(start, reached=_reached(history, before))
 
 
 def _last_seen(run: RunFolder, history: Sequence[Event]) -> dict[str, Any]:
@@ -569,13 +569,11 @@ def _take_over(run: RunFolder, cluster: Cluster, claim: _Claim) -> tuple[int, st
     while True:
         if (before := run.owner()) is not None:
             _refuse_to_replace(before, run, cluster, claim)  # not with the lock held: Slurm may take its time
-        if (taken := _take_over_from(before, run, cluster, claim)) is not None:
+        if (taken := _take_over_from(before, run, cluster)) is not None:
             return taken
 
 
-def _take_over_from(
-    before: Owner | None, run: RunFolder, cluster: Cluster, claim: _Claim
-) -> tuple[int, str] | None:  # fmt: skip
+def _take_over_from(before: Owner | None, run: RunFolder, cluster: Cluster) -> tuple[int, str] | None:
     """As ``_take_over`` returns; None where ``before`` is not the owner any more."""
     with run.lock():
         if run.owner() != before:

@@ -91,6 +91,7 @@ async def test_a_supervisor_that_follows_a_killed_one_knows_that_the_job_before_
     owner._start: Any = SimpleNamespace(
         history=run.journal().read_past(), thread=FolderThread(), candidate=False, run=run
     )
+    owner._in_folder = owner._start.thread.ask
     monkeypatch.setattr(owner, "_offer", lambda: None)
     await owner._open()
     try:
