@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -18,14 +16,10 @@ from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc import messages
 from slurmft.ipc.pages import RESCUE_S
 from slurmft.policy import life
-from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, held_against, judge
-from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
-from slurmft.policy.verdict import BUDGETED, Cause, Suspect, Verdict
-from slurmft.scheduler.slurm import expand, in_order
-from slurmft.storage import run_folder
+from slurmft.policy.verdict import Cause, Suspect, Verdict
+from slurmft.scheduler.slurm import in_order
 from slurmft.storage.journal import EventName, Journal
-from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
     AgentLink,
@@ -35,206 +29,21 @@ from slurmft.supervisor.agents import (
     grace_of_peers,
     kill_workers,
 )
-from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
-from slurmft.supervisor.crew import AttemptFolder, Crew, named
+from slurmft.supervisor.cluster import Cluster, Start
+from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.observations import (
     HURRIED_READ_S,
     READ_S,
     Observations,
-    budget_after,
     facts_for_workers,
-    past_ends,
     testimony_of,
 )
 from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
-from slurmft.supervisor.stops import POLL_S, Digests, SlowNodes, SlurmNotices, Stops
+from slurmft.supervisor.stops import POLL_S, SlurmNotices, Stops
+from slurmft.supervisor.watches import LOOK_S, Digests, Injections, Live, Reclaimed, Resizing, SlowNodes
 from slurmft.system.background import Background
-
-# --- faults ---
-# The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, informs the agents.
-
-AGAIN_S = 0.25
-SIMULATION = "fault_tolerance.simulate_fault"
-"""Who asked for a simulated fault."""
-
-
-class Injections:
-    """Carries out the orders of one attempt; each one beside everything else."""
-
-    def __init__(self, config: RunConfig, start: Start, pool: AgentPool, background: Background) -> None:
-        self._config, self._start, self._pool, self._background = config, start, pool, background
-        self._chance = random.Random()  # noqa: S311 - which rank is hit is not a secret
-
-    async def look(self) -> None:
-        """Take the order that waits, if there is one. Call it regularly."""
-        path = self._start.run.path
-        try:
-            value = await self._start.thread.ask(lambda: take_order(path))
-            if value is not None:
-                self._background.start(self._carry_out(order_of(value)))
-        except (StorageError, ValueError, OverflowError) as error:
-            why = error.what if isinstance(error, StorageError) else f"the order cannot be used: {error}"
-            self._start.journal.append(EventName.FAULT_NOT_INJECTED, reason=why)
-        except OSError as error:  # a filesystem that hiccups; the next look finds the file
-            log.debug("no look for orders: %s", error)
-
-    def simulate(self) -> None:
-        """Begin what fault_tolerance.simulate_fault asks for, unless the run has had it."""
-        if self._config.fault_tolerance.simulate_fault:
-            self._background.start(self._simulate())
-
-    async def _simulate(self) -> None:
-        section = self._config.fault_tolerance
-        history = await self._start.thread.ask(self._start.journal.read_past)
-        if any(event.event == EventName.FAULT_INJECTED and event.details.get("who") == SIMULATION for event in history):
-            return
-        kind = section.simulated_fault_type
-        if kind == "random":
-            kind = self._chance.choice(("rank_killed", "rank_hung"))
-        rank = section.simulated_fault_rank
-        rank = self._any_rank() if rank is None else rank
-        delay_s = section.simulated_fault_base_delay * (1 + self._chance.random() / 10)
-        await asyncio.sleep(delay_s)
-        log.warning("FT: Simulating fault: %s; rank to fail: %d", kind, rank)
-        await self._carry_out(Order(fault=SIMULATED[kind], who=SIMULATION, rank=rank))
-
-    async def _carry_out(self, order: Order) -> None:
-        named = {"fault": order.fault.value, "who": order.who}
-        try:
-            await asyncio.sleep(order.after_s)
-        except asyncio.CancelledError:
-            self._start.journal.append(
-                EventName.FAULT_NOT_INJECTED, **named, reason="the attempt has ended before its time"
-            )
-            raise
-        links, ranks = self._targets(order)
-        if not links:
-            reason = f"there is no node {order.node!r}" if order.node else "no agent has reported yet"
-            self._start.journal.append(EventName.FAULT_NOT_INJECTED, **named, reason=reason)
-            return
-        where = {"node": order.node} if ranks is None else {"ranks": list(ranks)}
-        self._start.journal.append(EventName.FAULT_INJECTED, **named, **where)
-        hit, refused = await self._tell(links, order, ranks)
-        while not hit and refused and all(why.endswith(NOT_YET) for why in refused):
-            await asyncio.sleep(AGAIN_S)
-            hit, refused = await self._tell(links, order, ranks)
-        if not hit:
-            why = "; ".join(refused[:5]) or f"there is no rank {', '.join(map(str, ranks or ()))}"
-            self._start.journal.append(EventName.FAULT_NOT_INJECTED, **named, **where, reason=why)
-
-    def _targets(self, order: Order) -> tuple[list[AgentLink], Sequence[int] | None]:
-        links = [link for _, link in sorted(self._pool.links.items()) if link.channel is not None]
-        if order.node:
-            return [link for link in links if order.node in (link.host, str(link.node))], None
-        return links, (self._any_rank() if order.rank is None else order.rank,)
-
-    def _any_rank(self) -> int:
-        return self._chance.randrange((len(self._pool.members) or self._config.nodes) * self._config.nproc_per_node)
-
-    async def _tell(
-        self, links: Sequence[AgentLink], order: Order, ranks: Sequence[int] | None
-    ) -> tuple[list[int], list[str]]:
-        """Which ranks were hit, and why others were not. Each agent knows which are its own."""
-        call = messages.Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
-        replies = await asyncio.gather(*(link.call(call) for link in links), return_exceptions=True)
-        hit: list[int] = []
-        refused: list[str] = []
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                refused.append(str(reply))
-            else:
-                hit += reply.injected
-                refused += reply.refused
-        return hit, refused
-
-
-# --- elastic ---
-# Resizing: stops a running attempt, after a save, to go on with more nodes or without nodes that are taken back.
-
-LOOK_S = 0.5
-
-
-class Resizing:
-    """Watches the crew of one attempt. Nothing to watch where the run has one size."""
-
-    def __init__(self, config: RunConfig, start: Start, crew: Crew, seen: Observations, stops: Stops) -> None:
-        self._config, self._cluster, self._journal = config, start.cluster, start.journal
-        self._crew, self._seen, self._stops = crew, seen, stops
-        self._awaited: tuple[str, ...] = ()
-        self._saved: int | None = None
-
-    async def watch(self) -> None:
-        """Grow when a checkpoint has been committed that is newer than the nodes."""
-        if not self._config.size.is_elastic:
-            return
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if self._stops.planned is None and self._seen.any_started and self._is_time_to_grow():
-                self._stops.stop_for(Cause.RESIZED, f"goes on with {named(self._awaited)} as well")
-
-    def leave(self, link: AgentLink) -> None:
-        """The job that lends this node is ending: do without it, while there is time for a save."""
-        if link.leaving:
-            return
-        link.leaving = True
-        self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
-        if link in self._crew.pool.members and self._stops.planned is None:
-            self._stops.stop_for(Cause.RESIZED, f"{link.host} is taken back: job {link.lender}, which lends it, ends")
-
-    def _is_time_to_grow(self) -> bool:
-        new = self._crew.roster.newcomers(self._cluster.nodes)
-        if new != self._awaited:
-            self._awaited, self._saved = new, self._seen.saved()
-            if new:
-                self._journal.append(EventName.WILL_GROW, nodes=list(new))
-        if not new:
-            return False
-        return self._seen.saved() != self._saved or not self._config.checkpoint.is_periodic
-
-
-# --- A cloud's notice: a stop with its deadline, after which the run leaves that node; and failed hardware ---
-
-
-class Reclaimed:
-    """Collects the notices that agents report."""
-
-    def __init__(self, config: RunConfig, start: Start, crew: Crew, stops: Stops, sender: EvidenceSender) -> None:
-        self._config, self._start, self._crew = config, start, crew
-        self._stops, self._sender = stops, sender
-        self.suspects: tuple[Suspect, ...] = ()
-        """Nodes that are taken away, or broken."""
-
-        self._faults: dict[str, str] = {}
-
-    @property
-    def broken(self) -> Mapping[str, str]:
-        """Nodes of the attempt on which nothing can be computed any more, and why."""
-        hosts = [link.host for link in self._crew.pool.members] if self._stops.state.began else []
-        return {host: self._faults[host] for host in hosts if host in self._faults}
-
-    def note(self, link: AgentLink, report: messages.NoticeReport) -> None:
-        """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
-        self._sender.note(link.host, report)
-        if not report.ends:
-            return
-        self.suspects = (*self.suspects, Suspect(node=link.host))
-        link.leaving = True  # the next attempt, if there is one in this allocation, does without it
-        if report.fault:
-            self._faults.setdefault(link.host, report.what)
-        elif link in self._crew.pool.members or not self._crew.pool.members:
-            cause = Cause.RESIZED if self._can_stay() else Cause.RECLAIMED
-            self._stops.feed(life.Noticed(cause, f"{link.host}: {report.what}", report.left_s))
-
-    def _can_stay(self) -> bool:
-        """Whether the run goes on in this allocation: it outlives the node, and the supervisor's is another one."""
-        cluster = self._start.cluster
-        gone = {link.host for link in self._crew.pool.links.values() if link.leaving}
-        if not isinstance(cluster, SlurmCluster) or not self._config.survives_nodes:
-            return False
-        return expand(cluster.job.nodes)[0] not in gone and self._crew.roster.can_go_on(gone)
-
 
 # --- Before an attempt's workers are killed: every node keeps the newest complete step (``agent.agent``) ---
 
@@ -250,110 +59,6 @@ async def rescue(pool: AgentPool, links: Sequence[AgentLink], journal: Journal) 
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
         journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)
-
-
-# --- live ---
-# What each rank does now, for people and monitoring: asked of the agents every few seconds, written to live.json.
-
-PAUSE_S = 2.0
-AGENTS_PER_S = 100
-"""So many agents are asked in a second: with 2,000 of them a look comes every 20 s."""
-
-
-class Live:
-    """One attempt's looks. A look never waits for the run folder."""
-
-    def __init__(self, config: RunConfig, start: Start, seen: Observations, hangs: Hangs, slow: SlowNodes) -> None:
-        self._config, self._start, self._seen = config, start, seen
-        self._hangs, self._slow = hangs, slow
-        self._before: dict[int, tuple[int, float]] = {}
-        self._step_s: dict[int, float] = {}
-        self._left: dict[bool, int] = {}
-        self._writing: asyncio.Future[None] | None = None
-
-    async def watch(self) -> None:
-        """Look, until cancelled."""
-        while True:
-            await asyncio.sleep(max(PAUSE_S, self._config.nodes / AGENTS_PER_S))
-            if self._writing is not None and not self._writing.done():
-                continue  # the run folder is silent: its thread has other work to do first
-            view = self._view(await self._hangs.looks())
-            self._writing = asyncio.wrap_future(
-                self._start.thread.submit(lambda view=view: self._write(view))  # type: ignore[misc]
-            )
-
-    def _write(self, view: LiveView) -> None:
-        with contextlib.suppress(OSError):
-            run_folder.write(self._start.run.path, view)
-
-    def _view(self, looks: Sequence[WorkerLook]) -> LiveView:
-        facts, at = self._seen.ranks(), {look.rank: look for look in looks}
-        world = range(self._seen.world_size)
-        self._note_steps(facts)
-        own = self._slow.work_s()
-        newest = [_newest(at.get(rank)) for rank in world]
-        limits = self._hangs.limits_now()
-        signs = [look.quiet_s if look.heartbeat_s is None else look.heartbeat_s for look in looks]
-        return LiveView(
-            at=time.time(),
-            attempt=str(self._start.cluster.attempt),
-            steps=[facts[rank].step if rank in facts else None for rank in world],
-            step_s=[_rounded(own.get(rank, self._step_s.get(rank))) for rank in world],
-            nodes=[at[rank].node if rank in at else "" for rank in world],
-            sections=[name for name, _ in newest],
-            section_s=[_rounded(held_s) for _, held_s in newest],
-            heartbeat_s=_rounded(max(signs, default=None)),
-            hang_used=_rounded(max((used(look, limits) for look in looks), default=None)),
-            restarts_left=self._restarts_left(),
-            save_interval_steps=(self._config.checkpoint.interval == "steps" and self._config.checkpoint.interval_steps)
-            or None,
-            tiers=_tiers(facts.values()),
-        )
-
-    def _note_steps(self, facts: Mapping[int, messages.WorkerFacts]) -> None:
-        now_s = time.monotonic()
-        for rank, each in facts.items():
-            step, at_s = self._before.get(rank, (each.step, now_s))
-            if each.step > step:
-                self._step_s[rank] = (now_s - at_s) / (each.step - step)
-            if each.step != step or rank not in self._before:
-                self._before[rank] = each.step, now_s
-
-    def _restarts_left(self) -> int:
-        first, saved = self._seen.reached()[0], self._seen.saved()
-        progressed = saved is not None and saved > first
-        if progressed not in self._left:
-            self._left[progressed] = least_left(self._config, self._start, first, saved)
-        return self._left[progressed]
-
-
-def least_left(config: RunConfig, start: Start, first: int, saved: int | None) -> int:
-    """Failures of one kind that the run survives yet without further progress: the least of all kinds."""
-    left, past = [], past_ends(start.history)
-    for cause in BUDGETED:
-        verdict = Verdict(cause=cause, reason="", first_step=first, saved_step=saved)
-        budget = budget_after(past, verdict, config, str(start.cluster.attempt))
-        retries = max(0, budget.max_failures - budget.failures_so_far)
-        restarts = max(0, budget.max_restarts - budget.restarts_so_far)
-        left.append(retries + restarts)
-    return min(left)
-
-
-def _newest(look: WorkerLook | None) -> tuple[str, float | None]:
-    if look is None:
-        return "", None
-    return look.sections[-1] if look.sections else ("", look.quiet_s)
-
-
-def _tiers(facts: Iterable[messages.WorkerFacts]) -> dict[str, str]:
-    ranks = list(facts)
-    saved, durable = min((each.saved for each in ranks), default=-1), max((each.durable for each in ranks), default=-1)
-    found = {"memory": saved, "checkpoint directory": durable}
-    return {name: f"step {step}" for name, step in found.items() if step >= 0}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 3)
 
 
 # --- attempt ---
@@ -675,7 +380,7 @@ class AttemptRunner:
         while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self.stops.state.began
-            if await self._folder.tell_progress(self._seen, self._slow, self._hangs):
+            if await self._folder.tell_progress(self._seen, self._slow.exchange, self._hangs.exchange):
                 self.stops.feed(life.Ended())
             await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
@@ -720,7 +425,7 @@ class AttemptRunner:
             look.result().conclude(self._journal)
         await self._digests.close()
         self._seen.close()
-        self._folder.leave(self._seen, self._slow, self._hangs)
+        self._folder.leave(self._seen, self._slow.exchange, self._hangs.leave)
 
     def _verdict(self) -> Verdict:
         state, planned = self.stops.state, self.stops.planned

@@ -25,9 +25,7 @@ from slurmft.storage.patience import write_state
 from slurmft.storage.run_folder import Attempt
 from slurmft.supervisor.agents import BROKEN_S, AgentLink, AgentLost, AgentPool, Orphan, Outlived, end_agents
 from slurmft.supervisor.cluster import Cluster, Start
-from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations
-from slurmft.supervisor.stops import SlowNodes
 from slurmft.system.background import Background, heard_awake, overslept_s
 from slurmft.system.files import read_json, read_part
 from slurmft.system.processes import allow_descriptors
@@ -95,28 +93,28 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> bool:
-        """Write progress when it is due; whether another start has the run now."""
+    async def tell_progress(self, seen: Observations, *exchanges: Callable[[], object]) -> bool:
+        """Write progress and make these exchanges when they are due; whether another start has the run now."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return False
         self._told_at = time.monotonic()
         with contextlib.suppress(OSError, StorageError):
             await self._thread.ask(seen.write_progress)
-            await self._thread.ask(slow.exchange)
-            await self._thread.ask(hangs.exchange)
+            for exchange in exchanges:
+                await self._thread.ask(exchange)
             owner = await self._thread.ask(self._run.owner)
             self._is_superseded = owner is not None and owner.generation > self._generation
         return self._is_superseded
 
-    def leave(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
-        """Write the last progress before anything that is journaled from now on."""
+    def leave(self, seen: Observations, *last: Callable[[], object]) -> None:
+        """Write the last progress, and this, before anything that is journaled from now on."""
 
         def work() -> None:
             with contextlib.suppress(OSError, SlurmftError):
                 seen.write_progress()
                 seen.write_timings()
-                slow.exchange()
-                hangs.leave()
+                for each in last:
+                    each()
 
         self._thread.submit(work)
 

@@ -26,7 +26,7 @@ from slurmft.ipc.pages import PAGE_VARIABLE, Page, Slot
 from slurmft.policy.values import BY_SIGNAL, IN_SESSION, NOT_YET, Fault, Order, order_of
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import MAX_AGE_S, ORDER_FILE, RunFolder, give_order, is_pending, take_order
-from slurmft.supervisor.attempt import Injections
+from slurmft.supervisor.watches import Injections
 from slurmft.system.background import Background
 from slurmft.worker.session import InjectedFault, InjectedFaults
 

@@ -25,9 +25,9 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder, give_order
 from slurmft.supervisor.act import LONGEST_RESTART_S, retry_delay_s, wait_before_restart
-from slurmft.supervisor.attempt import Injections
 from slurmft.supervisor.observations import facts_for_workers, history_of
 from slurmft.supervisor.placement import ON_PURPOSE, EvidenceSender
+from slurmft.supervisor.watches import Injections
 from slurmft.system.background import Background
 
 INJECTED = (EventName.FAULT_INJECTED, {"fault": "kill", "who": "me", "ranks": [0]})

@@ -20,7 +20,8 @@ from slurmft.storage.checkpoint_names import read_digests
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.observations import Observations
-from slurmft.supervisor.stops import Digests, Machine
+from slurmft.supervisor.stops import Machine
+from slurmft.supervisor.watches import Digests
 
 
 class World:
@@ -43,7 +44,7 @@ class World:
 
         start = SimpleNamespace(
             journal=SimpleNamespace(append=append), history=history or [], generation=3,
-            thread=SimpleNamespace(submit=submit),
+            thread=SimpleNamespace(submit=submit, ask=lambda work: asyncio.wrap_future(submit(work))),
         )  # fmt: skip
         seen = SimpleNamespace(world_size=ranks, reached=lambda: (0, 0), saved=lambda: self.saved)
         machine = Machine(life.Rules(), {life.BeginStop: lambda begin: self.stops.append(begin.stop.cause)})
