@@ -123,10 +123,7 @@ class LeadRecord:
             torch._foreach_copy_(self._views, self._live)
         text = b'{"era":%d,"extra":%b,"buffers":%b}' % (SAVERS.loads, extra, self._names)
         payload = b"".join((_LENGTH.pack(len(text)), text, self._raw.numpy().tobytes()))
-        try:
-            self.file.note(step, payload)
-        except UsageError as error:
-            raise UsageError(f"extra is too long: {error.what}") from None
+        self.file.note(step, payload, what="extra")
         return payload
 
 
@@ -218,10 +215,7 @@ class RankRecord:
             UsageError: the loader's state is more than JSON can hold.
         """
         text = b'{"rng":%b,"loader":%b,"era":%d}' % (self._random.now(), _loader_as_json(loader), SAVERS.loads)
-        try:
-            self.file.note(step, text)
-        except UsageError as error:
-            raise UsageError(f"the loader's state is too long: {error.what}") from None
+        self.file.note(step, text, what="the loader's state")
         return text
 
 

@@ -741,15 +741,15 @@ class NoteFile:
             os.close(descriptor)
         self._number, self.generation, self.capacity_bytes = 0, generation, capacity_bytes
 
-    def note(self, step: int, payload: bytes) -> None:
+    def note(self, step: int, payload: bytes, *, what: str = "the note") -> None:
         """Note the payload as that after ``step`` steps.
 
         Raises:
-            UsageError: it does not fit.
+            UsageError: it does not fit; names it as ``what``.
         """
         length, capacity = len(payload), self.capacity_bytes
         if length > capacity - OVERHEAD_BYTES:
-            raise UsageError(f"it has {length} bytes")
+            raise UsageError(f"{what} is too long: it has {length} bytes")
         self._number += 1
         at, memory = self._number % NOTES * capacity, self._memory
         _NUMBER.pack_into(memory, at + capacity - _NUMBER.size, 0)
