@@ -278,6 +278,7 @@ class Replicas:
             case messages.RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
                 self._background.start(self._renew(call))
             case _:
+                self._pool.is_draining |= isinstance(call, messages.Kill)  # no request is the reason of those deaths
                 return False
         return True
 

@@ -459,9 +459,10 @@ def _begin(
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
     if claim.held is None and isinstance(cluster, SlurmCluster):
+        is_told = bool(cluster.own.known.submitted)  # else the newest time that is known is of an earlier start
         cluster.recall(run.own_jobs())
-        queued = cluster.own.known.submitted[-1:]
-        if (over := superfluous(history, cluster.attempt, queued[0] if queued else None)) is not None:
+        queued_at = cluster.own.known.submitted[-1] if is_told else None
+        if (over := superfluous(history, cluster.attempt, queued_at)) is not None:
             return over
         if (handed := handed_over(run, cluster)) is not None:
             return handed

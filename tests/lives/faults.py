@@ -446,6 +446,8 @@ def _take_over(world: World, environment: dict[str, str]) -> None:
         lives = world.supervisor is supervisor and supervisor is not None and supervisor.alive
         if lives and not (supervisor.stopped or _is_left(world, owner, generation - 1, environment)):
             world.violate("one owner", f"job {environment['SLURM_JOB_ID']} takes the run over from one that lives")
+        if not lives:  # what was killed is left to this one, which is gone as well
+            world.begun.clear()
         world.is_record_spoiled = True
     finally:
         os.environ["SLURMD_NODENAME"] = own

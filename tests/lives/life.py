@@ -259,6 +259,8 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
     for event in events:
         if event.event == EventName.REQUEUEING:
             asked = {*expand(str(event.details.get("excluded") or ""))}
+        elif event.event == EventName.AVOIDING:  # too many, says cron
+            asked -= {why.partition(":")[0] for why in event.details["dropped"]}
         is_well = world.slurm is not None and not world.slurm.errs
         if event.event == EventName.EXCLUSION_ESCAPED and is_well and (again := asked & {*event.details["nodes"]}):
             world.violate("excluded nodes", f"{sorted(again)} again, which the requeue was to keep off")

@@ -56,6 +56,9 @@ class Job(fake_slurm.Job):
     started: int = 0
     ends: int = 0
     preempted: int = 0
+    shows_preemption: bool | None = None
+    """Whether its supervisor has seen it when it looked if Slurm may undo its end; None: it has not looked."""
+
     may_requeue: bool = True
     completing: bool = False
     code: str = "0:0"
@@ -170,7 +173,7 @@ class Controller(FakeSlurm):
             self._world.note(f"job {job.job_id} cannot start on {sick[0]}, and is held")
             self.refuse(job, sick[0])
             return False
-        job.state, job.reason, job.code, job.preempted = "RUNNING", "None", "0:0", 0
+        job.state, job.reason, job.code, job.preempted, job.shows_preemption = "RUNNING", "None", "0:0", 0, None
         job.started, job.ends = self.now, self.now + job.limit_s
         self._account(job)
         self._world.note(f"job {job.job_id} starts on {job.node} (restart {job.restarts})")
@@ -312,6 +315,7 @@ class Controller(FakeSlurm):
         early = self.requeues_early and job.preempted and job.may_requeue
         last = {event.event: event.details for event in self._world.events()[-20:]} if early else {}
         is_told = EventName.REQUEUE_STAYS_ON in last or self.errs or not self._world.folder_is_well
+        is_told = is_told or job.shows_preemption is False  # what begins then trains nothing
         if not is_told and last.get(EventName.DECISION, {}).get("action") == "stop":
             self._world.violate("stop means stop", f"Slurm may requeue job {job.job_id}")
         if early:
@@ -471,6 +475,9 @@ class Controller(FakeSlurm):
                     return "", "Job/step already completing or completed"
                 job.nodes = tuple(expand(changes["NodeList"]))
                 job.node = changes["NodeList"]
+                for agent in self._agents(job):  # as slurmctld does (kill_step_on_node)
+                    if agent.is_there and agent.host not in job.nodes and not self._world.network.is_cut(agent.host):
+                        agent.die()
         return super()._update(job_id, changes)
 
     def _sbatch(self, rest: list[str]) -> tuple[str, str]:

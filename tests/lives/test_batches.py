@@ -3,9 +3,9 @@
 import pytest
 
 from lives.batches import BATCH, BatchWorld, hang_all, life_of, sicken
-from lives.faults import exclude_node, kill_agent, kill_rank, requeue_job, reset
+from lives.faults import exclude_node, kill_agent, kill_rank, requeue_job, reset, take_place
 from lives.life import Bounds, Scheduled, lived, story
-from lives.planted import REQUEUE, SLURM, run_folder_is
+from lives.planted import REQUEUE, SLURM, run_folder_is, suspended
 from lives.world import World
 
 SEEDS = 12
@@ -74,6 +74,26 @@ def test_a_stop_in_which_a_connection_breaks_takes_no_longer(seed: int) -> None:
     faults = [(5.0, REQUEUE), (5.3, reset)]
     world = life(faults, seed=seed, nodes=1, until=40, answer_s=4.0, bounds=Bounds(within_s=120.0))
     assert len(world.starts) == 2, story(world)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_engines_that_are_killed_at_the_end_of_an_attempt_make_no_request_a_poisoned_one(seed: int) -> None:
+    """One that had killed an engine, and was tried alone on the next one just then, was given up for good."""
+
+    def kill_a_busy_one(world: World) -> None:
+        assert isinstance(world, BatchWorld)
+        busy = [(agent, worker) for agent in world.agents for worker in agent.workers.values()
+                if world.in_hand.get(id(worker))]  # fmt: skip
+        world.accusable.add(("crash", busy[-1][0].host))
+        busy[-1][0].end_worker(busy[-1][1].rank, -11)
+
+    def lose_agent(world: World) -> None:
+        world.accusable |= {(kind, world.agents[1].host) for kind in ("crash", "agent lost")}
+        world.agents[1].die()
+
+    faults = [(3.0, kill_a_busy_one), (3.0, take_place), (3.01, suspended(5.0)), (4.0, lose_agent)]
+    settings = {"answer_s": 0.3, "in_slurm": SLURM, "slurm": {"partition": "low"}, "inference": {"concurrency": 1}}
+    life(faults, seed=seed, nodes=3, until=60, **settings)
 
 
 def test_a_seed_is_one_life() -> None:

@@ -214,6 +214,21 @@ def test_a_stop_outlives_a_supervisor_that_could_not_tell_slurm_yet(at_s: float)
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stop_of_which_slurm_cannot_be_told_outlives_starts_that_cannot_ask_either(seed: int) -> None:
+    """The newest time at which the job was queued, as far as it was known, was that of an earlier start."""
+
+    def leave(world: World) -> None:
+        assert world.slurm is not None
+        world.slurm.errs, world.slurm.mood, world.slurm.mood_lasts = True, "late", 40
+
+    is_stopped = once(lambda world: world.events()[-1].details.get("action") == "stop", preempted(5))
+    faults = [(5.0, requeue_job), (9.0, ask_for_stop), (9.0, leave), (9.0, is_stopped)]
+    slurm = {**SLURM, "requeues_early": True}
+    world = lived(faults, until=60, seed=seed, nodes=1, in_slurm=slurm, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
 @pytest.mark.parametrize("effect", range(1, 26))
 def test_a_start_whose_disk_fills_up_while_it_takes_the_run_over_is_not_its_own_successor(effect: int) -> None:
     """It tried again, and found the run taken over by itself, in a job that Slurm had lost."""

@@ -942,6 +942,15 @@ def _simulate_slurm(world: World, controller: Controller, patch: pytest.MonkeyPa
     patch.setattr(slurm.run_patiently, "__kwdefaults__", {**slurm.run_patiently.__kwdefaults__, **waits})
     patch.setattr(own_jobs, "_local_cluster", lambda _: "here")
     patch.setattr(own_jobs, "keep_ahead", lambda *_: None)
+    requeueing = own_jobs.requeueing
+
+    def noted_requeueing(*which: Any, **rest: Any) -> Any:
+        found = requeueing(*which, **rest)
+        if world.job is not None:
+            world.job.shows_preemption = found.preempted
+        return found
+
+    patch.setattr(own_jobs, "requeueing", noted_requeueing)
     for module in (slurm, act_module, run_module):
         patch.setattr(module, "ignoring_signals", world.ignoring_signals)
     patch.setattr(RunFolder, "refuse_replaceable", lambda _: None)
