@@ -2,6 +2,7 @@
 
     python bench/recovery --output bench/results/recovery.md     # 8 minutes; nothing else should run meanwhile
     python bench/recovery --ranks 2,4,8,16 --rounds 6 --only-ours --no-others   # 2 minutes: the cost of each rank more
+    python bench/recovery --against CHECKOUT    # beside another version alone, in turns
 
 ft_launcher takes part where ``--packages`` names a folder that holds it:
 ``pip install --no-deps --target FOLDER nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml``.
@@ -257,6 +258,20 @@ def table(ranks: int, results: list[tuple[str, list[float], list]]) -> list[str]
     return [*lines, ""]
 
 
+TURNS = 4
+"""So often the two versions of ``--against`` change places."""
+
+
+def beside(root: Path, ranks: int, rounds: int) -> str:
+    """A row: seconds to the next step with this code and with that below ``root``."""
+    found: dict[Path | None, list[float]] = {None: [], root: []}
+    for each in [*found] * TURNS:
+        found[each] += measure(lambda folder, each=each: contenders.slurmft(folder, ranks, root=each), ranks, rounds)[1]
+    now, then = found[None], found[root]
+    ratios = [f"{what(now) / what(then):.2f}" for what in (min, statistics.median)]
+    return f"| {ranks} | {spread(now)} | {spread(then)} | {' | '.join(ratios)} | {len(now)}, {len(then)} |"
+
+
 def floor_of(ranks: int, rounds: int) -> list[float]:
     """Seconds that forks, sockets and torch need by themselves (``floor.py``)."""
     argv = [sys.executable, Path(__file__).with_name("floor.py"), str(ranks), str(rounds)]
@@ -291,6 +306,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def written(text: str, output: Path | None) -> None:
+    if output:
+        output.write_text(text)
+    else:
+        print(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/recovery", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
@@ -300,8 +322,11 @@ def main() -> None:
     parser.add_argument("--lab", action="store_true", help="a lost node as well, on a real Slurm cluster (root)")
     parser.add_argument("--lab-rounds", type=int, default=5)
     parser.add_argument("--packages", type=Path, help="where nvidia-resiliency-ext is installed")
+    parser.add_argument("--against", type=Path, help="a checkout of another version: it and this one, in turns")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.against:
+        compileall.compile_dir(args.against / "slurmft", quiet=2)
     compileall.compile_dir(Path(slurmft.__file__).parent, quiet=2)  # as an installation does
     command = shlex.join(["python", "bench/recovery", *sys.argv[1:]])
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}"
@@ -311,6 +336,12 @@ def main() -> None:
         "", f"`{command}` on {os.cpu_count()} cores, {platform.system()}, {versions}. Medians (min - max).",
         "",
     ]  # fmt: skip
+    if args.against:
+        head = (
+            "| ranks | now | the version before | least, ratio | medians, ratio | rounds |\n|---|---|---|---|---|---|"
+        )
+        rows = [beside(args.against.resolve(), int(ranks), args.rounds) for ranks in args.ranks.split(",")]
+        return written("\n".join([*lines, head, *rows, ""]), args.output)
     drawn: dict[str, list[tuple[str, list[float]]]] = {}
     ours: dict[int, tuple[list[float], list]] = {}
     for ranks in map(int, args.ranks.split(",")):
@@ -329,13 +360,10 @@ def main() -> None:
     if not args.no_others:
         lines += others(args)
     text = "\n".join(lines)
-    if args.output and args.only_ours:
-        args.output.write_text(text)
-    elif args.output:
+    if args.output and not args.only_ours:
         args.output.with_suffix(".svg").write_text(picture(drawn))
-        args.output.write_text(f"{text}\n![seconds to the next step]({args.output.stem}.svg)\n")
-    else:
-        print(text)
+        text += f"\n![seconds to the next step]({args.output.stem}.svg)\n"
+    return written(text, args.output)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ class Contender:
             )  # fmt: skip
 
 
-def slurmft(folder: Path, ranks: int, step_limit_s: float | None = None) -> Contender:
+def slurmft(folder: Path, ranks: int, step_limit_s: float | None = None, root: Path | None = None) -> Contender:
+    """``root``: of the checkout whose code runs; None: of this one."""
     config: dict[str, Any] = {
         "command": ["python", str(TRAINER), str(folder), "session"],
         "run_folder": str(folder / "run"),
@@ -44,7 +45,7 @@ def slurmft(folder: Path, ranks: int, step_limit_s: float | None = None) -> Cont
         config["fault_tolerance"] |= {"rank_section_timeouts": {"step": step_limit_s}, "num_warmup_iterations": 1}
     (folder / "config.yaml").write_text(json.dumps(config))
     argv = [sys.executable, "-P", "-m", "slurmft", "run", str(folder / "config.yaml")]
-    return Contender(name="slurmft", argv=argv)
+    return Contender(name="slurmft", argv=argv, environment={"PYTHONPATH": str(root)} if root is not None else {})
 
 
 def torchrun(folder: Path, ranks: int, *, own_store: bool) -> Contender:
