@@ -455,6 +455,9 @@ class Saves:
     def now(self, step: int, *, is_periodic: bool = False) -> bool:
         """Whether all ranks have saved; a periodic save may become durable later, any other one is when this returns.
 
+        Between this and ``CheckpointManager.save`` stands the trainer's own function: the manager finds in ``SAVERS``
+        whether the save is urgent, and leaves there what came of it.
+
         Raises:
             CheckpointError: it failed for a reason that does not pass with time.
         """
