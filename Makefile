@@ -94,7 +94,7 @@ test-packages: ## install what the tests of containers, alerts and Slurm's newes
 	@$(BIN)/python -c 'from slurmft.lab import settings; settings.ensure_release(max(settings.RELEASES))' || \
 		echo "the tests of Slurm's newest release are skipped"
 
-test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
+test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (3 minutes)
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not long and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
