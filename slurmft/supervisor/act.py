@@ -15,14 +15,7 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
-from slurmft.policy.checkpoints import (
-    COUNTING,
-    Hopeless,
-    NodeSuspected,
-    Poisoned,
-    Trial,
-    examine,
-)
+from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
 from slurmft.policy.continuation import Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
 from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
 from slurmft.policy.job_identity import OwnJob
