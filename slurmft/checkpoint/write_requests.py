@@ -389,7 +389,53 @@ _START = "import sys; sys.path.append(sys.argv.pop(1)); from slurmft.checkpoint.
 _RECEIVE_BYTES = 64 * 1024
 
 
-class SpawnedWriter:
+class LineSocket:
+    """Lines over a connected socket, which is never waited for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._in, self._out = connection, b"", bytearray()
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        """For waiting until the other side sends something, or ends."""
+        return self._socket.fileno()
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether lines wait until the other side takes them."""
+        return bool(self._out)
+
+    def send(self, lines: bytes) -> bool:
+        """Have ``lines`` sent as soon as they can be; as ``flush``."""
+        self._out += lines
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what the other side takes now; whether it is there, as far as that shows."""
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out, socket.MSG_NOSIGNAL)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        """Lines that have come; None when the other side is gone."""
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._in = (self._in + data).split(b"\n")
+        return lines
+
+
+class SpawnedWriter(LineSocket):
     """A running ``checkpoint.writer`` in a session of its own: it outlives its worker and finishes by itself.
 
     Raises:
@@ -398,8 +444,8 @@ class SpawnedWriter:
 
     def __init__(self, *, lifetime_s: float, log: Path | None) -> None:
         self.page = ProgressPage.new()
-        self._socket, theirs = socket.socketpair()
-        self._in, self._out = b"", bytearray()
+        mine, theirs = socket.socketpair()
+        super().__init__(mine)
         try:
             self.pid = self._start(theirs, lifetime_s, log)
         except BaseException:
@@ -407,7 +453,6 @@ class SpawnedWriter:
             raise
         finally:
             theirs.close()
-        self._socket.setblocking(False)
         self._status: int | None = None
         _living.add(self)
 
@@ -430,39 +475,6 @@ class SpawnedWriter:
             )
         process.returncode = 0  # reaped below; no warning that it outlives its worker, which is its purpose
         return process.pid
-
-    def fileno(self) -> int:
-        """For waiting until it sends something, or ends."""
-        return self._socket.fileno()
-
-    @property
-    def wants_to_send(self) -> bool:
-        """Whether lines wait until it takes them."""
-        return bool(self._out)
-
-    def send(self, line: bytes) -> None:
-        """Have ``line`` sent as soon as it can be."""
-        self._out += line
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what it takes now. That it is gone shows at the next ``receive``."""
-        with contextlib.suppress(OSError):
-            while self._out:
-                del self._out[: self._socket.send(self._out, socket.MSG_NOSIGNAL)]
-
-    def receive(self) -> list[bytes] | None:
-        """Lines that have come; None when it is gone."""
-        try:
-            data = self._socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        *lines, self._in = (self._in + data).split(b"\n")
-        return lines
 
     def kill(self) -> None:
         """End it; a process inside a filesystem call that hangs only ends when that returns."""

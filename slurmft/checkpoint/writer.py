@@ -53,6 +53,7 @@ from slurmft.checkpoint.image_file import (
 from slurmft.checkpoint.replicas import Peer, find_peers, keep_local, key_file, local_folder, located, send_copy
 from slurmft.checkpoint.write_requests import (
     Lane,
+    LineSocket,
     Progress,
     ProgressPage,
     Report,
@@ -1178,7 +1179,6 @@ class StepCopyLane:
 # objects, one on each line (checkpoint.write_requests); the page shows its progress. When its worker closes the
 # socket, or dies, it finishes its present work and ends, after ``LIFETIME_S`` seconds at the latest.
 
-_RECEIVE_BYTES = 64 * 1024
 _LOOK_S = 0.1
 _STEP_COPY_S = 30.0
 """How long the copy of a step may go on without its worker."""
@@ -1191,8 +1191,7 @@ class Writer:
     """Listens to its worker while other threads do all work that may wait for a disk or a peer."""
 
     def __init__(self, worker: socket.socket, page: ProgressPage) -> None:
-        self._worker, self._page = worker, page
-        self._in, self._out = b"", bytearray()
+        self._worker, self._page = LineSocket(worker), page
         self._is_closing = False
         self._is_alone = False
         self._outbox = Outbox()
@@ -1201,7 +1200,6 @@ class Writer:
         self._lock = threading.Lock()
         self._commits: CommitLane | None = None
         self._images = ImageLane(page, self._commit)
-        worker.setblocking(False)
         threading.Thread(target=self._images.run, daemon=True).start()
 
     def serve(self, lifetime_s: float) -> int:
@@ -1228,28 +1226,18 @@ class Writer:
         poll = select.poll()
         poll.register(self._outbox.wake, select.POLLIN)
         if not self._is_alone:
-            poll.register(self._worker, select.POLLIN | (select.POLLOUT if self._out else 0))
+            poll.register(self._worker, select.POLLIN | (select.POLLOUT if self._worker.wants_to_send else 0))
         pause_s = _LOOK_S if self._is_closing else None if self._steps.is_idle() else _SIGN_S
         for descriptor, _ in poll.poll(None if pause_s is None else pause_s * 1000):
             if descriptor == self._outbox.wake:
                 os.eventfd_read(descriptor)
-            elif not self._receive():
+            elif (lines := self._worker.receive()) is None:
                 self._is_alone = self._is_closing = True
+            else:
+                for line in lines:
+                    self._obey(line)
         self._page.tick(Lane.LISTENING)
         self._send()
-
-    def _receive(self) -> bool:
-        """Whether the worker is still there."""
-        try:
-            data = self._worker.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        *lines, self._in = (self._in + data).split(b"\n")
-        for line in lines:
-            self._obey(line)
-        return bool(data)
 
     def _obey(self, line: bytes) -> None:
         value = json.loads(line)
@@ -1282,15 +1270,8 @@ class Writer:
         self._commits.add(task)
 
     def _send(self) -> None:
-        self._out += self._outbox.take()
-        if self._is_alone:
-            self._out.clear()
-        try:
-            while self._out:
-                del self._out[: self._worker.send(self._out, socket.MSG_NOSIGNAL)]
-        except BlockingIOError:
-            pass
-        except OSError:
+        lines = self._outbox.take()
+        if not self._is_alone and not self._worker.send(lines):
             self._is_alone = self._is_closing = True
 
 
