@@ -369,7 +369,7 @@ class Errand:
         """An answer that has begun has no end: what follows on another engine need not be what this one had said."""
         log.warning("request %s: an answer that had begun has no end: %s (%s)", self._trip.id, self._cut_for, error)
         self._router.metrics.failed("cut")
-        if not _is_of_events(response):
+        if response.content_type != "text/event-stream" or "Content-Encoding" in response.headers:
             self._abort()
             return
         why = f"{self._cut_for} ({error})" if self._cut_for != LOST else LOST
@@ -427,10 +427,6 @@ async def _is_set(gone: asyncio.Event) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _is_of_events(response: aiohttp.ClientResponse) -> bool:
-    return response.content_type == "text/event-stream" and "Content-Encoding" not in response.headers
 
 
 # --- What a router counts, in Prometheus' text format ---

@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -649,7 +649,8 @@ class AttemptEnd:
 
     def _do_all(self, state: State) -> int | None:
         work, self._state = self._work(), state
-        for ignores, things in groupby(self._things(), MAY_SIGNAL.__contains__):
+        # one after the other, each as soon as the state says which
+        for ignores, things in groupby(iter(lambda: self._state.do, Do.OVER), MAY_SIGNAL.__contains__):
             with ignoring_signals() if ignores else contextlib.nullcontext():
                 for do in things:
                     self._state = step(self._state, work[do]() or Answer.DONE)
@@ -657,11 +658,6 @@ class AttemptEnd:
             for event in self.journal.unwritten():
                 log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
         return self._state.exit_code
-
-    def _things(self) -> Iterator[Do]:
-        """One after the other, each as soon as the state says which."""
-        while self._state.do is not Do.OVER:
-            yield self._state.do
 
     def _work(self) -> dict[Do, Callable[[], Found | None]]:
         """How each thing is done; what has come of it, or None where it is just done."""

@@ -135,7 +135,7 @@ class Attempts:
             endpoint = cast("ServingAttempt", supervisor)
             if endpoint.start.candidate:
                 return self._leave(ending, verdict.reason, called_off=endpoint.is_called_off)
-            if endpoint.is_handed_over:
+            if endpoint.stops.superseded:
                 return ending.leave(End.HANDED_ON, 0)
             start = endpoint.start  # a candidate owns the run by now
             ending = AttemptEnd(self._config, start, sender, self._log_file, dismiss=self.dismiss,

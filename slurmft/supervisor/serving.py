@@ -356,11 +356,6 @@ class ServingAttempt(InferenceAttempt):
         """As of now: a candidate becomes the owner."""
         return self._start
 
-    @property
-    def is_handed_over(self) -> bool:
-        """Another job has taken the endpoint over, as was wanted."""
-        return self.stops.superseded
-
     async def _open(self) -> None:
         config, section = self._config, self._section
         assert section.serving is not None
