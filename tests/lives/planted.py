@@ -230,6 +230,13 @@ def _cron_dies(effects: int) -> faults.Fault:
     return fault
 
 
+def fail_everywhere(world: World) -> None:
+    """The Prolog fails on the node, whichever it is, on which the job starts next."""
+    assert world.slurm is not None
+    world.slurm.sick.update(world.slurm.nodes)
+    world.accusable.update(("launch failed", node) for node in world.slurm.nodes)
+
+
 def _each(lives: Callable[[int], Scene]) -> Scene:
     """Another life for each seed."""
     return lambda seed: lives(seed)(seed)
