@@ -517,12 +517,14 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     """Submit a run again whose job cannot be released, and cancel that one. May be done twice."""
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         return _cancel_replaced(job)
+    events = run.journal().read()
+    if not is_unfinished(events, job.job_id):  # its user has stopped the run, and Slurm could not be told
+        return None
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):
         return f"another process is already rescuing job {job}"
     with run.lock():  # else its new time of submission makes it look like another job, which this has submitted
         run.add_job(job.job_id, record.identity)
-    events = run.journal().read()
     run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
     try:
         placement = placement_of(run, partition=record.partition, history=events)

@@ -117,7 +117,8 @@ class Attempts:
         ending = AttemptEnd(
             self._config, start, sender, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes
         )
-        if (escape := settle(self._config, start)) is not None:
+        escape = settle(self._config, start)
+        if escape is not None and in_folder(start, lambda: start.run.see_request("KILL")) is None:  # else it stops
             if start.candidate:
                 return self._leave(ending, escape[0].reason, called_off=False)
             return ending.follow(*escape, may_stay=False)
@@ -458,6 +459,7 @@ def _begin(
         run.journal(cluster.attempt).append(EventName.ALREADY_FINISHED, step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
+    owner = None
     if claim.held is None and isinstance(cluster, SlurmCluster):
         is_told = bool(cluster.own.known.submitted)  # else the newest time that is known is of an earlier start
         cluster.recall(run.own_jobs())
@@ -466,13 +468,8 @@ def _begin(
             return over
         if (handed := handed_over(run, cluster)) is not None:
             return handed
-    overruled, owner = "", None
-    if claim.held is None and isinstance(cluster, SlurmCluster):
         owner = candidate_of(config, run, cluster)
-    if owner is not None:
-        generation = owner.generation
-    else:
-        generation, overruled = _take_over(run, cluster, claim)
+    generation, overruled = _take_over(run, cluster, claim) if owner is None else (owner.generation, "")
     run.attempt_folder(cluster.attempt)
     run_folder.touch(run, cluster.attempt)
     if overruled:

@@ -18,11 +18,12 @@ from lives.life import PATIENT, Bounds, lived
 from lives.timeline import PROCESS
 from lives.world import World
 from slurmft.agent.agent import Agent
+from slurmft.errors import SlurmError
 from slurmft.ipc.messages import RescueState
 from slurmft.ipc.pages import Slot
 from slurmft.operations import rescue
 from slurmft.policy import continuation, stop
-from slurmft.policy.continuation import Do
+from slurmft.policy.continuation import Answer, Do
 from slurmft.policy.verdict import Action, Cause
 from slurmft.scheduler import own_jobs, parsing
 from slurmft.storage import run_folder
@@ -150,11 +151,11 @@ def once(holds: Callable[[World], bool], fault: faults.Fault) -> faults.Fault:
     return look
 
 
-def kill_in_work(effects: int) -> faults.Fault:
-    """The batch script is killed before one of the supervisor's next effects: nobody acts in its place."""
+def kill_in_work(effects: int, *, whole: bool = True) -> faults.Fault:
+    """The batch script is killed as a whole before one of the supervisor's next effects: nobody acts in its place."""
 
     def fault(world: World) -> None:
-        world.killed_at, world.killed_whole = world.effects + effects, True
+        world.killed_at, world.killed_whole = world.effects + effects, whole
 
     return fault
 
@@ -228,6 +229,43 @@ def _cron_dies(effects: int) -> faults.Fault:
         world.cron_killed_at = effects
 
     return fault
+
+
+def _waits(world: World) -> bool:
+    """Whether a job of the run waits, and none has nodes."""
+    jobs = world.slurm.mine() if world.slurm is not None and world.job is None else []
+    return bool(jobs) and all(job.state == "PENDING" for job in jobs)
+
+
+def _cancel_and_forget(world: World) -> None:
+    """Its user cancels the job, and nobody looks until it is forgotten."""
+    faults.cancel_job(world)
+    world.timeline.call_later(5.0, _forget, world)
+
+
+def _lose_all(world: World) -> None:
+    """The controller has lost the jobs that wait."""
+    assert world.slurm is not None
+    world.slurm.state.jobs.clear()
+
+
+def _forget_restart(world: World) -> None:
+    """The controller was restored from a state in which the job that waits had not begun."""
+    assert world.slurm is not None
+    world.slurm.mine()[0].restarts -= 1
+
+
+def _may_not_requeue(world: World) -> None:
+    """An administrator switches the requeue of the job off."""
+    assert world.job is not None
+    world.job.may_requeue = False
+
+
+def fail_everywhere(world: World) -> None:
+    """The Prolog fails on the node, whichever it is, on which the job starts next."""
+    assert world.slurm is not None
+    world.slurm.sick.update(world.slurm.nodes)
+    world.accusable.update(("launch failed", node) for node in world.slurm.nodes)
 
 
 def _each(lives: Callable[[int], Scene]) -> Scene:
@@ -311,6 +349,39 @@ TAKEN_AND_FAILED = _in_slurm((12.0, faults.take_place), (12.01, faults.kill_rank
 UNTOLD = _in_slurm((4.0, _controller("silent", 12, at="scontrol update")), (5.0, faults.ask_for_stop),
                    (5.0, preempted(60)), nodes=1, slurm={"requeues_early": True})  # fmt: skip
 KILLED = _in_slurm((5.0, faults.kill_supervisor), nodes=1)
+KILLED_BEFORE_A_STOP = _in_slurm(
+    (4.9, suspended(20.0)), (5.0, faults.ask_for_stop), (12.0, faults.kill_supervisor), nodes=1
+)
+KILLED_AT_BEGIN = _each(lambda seed: _in_slurm(
+    (0.0, faults.ask_for_stop), (0.0, kill_in_work(seed + 1, whole=False)), (0.01, preempted(5)),
+    (0.02, _controller("silent", 12, at="scontrol update")), nodes=1, slurm={"requeues_early": True}))  # fmt: skip
+CANCELLED_SILENTLY = _in_slurm((4.9, _controller("silent", 3, at="scontrol requeue")), (5.0, REQUEUE),
+                               (6.5, faults.cancel_job), shift_s=0.1, nodes=1)  # fmt: skip
+CANCELLED_BEFORE_SBATCH = _in_slurm(
+    (4.9, _controller("silent", 3, at="sbatch --parsable")), (5.0, REQUEUE), (6.5, faults.cancel_job), shift_s=0.1,
+    nodes=1, preemption={"continue_by": "resubmit"})  # fmt: skip
+CANCELLED_LATER = _in_slurm((5.0, REQUEUE), (5.0, _drain(150.0)), (5.5, once(_waits, faults.cancel_job)), nodes=1,
+                            preemption={"continue_by": "resubmit"})  # fmt: skip
+CANCELLED_AND_FORGOTTEN = _in_slurm((5.0, REQUEUE), (5.5, once(_waits, _cancel_and_forget)), nodes=1)
+FORBIDDEN = _each(lambda seed: _in_slurm(
+    (2.0, faults.requeue_job), (14.0, faults.give_number_again), (15.0, faults.ask_for_stop),
+    (15.0, once(lambda world: world.events()[-1].event == EventName.DECISION,
+                _controller("silent", seed + 1, at="scontrol -a -o show"))), nodes=1))  # fmt: skip
+NOT_TO_REQUEUE = _in_slurm((4.0, _may_not_requeue), (5.0, REQUEUE), until=60, nodes=1, bounds=Bounds(within_s=60.0),
+                           preemption={"continue_by": "requeue"})  # fmt: skip
+NUMBERED_AGAIN = _in_slurm((5.0, faults.give_number_again), nodes=1)
+STARTED_AGAIN = _in_slurm((5.0, REQUEUE), (5.5, once(_waits, _forget_restart)), (30.0, REQUEUE), until=100, nodes=1,
+                          bounds=Bounds(within_s=85.0))  # fmt: skip
+LOST_IN_QUEUE = _in_slurm((5.0, REQUEUE), (5.5, once(_waits, _lose_all)), nodes=1)
+CLAIMED = _each(lambda seed: _in_slurm((5.0, REQUEUE), (5.0, kill_in_work(2 * seed + 1)), nodes=1,
+                                       bounds=Bounds(within_s=170.0)))  # fmt: skip
+BESIDE_LATER = _in_slurm((2.0, faults.requeue_job), (16.0, faults.start_beside), (18.0, faults.start_beside), nodes=2,
+                         nproc_per_node=1)  # fmt: skip
+HELD_TWICE = _each(lambda seed: _in_slurm(
+    (4.0, _hold(HELD_FOR_GOOD)), (5.0, faults.requeue_job), (50.0, _cron_dies(seed + 1)), (120.0, _look()),
+    until=800, nodes=1))  # fmt: skip
+REFUSED_BESIDE = _in_slurm((0.01, faults.signal_supervisor), (1.0, fail_everywhere), (1.14, faults.requeue_job),
+                           until=300, nodes=2, nproc_per_node=1, preemption={"continue_by": "resubmit"})  # fmt: skip
 
 
 # lives of a batch, whose agents outlive their supervisor
@@ -393,6 +464,17 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Plant:
     """Have ``around`` called in the place of a method, with the method first."""
     real = getattr(owner, name)
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: around(real, *args, **kwargs))
+
+
+def _within(owner: Any, name: str, *put: Any) -> Plant:
+    """While this function works, another one is replaced."""
+
+    def around(real: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*put)
+            return real(*args, **kwargs)
+
+    return _wrap(owner, name, around)
 
 
 def _unsaid(*names: EventName) -> Plant:
@@ -523,6 +605,40 @@ def _of_its_own_attempt(run: RunFolder) -> Attempt | None:
     return None if owner is None else Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
 
 
+def _of_owner_alone(real: Any, run: RunFolder, records: Any, jobs: Any, who: str) -> Any:
+    owner = run.owner()
+    return real(run, records, [job for job in jobs if owner is not None and job.job_id == owner.job], who)
+
+
+def _released_instead(real: Any, run: RunFolder, records: Any, jobs: Any, who: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rescue, "_cancel_replaced", lambda job: rescue.release(run, job, records[job], who))
+        return real(run, records, jobs, who)
+
+
+def _first_job(self: RunFolder, *, newest: int | None = None) -> Any:
+    return REAL_JOBS(self) if newest is None else REAL_JOBS(self)[:newest]
+
+
+REAL_JOBS = RunFolder.own_jobs
+
+
+def _forbid_unseen(job: Any, *, patience_s: float) -> None:
+    own_jobs.slurm.run_patiently(["scontrol", "update", f"JobId={job}", "Requeue=0"], patience_s=patience_s)
+
+
+def _stays_off(real: Any, *args: Any) -> None:
+    try:
+        real(*args)
+    except own_jobs.RequeueDisabled as error:
+        raise SlurmError(error.what) from error
+
+
+def _with_an_entry(real: Any, history: Any, *rest: Any) -> Any:
+    begun = {event.attempt for event in history if event.event == EventName.ATTEMPT_STARTED}
+    return real([event for event in history if event.attempt in begun], *rest)
+
+
 class _Never:
     def __get__(self, *_: Any) -> bool:
         return False
@@ -598,6 +714,14 @@ PLANTED: dict[str, Planted] = {
         lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda *_: False),
                        patch.setattr(Continuation, "later_job", lambda _: None))[0],
         "one continuation", KILLED_AFTER_SBATCH),
+    "a job that was cancelled is requeued": Planted(
+        _put(own_jobs, "_ending_now", lambda *_: parsing.JobEnding.NOT_ENDING), "stop means stop", CANCELLED_SILENTLY),
+    "a job that was cancelled has a successor": Planted(
+        _put(own_jobs, "_is_gone", lambda *_: False), "stop means stop", CANCELLED_BEFORE_SBATCH),
+    "the requeue of a job stays switched off": Planted(
+        _wrap(own_jobs, "_requeue_only", _stays_off), "in time", NOT_TO_REQUEUE),
+    "another run's job is not to be requeued": Planted(
+        _put(own_jobs, "forbid_requeue", _forbid_unseen), "update of job", FORBIDDEN),
     "a run that is complete is started again": Planted(
         _put(RunFolder, "done", lambda _: None), "the run ends complete", RANK),
     "agents outlive the requeue": Planted(
@@ -619,6 +743,21 @@ PLANTED: dict[str, Planted] = {
     "a claim of another host is void": Planted(_put(run_folder, "CLAIM_LEASE_S", 0.0), "one continuation", TWO_CRONS),
     "a claim that led to nothing is kept": Planted(
         _put(EndingClaim, "give_back", lambda _: None), "the run goes on", SCRIPT_IN_WORK),
+    "a claim that was settled, and led to nothing, is kept": Planted(
+        _put(rescue, "_take_broken", lambda *_: False), "the run goes on", LOST_IN_QUEUE),
+    "a claim of a supervisor that ended with its job is kept": Planted(
+        _wrap(EndingClaim, "take", lambda real, self, actor, **_: real(self, actor)), "in time", CLAIMED),
+    "a claim of an earlier start with the same number is kept": Planted(
+        lambda patch: (_within(run_module, "_take_over_from", EndingClaim, "outcome", lambda _: None)(patch),
+                       patch.setitem(continuation.AFTER, (Do.ASK_CLAIMED, Answer.NO), Do.NOTE_CLAIMED))[0],
+        "in time", STARTED_AGAIN),
+    "a start that Slurm has replaced takes the run over": Planted(
+        _put(own_jobs, "is_newest_start", lambda *_: True), "one owner", BESIDE_LATER),
+    "a stop is not seen in the place of a killed supervisor": Planted(
+        _within(run_module, "_verdict_in_its_place", RunFolder, "see_request", lambda *_: None),
+        "stop means stop", KILLED_BEFORE_A_STOP),
+    "what was decided about a start that left no entry is forgotten": Planted(
+        _wrap(run_module, "superfluous", _with_an_entry), "stop means stop", KILLED_AT_BEGIN),
     "a supervisor that lives is replaced": Planted(
         _put(run_module, "_refuse_to_replace", lambda *_: None), "one owner", BESIDE),
     "a job of the run that trains is not seen": Planted(
@@ -647,6 +786,18 @@ PLANTED: dict[str, Planted] = {
         _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_FOR_CRON),
     "cron does not see a job without its batch script": Planted(
         _put(rescue, "is_orphan", lambda _: False), "in time", BATCH_HOST),
+    "cron does not look at a job that was to continue the run": Planted(
+        _wrap(rescue, "_submit_again", _of_owner_alone), "stop means stop", CANCELLED_LATER),
+    "cron does not ask who has cancelled a job that is forgotten": Planted(
+        _put(own_jobs, "cancelled_by", lambda _: None), "stop means stop", CANCELLED_AND_FORGOTTEN),
+    "cron takes another run's job for the run's own": Planted(
+        _put(own_jobs, "_is_ours", lambda *_: True), "the run goes on", NUMBERED_AGAIN),
+    "cron replaces a job that it has replaced": Planted(
+        lambda patch: (_within(rescue, "_submit_in_place_of", RunFolder, "own_jobs", _first_job)(patch),
+                       patch.setattr(rescue, "is_unfinished", lambda *_: True))[0],
+        "a run that lives", HELD_TWICE),
+    "cron releases a job that has a successor": Planted(
+        _wrap(rescue, "_rescue", _released_instead), "one continuation", REFUSED_BESIDE),
     "cron finishes no requeue": Planted(_put(rescue, "complete", lambda *_: None), "the run goes on", CRON_DIES),
     "cron leaves a job that Slurm holds for good": Planted(
         _put(parsing, "is_held_for_good", lambda _: False), "the run goes on", HELD),

@@ -5,6 +5,7 @@ signals, limits and ends as slurmctld and slurmd have them (22.05 to 26.05, as t
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fake_slurm
 from fake_slurm import REQUEUE_DELAY_S, FakeSlurm
 
+from lives.guarding import KILLED
 from lives.timeline import PROCESS, Thread, inside
 from slurmft.config.run import RunConfig
 from slurmft.operations import rescue
@@ -172,6 +174,9 @@ class Controller(FakeSlurm):
             self.sick.clear()
             self._world.note(f"job {job.job_id} cannot start on {sick[0]}, and is held")
             self.refuse(job, sick[0])
+            decided = [event.details for event in self._world.events() if event.event == EventName.DECISION]
+            if decided and decided[-1]["action"] == "stop":  # nobody can tell any more since when it waits
+                self._world.stop_asked_s = math.inf
             return False
         job.state, job.reason, job.code, job.preempted, job.shows_preemption = "RUNNING", "None", "0:0", 0, None
         job.started, job.ends = self.now, self.now + job.limit_s
@@ -315,7 +320,8 @@ class Controller(FakeSlurm):
         early = self.requeues_early and job.preempted and job.may_requeue
         last = {event.event: event.details for event in self._world.events()[-20:]} if early else {}
         is_told = EventName.REQUEUE_STAYS_ON in last or self.errs or not self._world.folder_is_well
-        is_told = is_told or job.shows_preemption is False  # what begins then trains nothing
+        # who was killed, or has looked before the preemption, could not tell Slurm: what begins then trains nothing
+        is_told = is_told or job.shows_preemption is False or code == KILLED
         if not is_told and last.get(EventName.DECISION, {}).get("action") == "stop":
             self._world.violate("stop means stop", f"Slurm may requeue job {job.job_id}")
         if early:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_slurm import HELD_FOR_GOOD
 
 from lives.faults import (
     ask_for_stop,
     cancel_job,
     exclude,
+    exclude_node,
     fail_prolog,
     give_number_again,
     jump_clock,
@@ -31,7 +33,10 @@ from lives.planted import (
     KEEPING,
     PLANTED,
     SLURM,
+    _controller,
+    _hold,
     _look,
+    fail_everywhere,
     kill_in_work,
     once,
     preempted,
@@ -43,13 +48,6 @@ from lives.world import World
 from slurmft.storage.journal import EventName
 
 BLOCKS, EACH = 10, 20
-
-
-def fail_everywhere(world: World) -> None:
-    """The Prolog fails on the node, whichever it is, on which the job starts next."""
-    assert world.slurm is not None
-    world.slurm.sick.update(world.slurm.nodes)
-    world.accusable.update(("launch failed", node) for node in world.slurm.nodes)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -211,6 +209,23 @@ def test_a_stop_outlives_a_supervisor_that_could_not_tell_slurm_yet(at_s: float)
     """The request was taken before the requeue was switched off: the start that Slurm made next trained on."""
     faults = [(0.02, preempted(30)), (0.05, ask_for_stop), (at_s, suspended(70.0))]
     world = lived(faults, until=60, in_slurm=SLURM, nodes=1, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_that_is_stopped_while_it_waits_is_not_moved_to_other_nodes_first(seed: int) -> None:
+    """On a node that it was to keep off it was requeued, and stopped when it had waited once more."""
+    faults = [(5.0, requeue_job), (6.0, ask_for_stop), (9.0, exclude_node)]
+    world = lived(faults, until=60, seed=seed, nodes=2, in_slurm=SLURM, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_cron_does_not_bring_back_a_stopped_run_whose_job_is_held_for_good() -> None:
+    """Slurm had requeued it by itself, and could not be told that the run was not to go on."""
+    faults = [(4.0, _controller("silent", 12, at="scontrol update")), (4.0, _hold(HELD_FOR_GOOD)), (5.0, ask_for_stop),
+              (5.0, preempted(60))]  # fmt: skip
+    slurm = {**SLURM, "requeues_early": True}
+    world = lived(faults, until=60, nodes=1, in_slurm=slurm, **KEEPING, slurm={"partition": "low"})
     assert not world.violations, story(world)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import random
 import signal
@@ -228,7 +229,7 @@ class World:
         """Each training fails before its first step, and there may be so many; 0: it trains."""
 
         self.stop_asked_s = 0.0
-        """When a user has asked for the end of the run; 0 before."""
+        """When a user has asked for the end of the run; 0 before, infinite where it may go on all the same."""
 
         self.silent_until_s = 0.0
         """The run folder answers nothing before."""
@@ -374,14 +375,19 @@ class World:
             return
         self.note(f"generation {generation} starts on {nodelist}")
         self._check_start(generation, nodelist)
-        seen_s = max(self.stop_asked_s, self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
         begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
         looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
         looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
-        if self.stop_asked_s and looked and self.timeline.now_s > seen_s + STOP_KNOWN_S:
+        if self.stop_asked_s and looked and self.timeline.now_s > self.stop_seen_s:
             self.violate("stop means stop", f"generation {generation} starts after a stop was asked for")
         self._generations.add(generation)
         self.begun.append(generation)
+
+    @property
+    def stop_seen_s(self) -> float:
+        """By when a supervisor that lives has seen that a user has asked for the end of the run."""
+        well_s = max(self.stale_until_s, self.resumed_s, self.full_until_s, self.silent_until_s)
+        return max(self.stop_asked_s, well_s) + STOP_KNOWN_S
 
     @property
     def starts(self) -> list[int]:
@@ -576,12 +582,20 @@ class World:
         wanted = EventName.RESUBMITTING if argv[0] == "sbatch" else EventName.REQUEUEING
         begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED
                      and event.details.get("generation") != self.fence), default=0)  # fmt: skip
-        if not any(event.event == EventName.DECISION for event in last[begun:]):
+        ended = [event for event in last[begun:] if event.event in (EventName.VERDICT, EventName.DECISION)]
+        if not any(event.event == EventName.DECISION for event in ended):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and no decision is in the journal")
+        elif self._stop_is_passed_over(last[begun].seconds() - START_S, ended[0].seconds() - START_S):
+            self.violate("stop means stop", f"{' '.join(argv[:3])}, whose attempt has ended after a stop was asked for")
         if argv[0] != "sbatch":
             self.check_gone("agents end before the requeue")
         if not any(event.event == wanted for event in last[begun:]):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and the journal does not know of it")
+
+    def _stop_is_passed_over(self, begun_s: float, ended_s: float) -> bool:
+        """Whether an attempt that had time to see a user's request for a stop has ended otherwise."""
+        is_asked = (self.run.path / "KILL").exists() and not self.ahead_s
+        return is_asked and ended_s > max(self.stop_seen_s, begun_s + LOOKED_S)
 
     def check_fence(self, what: str) -> None:
         """A supervisor whose place was taken has seen that, and does nothing more for the run."""
@@ -775,6 +789,8 @@ class World:
             self.guarding.kill()
         if self.supervisor is not None and self.supervisor.alive:
             self.note("SIGKILL for the supervisor")
+            if self.supervisor.stopped and self.job is not None and self.job.state == "CANCELLED":
+                self.stop_asked_s = math.inf  # its signal is lost with it; Slurm ends the job after KillWait
             if quietly:
                 self.supervisor.alive = False
             else:
