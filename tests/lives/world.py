@@ -375,7 +375,9 @@ class World:
             return
         self.note(f"generation {generation} starts on {nodelist}")
         self._check_start(generation, nodelist)
-        begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
+        # before these it has asked Slurm which nodes are to be kept off
+        begins = (EventName.ATTEMPT_STARTED, EventName.EXCLUSION_ESCAPED, EventName.REQUESTS_OPENED)
+        begun = [event for event in self.events()[-20:] if event.event in begins]
         looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
         looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
         if self.stop_asked_s and looked and self.timeline.now_s > self.stop_seen_s:
