@@ -518,7 +518,7 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         return _cancel_replaced(job)
     events = run.journal().read()
-    if not is_unfinished(events, job.job_id):  # its user has stopped the run, and Slurm could not be told
+    if not is_unfinished(events, job.job_id):  # it has ended for good, and Slurm could not be told
         return None
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):

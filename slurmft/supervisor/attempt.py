@@ -345,6 +345,8 @@ class AttemptRunner:
             self.stops.feed(life.Ended(reason))
             return
         await asyncio.gather(*(self._crew.reconnected(link) for link in self._pool.members))
+        if self.stops.over.is_set():  # all have gone together since
+            return
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
             self._lose(link, reason, hung_up=True)

@@ -1,5 +1,6 @@
 """What befalls a life: drawn from its seed, told in its story, and over at some time, so that the run can end well."""
 
+import math
 import os
 import random
 from collections.abc import Callable
@@ -383,7 +384,9 @@ def _owner(world: World) -> tuple[Owner, slurm.Job] | None:
     if world.slurm is None or job is None or not is_there or (owner := world.run.owner()) is None:
         return None
     is_it = (owner.job, owner.restart, owner.generation) == (job.job_id, job.restarts, world.newest)
-    return (owner, job) if is_it else None
+    newest = [event for event in world.events() if event.event in (EventName.ATTEMPT_STARTED, EventName.DECISION)][-1:]
+    is_stopped = [event.details.get("action") for event in newest] == ["stop"]  # a start that follows trains nothing
+    return (owner, job) if is_it and not is_stopped else None
 
 
 def take_place(world: World) -> None:
@@ -448,6 +451,8 @@ def _take_over(world: World, environment: dict[str, str]) -> None:
             world.violate("one owner", f"job {environment['SLURM_JOB_ID']} takes the run over from one that lives")
         if not lives:  # what was killed is left to this one, which is gone as well
             world.begun.clear()
+        if world.job is not None and world.job.state == "CANCELLED" and world.job.job_id != environment["SLURM_JOB_ID"]:
+            world.stop_asked_s = math.inf  # another job of the run has begun, which its user has not cancelled
         world.is_record_spoiled = True
     finally:
         os.environ["SLURMD_NODENAME"] = own
@@ -460,7 +465,7 @@ def _is_left(world: World, owner: Owner | None, generation: int, environment: di
     """Whether the owner of this generation was to be replaced: Slurm has put its job back, and another job of the run
     asks; or it was killed, and what acts in its place has not taken the run over yet."""
     if owner is None or owner.generation != generation:
-        return False
+        return generation == world.fence  # which is gone
     if environment["SLURM_JOB_ID"] != owner.job:
         return world.job is not None and world.job.state != "RUNNING"
     is_here = owner.host == environment["SLURMD_NODENAME"]

@@ -37,6 +37,9 @@ class Bounds:
     stops: bool = False
     """It is stopped long before its end."""
 
+    placed: bool = False
+    """No attempt begins with fewer nodes than it needs."""
+
     most_starts: int = 0
     """Each training fails before its first step, and there may be so many; 0: it trains."""
 
@@ -54,6 +57,9 @@ NUMBER = re.compile(r"(restart|retry) (\d+)")
 
 SAYS_HOW = frozenset({EventName.WORKER_FAILED, EventName.AGENT_LOST, EventName.WORKER_HUNG})
 """Events that say how an attempt has come to its end."""
+
+TOO_FEW = "fewer than nodes="
+"""In the verdict on an attempt that cannot begin."""
 
 IN_SLURM = 0.6
 """Share of lives in Slurm; the others are of one machine."""
@@ -190,6 +196,8 @@ def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
         decided = {event.attempt for event in events if event.event == EventName.DECISION}
         if missing := [attempt for attempt in attempts if attempt not in decided]:
             world.violate("the journal is whole", f"no decision about {missing} is in it")
+    if bounds.placed and any(TOO_FEW in str(event.details.get("reason")) for event in world.events()):
+        world.violate("an attempt has its nodes", "one has begun with too few")
     if bounds.most_starts and code == 0:
         world.violate("budgets add up", "a run that never trains ends well")
     if bounds.most_agents and bounds.most_agents < max(len(world.agents), world.engines):

@@ -194,11 +194,16 @@ def _look(host: str = "login") -> faults.Fault:
     return lambda world: slurm.look(world, host)
 
 
-def _lose_batch_host(world: World) -> None:
-    """Slurm notices after a minute; the job keeps its other nodes."""
-    assert world.job is not None
-    world.accusable |= {("node lost", world.job.batch_host), ("crash", world.job.batch_host)}
-    faults.lose_power(world, world.job.batch_host, 1000.0)
+def _lose_node(at: int) -> faults.Fault:
+    """Slurm notices after a minute that this one of the job's nodes is gone; the job keeps the others."""
+
+    def fault(world: World) -> None:
+        assert world.job is not None
+        host = world.job.nodes[at]
+        world.accusable |= {("node lost", host), ("crash", host)}
+        faults.lose_power(world, host, 1000.0)
+
+    return fault
 
 
 def _drain(seconds: float) -> faults.Fault:
@@ -334,7 +339,7 @@ LOST_JOB = _in_slurm((4.0, faults.kill_rank), (5.0, _lose_job), (50.0, _look()),
 LOOKED_AT = _in_slurm((5.0, _look()), nodes=1)
 WAITS = _in_slurm((5.0, REQUEUE), (5.0, _drain(150.0)), nodes=1)
 ASKED_BETWEEN = _life((5.0, faults.kill_rank), (5.1, faults._request("SAVE")), shift_s=0.03, nodes=1)
-BATCH_HOST = _in_slurm((5.0, _lose_batch_host), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1},
+BATCH_HOST = _in_slurm((5.0, _lose_node(0)), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1},
                        bounds=Bounds(within_s=600.0))  # fmt: skip
 LATE_FOR_CRON = _in_slurm((5.0, faults.kill_batch_script), (50.0, _forget), (50.0, _drain(150.0)),
                           (50.0, _controller("late", 1, at="sbatch")), nodes=1)  # fmt: skip
@@ -349,6 +354,7 @@ TAKEN_AND_FAILED = _in_slurm((12.0, faults.take_place), (12.01, faults.kill_rank
 UNTOLD = _in_slurm((4.0, _controller("silent", 12, at="scontrol update")), (5.0, faults.ask_for_stop),
                    (5.0, preempted(60)), nodes=1, slurm={"requeues_early": True})  # fmt: skip
 KILLED = _in_slurm((5.0, faults.kill_supervisor), nodes=1)
+NODE_LOST = _in_slurm((5.0, _lose_node(-1)), nodes=2, nproc_per_node=1, bounds=Bounds(placed=True))
 KILLED_BEFORE_A_STOP = _in_slurm(
     (4.9, suspended(20.0)), (5.0, faults.ask_for_stop), (12.0, faults.kill_supervisor), nodes=1
 )
@@ -695,6 +701,8 @@ PLANTED: dict[str, Planted] = {
     "a budget is not spent": Planted(_wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED),
     "a budget is not spent over jobs": Planted(
         _wrap(act_module, "budget_of", _unspent), "budgets add up", DOOMED_IN_SLURM),
+    "a restart is tried without its nodes": Planted(
+        _put(Attempts, "_has_nodes", lambda _: True), "an attempt has its nodes", NODE_LOST),
     "a planned stop counts as a failure": Planted(
         _wrap(AttemptEnd, "act_on", _failed_instead), "the run goes on", PLANNED),
     # stops

@@ -467,7 +467,8 @@ class Controller(FakeSlurm):
     def _excuse(self, job: Job) -> None:
         """A cancel between a look at a job and what continues it is undone: nobody can ask Slurm for both at once."""
         seen, at_s = self._seen.get(job.job_id, (None, 0.0))
-        if seen is job and at_s <= self._world.stop_asked_s < at_s + RACE_S:
+        is_hidden = job.completing and job.reason == "BeginTime"  # it was requeued before: COMPLETING shows that alone
+        if is_hidden or (seen is job and at_s <= self._world.stop_asked_s < at_s + RACE_S):
             self._world.note(f"job {job.job_id} was cancelled after the last look at it")
             self._world.stop_asked_s = 0.0
 

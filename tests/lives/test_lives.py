@@ -352,6 +352,21 @@ def test_a_connection_that_breaks_while_another_agent_is_lost_at_the_start_is_no
     assert not world.violations, story(world)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_agents_that_end_together_while_their_workers_start_are_no_lost_nodes(seed: int) -> None:
+    """The end of the first was still to be looked into when the last connection broke: all nodes were lost then."""
+
+    def kill_both(world: World) -> None:
+        world.accusable |= {(kind, each.host) for each in world.agents for kind in ("crash", "agent lost")}
+        world.agents[1].die()
+        world.timeline.call_later(0.9, world.agents[0].die)
+
+    faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, kill_both))]
+    settings = {**KEEPING, "elastic": {"min_nodes": 1}}
+    world = lived(faults, until=40, seed=seed, nodes=2, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_requeue_beside_a_successor_of_a_killed_supervisor_is_no_second_continuation(seed: int) -> None:
     """Its guardian left the run to that requeue, and the successor waited beside."""

@@ -78,6 +78,9 @@ FENCED_S = 15.0
 PINGED_S = 20.0
 """An agent that can be reached hears of its supervisor within this time; no lease is as short."""
 
+CRON_LOOKED_S = 2.0
+"""Cron has looked for a request for a stop before what it changes in Slurm, but not longer before."""
+
 STOP_KNOWN_S = 5.0
 """A supervisor that lives, and whose run folder answers, has seen a request for a stop by then."""
 
@@ -375,7 +378,9 @@ class World:
             return
         self.note(f"generation {generation} starts on {nodelist}")
         self._check_start(generation, nodelist)
-        begun = [event for event in self.events()[-20:] if event.event == EventName.ATTEMPT_STARTED]
+        # before these it has asked Slurm which nodes are to be kept off
+        begins = (EventName.ATTEMPT_STARTED, EventName.EXCLUSION_ESCAPED, EventName.REQUESTS_OPENED)
+        begun = [event for event in self.events()[-20:] if event.event in begins]
         looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
         looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
         if self.stop_asked_s and looked and self.timeline.now_s > self.stop_seen_s:
@@ -611,7 +616,7 @@ class World:
         if argv[0] in ("sbatch", "scontrol") and not any(event.event in SAYS_RESCUE for event in last[begun:]):
             self.violate("entry before action", f"cron: {' '.join(argv[:3])}, and the journal does not know of it")
         if (argv[0] == "sbatch" and "--test-only" not in argv) or argv[1] == "requeuehold":
-            if (self.run.path / "KILL").exists():
+            if (self.run.path / "KILL").exists() and self.timeline.now_s > self.stop_asked_s + CRON_LOOKED_S:
                 self.violate("stop means stop", f"cron: {' '.join(argv[:3])}")
             waiting = [each for each in self.slurm.mine() if each.state == "PENDING" and not each.is_held]
             if any(not each.completing for each in waiting) and not self.slurm.errs:
