@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slurmft.checkpoint.image import LISTED, Layout
 from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file
 from slurmft.checkpoint.write_requests import Standing
-from slurmft.errors import CheckpointError, DirectoryInUse, Fenced, SlurmftError
+from slurmft.errors import CheckpointError, DirectoryInUse, Fenced, SlurmftError, UsageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
 from slurmft.trainer.savers import host_group
 
@@ -373,17 +374,38 @@ class Turn:
         return [0, 0, 0]
 
 
+SAVED_ONCE = "and a tensor that is no DTensor is saved once for all"
+OWN_STATE = "state of each rank's own is saved where it is a DTensor (fully_shard, DTensor.from_local)"
+
+
 def two_are_under_way(rows: Sequence[Sequence[int]]) -> bool:
     """On some rank, which has no place for a save before one of them has ended."""
     return any(row[Row.OLDER] >= MAX_UNCOMMITTED for row in rows)
 
 
-def mismatch(rows: Sequence[Sequence[int]]) -> str:
-    """Which rank saves something else than rank 0 does; empty where all save the same."""
-    first = rows[0]
+def refuse_unlike(team: Team, rows: Sequence[Sequence[int]], layout: Layout, what: str) -> None:
+    """A collective, which costs something only where ranks save different things.
+
+    Raises:
+        CheckpointError: a rank saves another step than rank 0.
+        UsageError: a tensor is not on all ranks, or not of one shape and type.
+    """
+    lead = rows[0]
     for rank, row in enumerate(rows):
-        if row[Row.STEP] != first[Row.STEP]:
-            return f"rank {rank} saves step {row[Row.STEP]}, and rank 0 step {first[Row.STEP]}"
-        if row[Row.FINGERPRINT] != first[Row.FINGERPRINT]:
-            return f"rank {rank} has another model or optimizer than rank 0"
-    return ""
+        if row[Row.STEP] != lead[Row.STEP]:
+            raise CheckpointError(
+                f"{what}: rank {rank} saves step {row[Row.STEP]}, and rank 0 step {lead[Row.STEP]}",
+                hint="all ranks save the same step of the same model",
+            )
+        if row[Row.FINGERPRINT] != lead[Row.FINGERPRINT]:
+            raise UsageError(f"{what}: {_first_unlike(team, rank, layout)}, {SAVED_ONCE}", hint=OWN_STATE)
+
+
+def _first_unlike(team: Team, odd: int, layout: Layout) -> str:
+    lengths = [length for (length,) in team.exchange([len(layout.listing)])]
+    lead, other = [team.bytes_from(rank, layout.listing, lengths[rank]).decode().split("\n") for rank in (0, odd)]
+    for rank, has, lacks in ((odd, lead, set(other)), (0, other, set(lead))):
+        for line in has:
+            if line not in lacks:
+                return f"rank {rank} has no {line.partition(LISTED)[0]} of the same shape and type"
+    return f"rank {odd} has its tensors in another order than rank 0"

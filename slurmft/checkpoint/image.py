@@ -137,6 +137,10 @@ Memory = memoryview | bytearray | mmap.mmap
 """Writable, byte by byte."""
 
 
+LISTED = "\t"
+"""Between a tensor's key and the rest of its line in a ``Layout.listing``: no key has it there."""
+
+
 class NoRoom(Exception):
     """The memory is too small for this save; never leaves the package."""
 
@@ -246,6 +250,11 @@ class Layout:
             end += archive.length
         rows = [_row(key, tensor) for key, tensor in tensors.items()]
         return cls(items=items, archives=archives, rows=rows, shard=shard, shards=shards, holders=holders)
+
+    @property
+    def listing(self) -> bytes:
+        """What ``fingerprint`` is of, a line for each tensor: its key, ``LISTED``, and the rest."""
+        return "\n".join(f"{repr(key)[1:-1]}{LISTED}{rest}" for key, *rest in self._rows).encode()
 
     def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether ``tensors`` are still of the same keys, dtypes, shapes and placements; cheap."""

@@ -23,7 +23,18 @@ from typing import Any, Literal, SupportsFloat, cast
 
 import torch
 
-from slurmft.checkpoint.agreement import Guard, LeadExtra, Row, Team, Turn, failure, mismatch, two_are_under_way
+from slurmft.checkpoint.agreement import (
+    OWN_STATE,
+    SAVED_ONCE,
+    Guard,
+    LeadExtra,
+    Row,
+    Team,
+    Turn,
+    failure,
+    refuse_unlike,
+    two_are_under_way,
+)
 from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
 from slurmft.checkpoint.holding import forget_others
 from slurmft.checkpoint.image_file import read_index
@@ -510,12 +521,12 @@ class CheckpointManager:
             rows = self._turn.exchange(team, self._own_row(guard, step, prepared), must_go_first=must_go_first)
             if any(row[Row.CODE] for row in rows):
                 raise failure(what, [row[Row.CODE] for row in rows], team, guard)
-            if problem := mismatch(rows):
-                raise CheckpointError(f"{what}: {problem}", hint="all ranks save the same step of the same model")
+            assert prepared is not None, "no rank has failed"
+            refuse_unlike(team, rows, prepared.layout, what)
             self._note_committed(rows[0][Row.COMMITTED_STEP], rows[0][Row.COMMITTED_NS] / 1e9)
             if rows[0][Row.COMMITTED_STEP]:
                 self._snapshots.leave_spill()
-            if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
+            if not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
             if given_up is not None:
                 looks -= 1
@@ -566,11 +577,10 @@ class CheckpointManager:
         least = team.least([*numbers, *(-one for one in numbers)])
         unequal = [key for at, key in enumerate(shared) if least[at] != -least[len(shared) + at]]
         if unequal:
-            more = f" and {len(unequal) - 1} more" if unequal[1:] else ""
+            more = f" and {len(unequal) - 1} more differ" if unequal[1:] else " differs"
             raise UsageError(
-                f"step {step} was not saved to {self.directory}: {unequal[0]}{more} differs from rank to rank, and a "
-                "tensor that is no DTensor is saved once for all",
-                hint="state of each rank's own is saved where it is a DTensor (fully_shard, DTensor.from_local)",
+                f"step {step} was not saved to {self.directory}: {unequal[0]}{more} from rank to rank, {SAVED_ONCE}",
+                hint=OWN_STATE,
             )
 
     def _begin(self, team: Team) -> None:

@@ -91,6 +91,21 @@ def _(checkpoints, folder):
         checkpoints.wait()
         report["own steps"] = [one.step for one in Catalog(folder).committed()]
 
+def unlike(key, tensor):
+    # state that one rank has alone, as a sharded optimizer has that gives each weight to one rank
+    @scenario(f"unlike-{key}")
+    def _(checkpoints, folder):
+        one = torch.nn.Linear(2, 2)
+        own = torch.optim.SGD(one.parameters(), lr=0.1)
+        if tensor is not None:
+            own.state[one.weight][key] = tensor
+        return checkpoints.save(one, own, step=1)
+
+unlike("missing", torch.zeros(2) if rank == 1 else None)
+unlike("shape", torch.zeros(2 + rank))
+unlike("type", torch.zeros(2, dtype=(torch.float32, torch.float64)[rank]))
+unlike("odd\\tname\\n", None if rank == 1 else torch.zeros(2))
+
 def failing(bad_rank, fault, folder, checkpoints, **parts):
     # a save of step 2 that meets the fault on one rank, and one of step 3 that does not
     save(checkpoints, 1)
@@ -429,3 +444,13 @@ def test_a_plain_tensor_that_differs_between_ranks_is_refused_by_its_name(report
     for rank in reports:
         assert rank["own"]["error"] == "UsageError" and rank["own steps"] == [1]
         assert "model.expert.weight differs from rank to rank" in rank["own"]["text"]
+
+
+@of_each(
+    key__without=[("missing", 0), ("shape", 1), ("type", 1), ("odd\tname\n", 1)],
+)
+def test_a_tensor_that_some_rank_has_not_is_refused_by_its_name(reports, key, without):
+    for rank in reports:
+        found = rank[f"unlike-{key}"]
+        assert found["error"] == "UsageError"
+        assert f"rank {without} has no optimizer.state.weight.{repr(key)[1:-1]} of the same shape" in found["text"]
