@@ -15,12 +15,15 @@ from lives.faults import (
     exclude,
     exclude_node,
     fail_prolog,
+    fill_disk_in_its_work,
     give_number_again,
     jump_clock,
     kill_agent,
     kill_rank,
     kill_rank_and_connection,
     kill_supervisor,
+    kill_supervisor_in_its_work,
+    lose_controller,
     power_off,
     requeue_job,
     reset,
@@ -226,6 +229,15 @@ def test_cron_does_not_bring_back_a_stopped_run_whose_job_is_held_for_good() -> 
               (5.0, preempted(60))]  # fmt: skip
     slurm = {**SLURM, "requeues_early": True}
     world = lived(faults, until=60, nodes=1, in_slurm=slurm, **KEEPING, slurm={"partition": "low"})
+    assert not world.violations, story(world)
+
+
+def test_a_successor_of_which_nobody_heard_does_not_train_after_a_stop() -> None:
+    """Its sbatch got no answer; Slurm has requeued the job before as well, whose start took the user's request."""
+    faults = [(0.0, kill_supervisor_in_its_work), (0.06, preempted(30)), (2.44, fill_disk_in_its_work),
+              (2.52, lose_controller), (11.77, ask_for_stop)]  # fmt: skip
+    resubmitting = {"preemption": {"continue_by": "resubmit", "signal_lead_s": 20}, "slurm": {"partition": "low"}}
+    world = lived(faults, until=60, seed=8699, nodes=3, in_slurm=SLURM, **{**KEEPING, **resubmitting})
     assert not world.violations, story(world)
 
 

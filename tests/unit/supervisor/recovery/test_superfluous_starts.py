@@ -95,6 +95,32 @@ def test_a_person_who_requeues_a_stopped_job_later_is_obeyed() -> None:
     assert superfluous(history, SECOND, history[-1].at.timestamp() + 3600) is None
 
 
+UNHEARD = [STARTED, GOES_ON, first("resubmitting"), ("7.1.0", "attempt started", {}), ("7.1.0", *STOP[1:])]
+
+
+@pytest.mark.parametrize(
+    ("lines", "queued_s", "is_superfluous"),
+    [
+        (UNHEARD, 2, True),
+        (UNHEARD, 3, True),
+        (UNHEARD, None, False),  # of its user, for all that is known
+        (UNHEARD, 0, False),  # submitted beside the one that began the run
+        (UNHEARD, 60, False),  # its user wants the stopped run to go on
+        ([*UNHEARD[:3], first("resubmitted", job="8"), *UNHEARD[3:]], 2, False),  # that was heard, and is job 8
+        ([*UNHEARD[:4], ("7.1.0", *GOES_ON[1:])], 2, False),
+        (UNHEARD[:3], 2, False),
+    ],
+)
+def test_a_successor_of_which_nobody_heard_does_not_train_after_a_stop(
+    lines: list[Line], queued_s: float | None, is_superfluous: bool
+) -> None:
+    queued_at = None if queued_s is None else NOON.timestamp() + queued_s
+    found = superfluous(journal(*lines), Attempt(job="9", restart=0, cycle=0), queued_at)
+    assert (found is not None) == is_superfluous
+    if found:
+        assert (found.end, found.earlier, found.exit_code) == (End.STOPPED, "7.1.0", 75)
+
+
 # --- Slurm is told not to requeue a job: the journal first, for a limited time, and only where it would ---
 
 
