@@ -102,16 +102,17 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
         check_fence()
     except StorageError:
         return
-    if (folder / MANIFEST).exists() or (shard and (folder / index_file(shard)).exists()):
-        return
-    with contextlib.suppress(OSError, StorageError):
+    with contextlib.suppress(OSError, StorageError), _own(folder) as descriptor:
+        held = Path(f"/proc/self/fd/{descriptor}")
+        if (held / MANIFEST).exists() or (shard and (held / index_file(shard)).exists()):
+            return
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
-        names = os.listdir(folder) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
+        names = os.listdir(held) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
         for name in names:
             if not is_note(name):
                 with contextlib.suppress(OSError):
-                    (folder / name).unlink()
-        _leave_note(folder / note_file(shard), reason[:1000])
+                    (held / name).unlink()
+        _leave_note(held / note_file(shard), reason[:1000])
         if shard == 0:
             _remove_given_up(folder)
 
@@ -664,7 +665,8 @@ def _committed_before(task: Task) -> Entry | None:
     try:
         return read_entry(task.request.folder)
     except StorageError:
-        (task.request.folder / MANIFEST).unlink(missing_ok=True)
+        with _own(task.request.folder) as descriptor:
+            Path(f"/proc/self/fd/{descriptor}", MANIFEST).unlink(missing_ok=True)
         return None
 
 
@@ -817,17 +819,29 @@ def _opened(folder: Path) -> Iterator[Path]:
     with contextlib.suppress(FileExistsError):
         # On a network filesystem this node may still remember that the folder did not exist.
         os.mkdir(folder)  # noqa: PTH102 - pathlib's exist_ok looks at that same stale memory
+    with _own(folder) as descriptor:
+        try:
+            yield Path(f"/proc/self/fd/{descriptor}")
+            if not _is_in_place(folder, descriptor):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, descriptor):
+                raise Left("superseded", "its folder was removed", is_lost=True) from error
+            raise
+
+
+@contextlib.contextmanager
+def _own(folder: Path) -> Iterator[int]:
+    """A descriptor of the checkpoint folder. Of a link, or another user's, the files may be any.
+
+    Raises:
+        OSError: it is one of these, or is not there.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if (owner := os.fstat(descriptor).st_uid) not in trusted_owners(folder.parent):
             raise UnsafeFile(errno.EPERM, f"belongs to user id {owner}", str(folder))
-        yield Path(f"/proc/self/fd/{descriptor}")
-        if not _is_in_place(folder, descriptor):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, descriptor):
-            raise Left("superseded", "its folder was removed", is_lost=True) from error
-        raise
+        yield descriptor
     finally:
         os.close(descriptor)
 

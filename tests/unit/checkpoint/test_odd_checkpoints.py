@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import odd_files
@@ -24,7 +25,7 @@ from slurmft.checkpoint.holding import alone, holding, is_held
 from slurmft.checkpoint.image_file import METADATA_FILE, image_file, index_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.write_requests import Keep, SpawnedWriter
-from slurmft.checkpoint.writer import _opened, note_file, reason_of
+from slurmft.checkpoint.writer import _committed_before, _opened, give_up, note_file, reason_of
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, QUARANTINE, Identity, usable
@@ -263,6 +264,32 @@ def test_nothing_is_saved_into_a_folder_that_another_user_made_first(template, k
         assert as_user(OTHER, work) != ""
         assert list(stranger.iterdir()) == []
         assert list(taken.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.timeout(60)
+def test_a_save_clears_nothing_behind_a_link_that_another_user_put_in_the_place_of_its_folder():
+    with sticky_folder() as shared:
+        directory, private = shared / "checkpoints", shared / "private"
+        for folder in (directory, private):
+            folder.mkdir()
+            os.chown(folder, OTHER, OTHER)
+        (private / "authorized_keys").touch()
+        taken = directory / NEW.folder_name
+        taken.symlink_to(private)
+        os.chown(taken, OTHER + 1, OTHER + 1, follow_symlinks=False)
+
+        as_user(OTHER, lambda: give_up(taken, 0, "its folder cannot be made"))
+        assert [one.name for one in private.iterdir()] == ["authorized_keys"]
+
+        (private / MANIFEST).touch()  # of a checkpoint that is damaged, or of another format
+
+        def commit() -> None:
+            with pytest.raises(OSError, match=NEW.folder_name):
+                _committed_before(SimpleNamespace(request=SimpleNamespace(folder=taken)))
+
+        as_user(OTHER, commit)
+        assert (private / MANIFEST).exists()
 
 
 @needs_root
