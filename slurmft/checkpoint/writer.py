@@ -265,6 +265,9 @@ class Task:
     claim: Claim | None = None
     """Of the checkpoint's folder."""
 
+    has_left_image_lane: bool = False
+    """Its image is written, or never will be: whoever hears of that may offer another one at once."""
+
     since: float = field(default_factory=time.monotonic)
     woken: threading.Event = field(default_factory=threading.Event)
 
@@ -294,10 +297,11 @@ class Task:
         if self.leave:
             raise Left(self.leave)
 
-    def tell(self, kind: ReportKind, **details: Any) -> None:
+    def tell(self, kind: ReportKind, *, final: bool = False, **details: Any) -> None:
         """Send a report on it."""
         seconds = time.monotonic() - self.since
-        self.outbox.put(Report(kind=kind, identity=self.request.identity, seconds=seconds, **details))
+        self.has_left_image_lane |= final or kind == "written"
+        self.outbox.put(Report(kind=kind, identity=self.request.identity, seconds=seconds, final=final, **details))
 
     def tell_failure(self, error: BaseException, *, final: bool, fenced: bool = False) -> None:
         """Report an error, in its present phase."""
@@ -939,18 +943,20 @@ class ImageLane:
         self._page = page
         self._hand_over = hand_over
         self._changed = threading.Condition()
-        self._waiting: Task | None = None
+        self._waiting: deque[Task] = deque()
         self._current: Task | None = None
         self._dropped: list[Task] = []
         self._images = Mappings()
 
     def offer(self, task: Task) -> None:
-        """Write this one next, instead of one that waits."""
+        """Write this one next, instead of those that wait while another one is being written."""
         with self._changed:
-            if self._waiting is not None:
-                self._drop("superseded")
-            self._waiting = task
-            if (current := self._current) is not None:
+            current = self._current
+            if current is not None and not current.has_left_image_lane:
+                for older in [*self._waiting]:
+                    self._drop(older, "superseded")
+            self._waiting.append(task)
+            if current is not None:
                 progress = self._page.progress()
                 if task.request.urgent and 2 * progress.done_bytes < progress.size_bytes:
                     current.stop("superseded")
@@ -962,9 +968,10 @@ class ImageLane:
     def abandon(self, identity: Identity) -> bool:
         """Whether this lane had it."""
         with self._changed:
-            if self._waiting is not None and self._waiting.request.identity == identity:
-                self._drop("abandoned")
-                return True
+            for task in self._waiting:
+                if task.request.identity == identity:
+                    self._drop(task, "abandoned")
+                    return True
             if self._current is not None and self._current.request.identity == identity:
                 self._current.stop("abandoned")
                 return True
@@ -973,7 +980,7 @@ class ImageLane:
     def hurry(self) -> None:
         """Lift the bandwidth cap of present and waiting images."""
         with self._changed:
-            for task in (self._current, self._waiting):
+            for task in (self._current, *self._waiting):
                 if task is not None:
                     task.throttle.lift()
 
@@ -982,19 +989,18 @@ class ImageLane:
         with self._changed:
             return not (self._waiting or self._current or self._dropped)
 
-    def _drop(self, kind: str) -> None:
-        task, self._waiting = self._waiting, None
-        if task is not None:
-            task.tell("abandoned" if kind == "abandoned" else "superseded", final=True)
-            self._dropped.append(task)  # the folder is looked at by the thread that may wait for a disk
-            self._changed.notify()
+    def _drop(self, task: Task, kind: ReportKind) -> None:
+        self._waiting.remove(task)
+        task.tell(kind, final=True)
+        self._dropped.append(task)  # the folder is looked at by the thread that may wait for a disk
+        self._changed.notify()
 
     def run(self) -> None:
         """Work for ever; the thread's own function."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._dropped)
-                self._current, self._waiting = self._waiting, None
+                self._current = self._waiting.popleft() if self._waiting else None
                 dropped = list(self._dropped)
             self._page.show(Progress(0, 0))
             self._page.begin(Lane.IMAGE)
@@ -1033,7 +1039,7 @@ class ImageLane:
                     return False
             except OSError as error:
                 passes = error.errno in PASSING
-                if passes and self._waiting is None:
+                if passes and not self._waiting:
                     if error.errno not in told:
                         task.tell_failure(error, final=False)
                     told.add(error.errno or 0)
@@ -1062,7 +1068,7 @@ class ImageLane:
     def _rest(self, task: Task, pause_s: float) -> None:
         """Until the pause is over, or there is something newer to do."""
         for _ in range(int(pause_s * 4)):
-            if task.leave or self._waiting is not None or task.woken.wait(0.25):
+            if task.leave or self._waiting or task.woken.wait(0.25):
                 break
             self._page.tick(Lane.IMAGE)
         task.woken.clear()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.holding import is_held, reading
 from slurmft.checkpoint.image_file import image_file, index_file, read_index
 from slurmft.checkpoint.snapshots import Arena
-from slurmft.checkpoint.write_requests import NICE, Keep, Report, WriterClient, WriteRequest
-from slurmft.checkpoint.writer import POLITE_BYTES, give_up, note_file
+from slurmft.checkpoint.write_requests import NICE, Keep, ProgressPage, Report, WriterClient, WriteRequest
+from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, note_file
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
 
@@ -147,6 +148,24 @@ def test_the_newest_that_waits_wins_and_nothing_of_the_others_stays(memory, star
     assert ended(client, first).kind == ended(client, third).kind == "committed"
     assert memory.steps() == [3, 1]
     until(lambda: sorted(p.name for p in memory.checkpoints.iterdir()) == [r.folder.name for r in (first, third)])
+
+
+def test_what_waits_comes_next_once_the_one_before_it_is_written(memory):
+    """A save that was asked for just then, which there was room for, took the place of the one that waited."""
+    outbox, written = Outbox(), list[int]()
+    first, second, third = (Task(memory.stage(n, slot=str(n)), outbox) for n in (1, 2, 3))
+
+    def hand_over(task: Task) -> None:
+        written.append(task.request.identity.step)
+        if task is first:
+            lane.offer(second)
+            lane.offer(third)
+
+    lane = ImageLane(ProgressPage.new(), hand_over)
+    lane.offer(first)
+    threading.Thread(target=lane.run, daemon=True).start()
+    until(lane.is_idle)
+    assert written == [1, 2, 3]
 
 
 def test_a_stop_waits_for_neither_the_cap_nor_for_an_older_image(memory, start):
