@@ -365,12 +365,12 @@ def submit_trials(
         if not retry:
             _refuse_another_sweep(run, settings)
         added = put()
-        if run.done() is not None:
+        if has_ended := run.done() is not None:
             if not added.new:
                 return Sweep(added, None, is_finished=True)
             run.forget_end()
     made = _begun(lambda: submit_run(settings, sbatch_options, cluster=cluster, who=who, command=command, tell=tell),
-                  run, added)  # fmt: skip
+                  run, added, has_ended=has_ended)  # fmt: skip
     return Sweep(added, made)
 
 
@@ -387,13 +387,16 @@ def _refuse_another_sweep(run: RunFolder, settings: RunConfig) -> None:
         )
 
 
-def _begun(submit: Callable[[], Submitted], run: RunFolder, added: Added) -> Submitted | None:
+def _begun(submit: Callable[[], Submitted], run: RunFolder, added: Added, *, has_ended: bool) -> Submitted | None:
     """What was submitted; None where the run that there is takes the trials. One that ends without them is waited for.
+
+    Args:
+        has_ended: the run was complete when they were added, though its processes may still be there.
 
     Raises:
         SlurmftError: it was refused.
     """
-    until_s, has_ended = time.monotonic() + TAKEN_WITHIN_S, False
+    until_s = time.monotonic() + TAKEN_WITHIN_S
     while True:
         try:
             return submit()

@@ -18,7 +18,7 @@ from waiting import until, until_async
 from slurmft.config.inference import TrialsConfig
 from slurmft.config.run import RunConfig, from_values
 from slurmft.config.run import load as load_config
-from slurmft.errors import ConfigError
+from slurmft.errors import ConfigError, RunBusy
 from slurmft.inference import trial_engine
 from slurmft.inference.gang import Head, Starts, join
 from slurmft.inference.ledger import open_ledger, segments_of
@@ -26,8 +26,10 @@ from slurmft.inference.requests import Requests, extend, folder_of, load, record
 from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.inference.trials import Known, add, add_values, cancel, folder_of_trial, name_of, retry_failed, rows
 from slurmft.ipc.messages import ReplicaPlace
+from slurmft.operations import submit
 from slurmft.policy.inference import EXIT_NODE, TrialEnd, end_of_trial, filled_with
 from slurmft.storage.queue import SegmentWriter
+from slurmft.storage.run_folder import RunFolder
 from slurmft.system.processes import kill_left
 
 BAD_NODE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
@@ -130,6 +132,24 @@ def test_trials_that_are_added_one_by_one_are_read_once_each(tmp_path: Path) -> 
     assert known.look().numbers == {f"x={x}": at for at, x in enumerate([0, -1, 1, -2, 2, -3, 3, -4, 4, -5])}
     with pytest.raises(ConfigError, match="other parameters"):
         add_values(tmp_path, [({"custom_id": "x=-5", "x": 1}, "next")], known)
+
+
+def test_trials_that_are_added_while_their_sweep_ends_are_submitted_when_its_processes_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was complete, and its supervisor still lived: who added them took the mark away, and waited for it."""
+    run, tries = RunFolder(tmp_path / "run"), iter([True, True, False])
+    run.create()
+    run.mark_done(step=0)
+
+    def submit_run(*_: object, **__: object) -> str:
+        if next(tries):
+            raise RunBusy("a supervisor owns the run")
+        return "submitted"
+
+    monkeypatch.setattr(submit, "submit_run", submit_run)
+    sweep = submit.submit_trials(config_of(tmp_path, ""), cluster="local", who="me", command="", tell=lambda *_: None)
+    assert (sweep.made, sweep.added.new, run.done()) == ("submitted", 1, None)
 
 
 def test_what_has_failed_is_tried_again_and_not_what_was_cancelled(tmp_path: Path) -> None:
