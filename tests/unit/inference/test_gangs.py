@@ -1,6 +1,7 @@
 """One engine over several nodes: who has it together, what each node is told, and how its processes end together."""
 
 import asyncio
+import functools
 import signal
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.errors import LaunchError
 from slurmft.inference.gang import Ended, Head, Starts, join
 from slurmft.inference.pool import ReplicaPool
-from slurmft.ipc.messages import JoinGang, ReplicaDied, ReplicaPhase, ReplicaPlace, Sent, parse_call
+from slurmft.ipc.messages import JoinGang, ReplicaDied, ReplicaPhase, ReplicaPlace, Sent
 from slurmft.policy.inference import gangs_of
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Attempt, RunFolder
@@ -66,8 +67,8 @@ class Supervisor:
 
     def joins(self, *nodes: int) -> None:
         for node in nodes:
-            channel = SimpleNamespace(send=lambda call, node=node: self._hear(node, call))
-            self.links[node] = SimpleNamespace(node=node, host=f"n{node}", channel=channel)
+            tell = functools.partial(self._hear, node)
+            self.links[node] = SimpleNamespace(node=node, host=f"n{node}", channel=object(), tell=tell)
             self.gangs.took_in(self.links[node], 1)
 
     def loses(self, node: int) -> None:
@@ -77,11 +78,7 @@ class Supervisor:
         report = ReplicaPhase(epoch=1, replica=0, phase="starting", life=1, hosts=(f"n{node}",), port=port)
         self.gangs.gathers(self.links[node], report)
 
-    def _hear(self, node: int, line: Any) -> None:
-        from slurmft.ipc.channel import encoded
-
-        _, call = parse_call(encoded(line))
-        assert isinstance(call, JoinGang)
+    def _hear(self, node: int, call: JoinGang) -> None:
         self.told.setdefault(node, []).append(call)
 
     def parts(self) -> dict[int, tuple[int | None, int | None]]:
