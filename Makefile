@@ -63,7 +63,7 @@ quickstart: $(TRAINS) ## train the example on this machine, with live progress (
 quickstart-infer: $(INFERS) ## let the trained example answer 200 prompts while a replica is killed (half a minute)
 	@$(BIN)/slurmft quickstart --infer
 
-# What both are but for which tests: a test that takes longer than 15 s beside four others is marked `long`.
+# What both are but for which tests: a test that takes longer than 20 s beside four others is marked `long`.
 test: KINDS := not soak and not long
 check: KINDS := not soak
 test: ## lint, then the tests on a real Slurm cluster that is built for them (root; else those are skipped; 20 minutes)

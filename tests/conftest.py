@@ -55,20 +55,22 @@ LOOP_S = 200.0
 
 SLOW = frozenset({
     "agent/test_agent_keeper.py", "agent/test_rehearsal.py", "agent/test_zygote.py",
-    "checkpoint/replicas/test_copies_attacked.py", "checkpoint/replicas/test_supply.py",
-    "checkpoint/test_checkpoint.py", "checkpoint/test_checkpoint_async.py", "checkpoint/test_checkpoint_kill.py",
-    "checkpoint/test_checkpoint_ranks.py", "checkpoint/test_checkpoint_sharded.py", "checkpoint/test_late_rescue.py",
-    "checkpoint/test_resume_model.py", "checkpoint/test_strict_groups.py",
+    "checkpoint/replicas/test_copies_attacked.py", "checkpoint/replicas/test_keeper.py",
+    "checkpoint/replicas/test_step_copies.py", "checkpoint/replicas/test_supply.py", "checkpoint/test_checkpoint.py",
+    "checkpoint/test_checkpoint_async.py", "checkpoint/test_checkpoint_kill.py", "checkpoint/test_checkpoint_ranks.py",
+    "checkpoint/test_checkpoint_sharded.py", "checkpoint/test_late_rescue.py", "checkpoint/test_memory_restart.py",
+    "checkpoint/test_resume_model.py", "checkpoint/test_save_pressure.py", "checkpoint/test_strict_groups.py",
     "checkpoint/writer/test_checkpoint_writer.py", "checkpoint/writer/test_checkpoint_writer_faults.py",
     "checkpoint/writer/test_committer.py", "cli/test_bad_input.py", "cli/test_watch.py", "cli/test_without_torch.py",
     "compat/test_names_on_ranks.py", "examples/test_examples.py", "health/probes/test_gpu_faults.py",
-    "inference/test_trials.py", "integrations/test_huggingface_callback.py", "operations/test_launchers_of_scripts.py",
-    "operations/test_old_runs.py", "operations/test_sweep.py", "storage/test_odd_files.py", "storage/test_soft_lock.py",
-    "sync/test_sync_folder.py", "system/test_foreign_text.py", "system/test_health_isolation.py",
-    "system/test_siginfo.py", "worker/data/test_resumed_loaders.py", "worker/rerun/test_rerun_agreement.py",
-    "worker/rerun/test_rerun_ranks.py", "worker/standalone/test_failure_checks.py",
-    "worker/standalone/test_watchdog.py", "worker/stragglers/test_straggler_detector.py",
-    "worker/test_save_pace_ranks.py", "worker/test_signals.py",
+    "inference/serving/test_poison_at_an_endpoint.py", "inference/test_trials.py",
+    "integrations/test_huggingface_callback.py", "integrations/test_marked_folders.py",
+    "operations/test_launchers_of_scripts.py", "operations/test_old_runs.py", "operations/test_sweep.py",
+    "storage/test_odd_files.py", "storage/test_soft_lock.py", "sync/test_sync_folder.py", "system/test_foreign_text.py",
+    "system/test_health_isolation.py", "system/test_siginfo.py", "worker/data/test_resumed_loaders.py",
+    "worker/rerun/test_rerun_agreement.py", "worker/rerun/test_rerun_ranks.py",
+    "worker/standalone/test_failure_checks.py", "worker/standalone/test_watchdog.py",
+    "worker/stragglers/test_straggler_detector.py", "worker/test_save_pace_ranks.py", "worker/test_signals.py",
 })  # fmt: skip
 """Below tests/unit: what starts many processes, or waits for time to pass. Two thirds of the time of all unit tests."""
 

@@ -129,7 +129,6 @@ def test_a_failed_command_says_what_it_printed(own_lab):
     assert own_lab.run(["false"], check=False).returncode == 1
 
 
-@pytest.mark.long
 def test_a_killed_node_goes_down_and_a_started_one_serves_again(own_lab, eventually):
     job = submit(own_lab, "-w", "n2", "--no-requeue", script="srun sleep 600")
     eventually(lambda: processes_named(own_lab.folder, "n2", "sleep"))
@@ -176,7 +175,6 @@ def test_jobs_outlive_the_controller(own_lab, eventually, stop):
 TRAPPING = """srun bash -c 'trap "date +%s.%N >> $SLURM_JOB_ID.term" TERM; echo on; while :; do sleep 0.1; done'"""
 
 
-@pytest.mark.long
 def test_high_preempts_each_partition_in_its_own_way(own_lab, eventually):
     nodes = {"low": "n1", "cancel": "n2", "nograce": "n3"}
     jobs = {

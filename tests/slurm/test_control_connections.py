@@ -136,7 +136,6 @@ def test_a_full_shared_memory_at_a_start_is_a_launch_failure_that_names_it(tmp_p
     assert not [one for one in events if one.event in (EventName.AGENT_LOST, EventName.WORKERS_STARTED)], run.story()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("proxied", [[*TRAINER, "--steps", "2000", "--step-delay", "0.1"]], indirect=True, ids=[""])
 @pytest.mark.parametrize("cuts_answer", [False, True], ids=["the call", "its answer"])
 @pytest.mark.parametrize("kind", ["look", "propose", "commit"])

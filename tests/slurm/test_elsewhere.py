@@ -53,7 +53,6 @@ def nodes_of(run: Run) -> list[str]:
     return [event.details["nodes"] for event in run.events("attempt started")]
 
 
-@pytest.mark.long
 def test_exit_16_goes_on_on_different_nodes(blaming: Callable[..., Run]) -> None:
     run = blaming("n1")
     job = run.submit()
@@ -85,7 +84,6 @@ def test_where_all_others_are_drained_the_result_is_inconclusive(
     assert not run.events("requeued"), story
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "gpus",
     [pytest.param(2, id="with another GPU"), pytest.param(1, id="without another GPU", marks=pytest.mark.soak)],
@@ -113,7 +111,6 @@ def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
         assert "inconclusive" in run.events("decision")[-1].details["reason"], story
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "waits",
     [pytest.param(True, id="waits for them"), pytest.param(False, id="is inconclusive", marks=pytest.mark.soak)],
@@ -156,7 +153,6 @@ def test_a_spare_in_the_allocation_needs_no_requeue(blaming: Callable[..., Run])
     assert seconds < 15, story
 
 
-@pytest.mark.long
 def test_a_supervisor_killed_between_requeue_and_update(lab: Lab, blaming: Callable[..., Run], moody: Path) -> None:
     run = blaming("n1")
     (moody / "mode").write_text("die\n")
@@ -175,7 +171,6 @@ def test_a_supervisor_killed_between_requeue_and_update(lab: Lab, blaming: Calla
     assert run.folder.jobs() == [job]
 
 
-@pytest.mark.long
 def test_a_guardian_finishes_what_its_supervisor_began(blaming: Callable[..., Run], moody: Path) -> None:
     run = blaming("n1")
     (moody / "mode").write_text("orphan\n")

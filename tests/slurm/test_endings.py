@@ -209,7 +209,6 @@ def test_two_submissions_at_once(new_run: NewRun) -> None:
     assert len(run.folder.jobs()) == 1
 
 
-@pytest.mark.long
 def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
     """It names the original's jobs: stopping the copy must not cancel them."""
     run = new_run()

@@ -158,7 +158,6 @@ def test_a_request_that_holds_up_two_engines_ends_as_one_error_and_costs_no_rest
     assert set(endpoint.outcomes) == {200}, endpoint.outcomes
 
 
-@pytest.mark.long
 def test_an_engine_that_fails_everything_is_started_again(new_endpoint: New) -> None:
     endpoint = new_endpoint(max_restarts=5, max_retries=0)
     assert endpoint.ask()[0] == 200

@@ -34,7 +34,6 @@ def executor_here(path: Path, **parameters: Any) -> slurmft.Executor:
     return executor
 
 
-@pytest.mark.long
 def test_results_of_all_tasks_and_of_an_array(tmp_path: Path) -> None:
     executor = executor_here(tmp_path, tasks_per_node=2, name="adds")
 
@@ -104,7 +103,6 @@ def test_of_an_array_one_call_raises_one_ends_its_process_one_is_cancelled_and_t
     assert cancelled.run.wait(60) == 0
 
 
-@pytest.mark.long
 def test_an_array_goes_on_where_checkpoint_says_and_ends_with_its_last_call(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

@@ -53,7 +53,6 @@ def preempt_with_slow_saves(run: Run) -> None:
     run.wait_for("stop requested")
 
 
-@pytest.mark.long
 def test_a_stop_in_the_grace_is_not_undone(slow: Callable[..., Run]) -> None:
     run = slow()
     job = run.submit()
@@ -122,7 +121,6 @@ def test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand(new_run: NewRun, lab:
     assert run.digest() == undisturbed
 
 
-@pytest.mark.long
 def test_a_job_that_slurm_requeues_all_the_same_ends_at_once(slow: Callable[..., Run], lab: Lab, moody: Path) -> None:
     run = slow()
     job = submit_with(run, moody)

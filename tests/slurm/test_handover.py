@@ -214,7 +214,6 @@ def test_a_dead_owner_node_in_the_middle_makes_the_candidate_the_owner(lab: Lab,
     lab.wait_until_idle(30)
 
 
-@pytest.mark.long
 def test_a_requeue_by_scontrol_is_handed_over_as_well(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint()
     job = run.submit()

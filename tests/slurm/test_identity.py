@@ -52,7 +52,6 @@ def make_old(run: Run) -> None:
         os.utime(path, (long_ago, long_ago))
 
 
-@pytest.mark.long
 def test_a_number_that_went_to_another_job_is_left_alone(
     lab: Lab, new_run: NewRun, older_controller: Callable[[], None]
 ) -> None:

@@ -146,7 +146,6 @@ def test_a_calm_batch_has_every_answer_once(new_batch: NewBatch) -> None:
     assert len(run.nodes) == NODES and len(run.events("replica ready")) == NODES * REPLICAS
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", ["engine", "zygote", pytest.param("driver", marks=pytest.mark.soak)])
 def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch, victim: str) -> None:
     run = new_batch()
@@ -246,7 +245,6 @@ def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatc
     assert run.repeated() == 0, f"job {job}\n{run.story()}"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_engines_outlive_the_supervisor(new_batch: NewBatch, times: int) -> None:
     # a lease that a busy machine cannot miss: without a supervisor for that long, agents end

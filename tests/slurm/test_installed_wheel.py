@@ -111,7 +111,6 @@ def test_root_sets_up_the_site(site: Site, lab: Lab) -> None:
         assert printed == origin.read_text(), name
 
 
-@pytest.mark.long
 def test_a_user_trains_with_the_installation_and_an_own_python(site: Site, lab: Lab) -> None:
     (lab.home / "own").mkdir(exist_ok=True)
     os.chown(lab.home / "own", lab.uid, lab.gid)
@@ -139,7 +138,6 @@ slurmft submit train.yaml
     eventually((lab.home / "own/runs/train/done.json").exists, 60, "the end")
 
 
-@pytest.mark.long
 def test_another_user_installs_the_wheel_of_the_site(site: Site, lab: Lab) -> None:
     second = lab.second_user()
     wheel = f"{site.prefix}/wheels/slurmft-*.whl"

@@ -75,7 +75,6 @@ def endpoint(tmp_path: Path) -> Iterator[Gang]:
     eventually(lambda: found.processes(ENGINE) == [], 20, "a process of an engine is left")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_no_request_of_a_patient_client_fails_when_a_part_of_the_engine_dies(endpoint: Gang, victim: str) -> None:
     load = endpoint.load(60)
@@ -107,7 +106,6 @@ def test_no_request_of_a_patient_client_fails_when_a_part_of_the_engine_dies(end
         assert {0, 1, 2} - {*broken.details["numbers"]} <= {*formed.details["numbers"]}, endpoint.story()
 
 
-@pytest.mark.long
 def test_an_update_goes_back_when_a_node_of_the_gang_falls_silent(tmp_path: Path) -> None:
     """Not only when the new engine, which never becomes ready, would have had to be."""
     run = Gang(tmp_path / "endpoint")

@@ -26,7 +26,6 @@ def companions(run: LocalRun) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.long
 def test_metrics_are_published_and_a_dead_webhook_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     textfiles = tmp_path / "textfiles"
     textfiles.mkdir()

@@ -125,7 +125,6 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     eventually(lambda: found.processes("serving_engine.py") == [], 10, "an engine has outlived its driver")
 
 
-@pytest.mark.long
 def test_what_a_user_does(endpoint: Endpoint) -> None:
     url, headers = endpoint.slurmft("endpoint", str(endpoint.folder.path)).strip(), headers_file(endpoint.folder.path)
     assert endpoint.slurmft("endpoint", str(endpoint.folder.path), "--header-file").strip() == str(headers)
@@ -241,7 +240,6 @@ def test_no_request_of_a_patient_client_fails_when_something_dies(endpoint: Endp
         assert endpoint.events("agent lost") == [], "it goes on with another life of its replica"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["patient", pytest.param("plain", marks=pytest.mark.soak)])
 def test_a_dead_router_costs_a_plain_client_what_it_had_a_patient_one_nothing(endpoint: Endpoint, kind: str) -> None:
     load = endpoint.load(6, kind)

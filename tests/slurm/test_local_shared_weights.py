@@ -90,7 +90,6 @@ class Batch:
         assert [row["response"]["body"]["sum"] for row in rows] == [3000.0 + number for number in range(REQUESTS)]
 
 
-@pytest.mark.long
 def test_killed_engines_come_back_without_loading_and_nothing_stays_after_the_run(tmp_path: Path) -> None:
     batch = Batch(tmp_path)
     batch.submit()

@@ -95,7 +95,6 @@ def test_sbatch_train_sh_runs_the_same_supervisor(lab: Lab, new_run: NewRun, und
     assert run.digest() == undisturbed
 
 
-@pytest.mark.long
 def test_every_reading_verb_tells_the_run(new_run: NewRun) -> None:
     run = new_run(steps=5, delay=0.0)
     run.submit()

@@ -103,7 +103,6 @@ def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
         run.result(5)
 
 
-@pytest.mark.long
 @pytest.mark.slurm
 def test_a_callable_on_the_lab_goes_on_after_a_requeue(lab: Lab) -> None:
     """A notebook of an ordinary user: submit, requeue by hand, result."""

@@ -45,7 +45,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights(run)
 
 
-@pytest.mark.long
 def test_a_batch_that_does_not_fit_is_computed_in_smaller_pieces(tmp_path: Path, undisturbed: str) -> None:
     """Too large at the first step, twice: all steps were computed in the same pieces, so the weights are the same."""
     run = frail(tmp_path / "reduced", "--micro-batch", "8", "--fits", "2", oom={"action": "reduce_batch"})
@@ -66,7 +65,6 @@ def test_a_batch_that_cannot_be_smaller_ends_the_run(tmp_path: Path) -> None:
     assert "the micro-batch of 4 samples could next be 2, below oom.min_batch=3" in decision["reason"]
 
 
-@pytest.mark.long
 def test_a_checkpoint_from_which_the_run_dies_is_given_up(tmp_path: Path, undisturbed: str) -> None:
     """There is one machine only, so nobody can say that it is the node."""
     run = frail(tmp_path / "poisoned", "--dies-from", "8", "--fails-at", "9")

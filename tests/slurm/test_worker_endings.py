@@ -152,7 +152,6 @@ def test_a_term_when_all_ranks_evaluate(catch: Callable[..., Caught], alone: str
     assert_one_stop(caught.run, caught.job, alone, saved={8})
 
 
-@pytest.mark.long
 def test_a_term_when_a_rank_has_not_come_to_the_rendezvous(catch: Callable[..., Caught], alone: str) -> None:
     caught = catch("--at", "start-up", "--step", "0")
     caught.wait_until_reached()
@@ -221,7 +220,6 @@ COMPANY = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("options", "methods"), COMPANY)
 def test_a_term_between_two_steps_harms_nothing_that_a_worker_has_started(
     catch: Callable[..., Caught], alone: str, options: list[str], methods: list[str]

@@ -206,7 +206,6 @@ def slurmft(*arguments: str) -> tuple[int, str]:
     return result.return_value or 0, result.output
 
 
-@pytest.mark.long
 @of_each(name=FILES, kind=odd_files.MAKERS)
 @pytest.mark.timeout(900)
 def test_no_verb_hangs_or_hides_another_run(tmp_path, monkeypatch, kind, name):

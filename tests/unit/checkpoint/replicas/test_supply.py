@@ -161,7 +161,6 @@ def of(reports: list[dict], name: str) -> list[dict]:
     return found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["everything", "in_large_pieces"])
 def test_each_node_gets_what_it_lacks_byte_for_byte(reports, name):
     found = of(reports, name)

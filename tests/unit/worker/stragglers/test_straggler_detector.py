@@ -271,7 +271,6 @@ train(int(sys.argv[2]), Path(sys.argv[1]))
 """
 
 
-@pytest.mark.long
 def test_own_work_is_told_apart_although_steps_are_equally_long(tmp_path):
     pages = {
         (name, rank): TimingPage.create(tmp_path / f"{name}-{rank}", rank=rank, generation=1)
