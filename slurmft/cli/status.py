@@ -452,7 +452,8 @@ def _terminal() -> Iterator[Callable[[float], str]]:
         with contextlib.suppress(termios.error, OSError):
             termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is on_signal:  # after one they stay ignored, or the second of two would kill
+                signal.signal(number, handler)
 
 
 def _signs(shown: Console) -> str:
