@@ -214,7 +214,7 @@ class Row(IntEnum):
     """The numbers of a rank's row, at the beginning of a save."""
 
     CODE = 0
-    """0, or why this rank is not ready (``agreement.Guard``)."""
+    """0, or why this rank is not ready (``Guard``)."""
 
     STEP = 1
     FINGERPRINT = 2
@@ -374,13 +374,13 @@ class Turn:
         return [0, 0, 0]
 
 
-SAVED_ONCE = "and a tensor that is no DTensor is saved once for all"
-OWN_STATE = "state of each rank's own is saved where it is a DTensor (fully_shard, DTensor.from_local)"
-
-
 def two_are_under_way(rows: Sequence[Sequence[int]]) -> bool:
     """On some rank, which has no place for a save before one of them has ended."""
     return any(row[Row.OLDER] >= MAX_UNCOMMITTED for row in rows)
+
+
+SAVED_ONCE = "and a tensor that is no DTensor is saved once for all"
+OWN_STATE = "state of each rank's own is saved where it is a DTensor (fully_shard, DTensor.from_local)"
 
 
 def refuse_unlike(team: Team, rows: Sequence[Sequence[int]], layout: Layout, what: str) -> None:
@@ -402,8 +402,9 @@ def refuse_unlike(team: Team, rows: Sequence[Sequence[int]], layout: Layout, wha
 
 
 def _first_unlike(team: Team, odd: int, layout: Layout) -> str:
-    lengths = [length for (length,) in team.exchange([len(layout.listing)])]
-    lead, other = [team.bytes_from(rank, layout.listing, lengths[rank]).decode().split("\n") for rank in (0, odd)]
+    own = layout.listing
+    lengths = [length for (length,) in team.exchange([len(own)])]
+    lead, other = [team.bytes_from(rank, own, lengths[rank]).decode().split("\n") for rank in (0, odd)]
     for rank, has, lacks in ((odd, lead, set(other)), (0, other, set(lead))):
         for line in has:
             if line not in lacks:

@@ -552,9 +552,12 @@ class CheckpointManager:
             return {Row.CODE: guard.code}
         older, waiting = self._snapshots.under_way
         return {
-            Row.STEP: step, Row.FINGERPRINT: prepared.layout.fingerprint, Row.IS_BUSY: prepared.place is None,
-            Row.OLDER: older, Row.WAITING: waiting,
-        }  # fmt: skip
+            Row.STEP: step,
+            Row.FINGERPRINT: prepared.layout.fingerprint,
+            Row.IS_BUSY: prepared.place is None,
+            Row.OLDER: older,
+            Row.WAITING: waiting,
+        }
 
     def _tell_left_out(self, team: Team, step: int, reason: str) -> None:
         """The first one, and then each time that their number has doubled: it may be so at every step."""

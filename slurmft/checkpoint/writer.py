@@ -71,7 +71,15 @@ from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, is_the_runs
 from slurmft.storage.patience import PASSING
 from slurmft.storage.verdicts import check_fence
-from slurmft.system.files import UnsafeFile, fsync_folder, read_bytes, read_text, replace_atomically, trusted_owners
+from slurmft.system.files import (
+    IS_FOLDER,
+    UnsafeFile,
+    fsync_folder,
+    read_bytes,
+    read_text,
+    replace_atomically,
+    trusted_owners,
+)
 from slurmft.system.foreign_text import log_to_stderr
 
 # --- abandoned saves ---
@@ -102,8 +110,7 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
         check_fence()
     except StorageError:
         return
-    with contextlib.suppress(OSError, StorageError), _own(folder) as descriptor:
-        held = Path(f"/proc/self/fd/{descriptor}")
+    with contextlib.suppress(OSError, StorageError), _own(folder) as held:
         if (held / MANIFEST).exists() or (shard and (held / index_file(shard)).exists()):
             return
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
@@ -266,7 +273,7 @@ class Task:
     """Of the checkpoint's folder."""
 
     has_left_image_lane: bool = False
-    """Its image is written, or never will be: whoever hears of that may offer another one at once."""
+    """Its image is written, or never will be. Set before that is reported, since the next save may come at once."""
 
     since: float = field(default_factory=time.monotonic)
     woken: threading.Event = field(default_factory=threading.Event)
@@ -669,8 +676,8 @@ def _committed_before(task: Task) -> Entry | None:
     try:
         return read_entry(task.request.folder)
     except StorageError:
-        with _own(task.request.folder) as descriptor:
-            Path(f"/proc/self/fd/{descriptor}", MANIFEST).unlink(missing_ok=True)
+        with _own(task.request.folder) as held:
+            (held / MANIFEST).unlink(missing_ok=True)
         return None
 
 
@@ -823,36 +830,37 @@ def _opened(folder: Path) -> Iterator[Path]:
     with contextlib.suppress(FileExistsError):
         # On a network filesystem this node may still remember that the folder did not exist.
         os.mkdir(folder)  # noqa: PTH102 - pathlib's exist_ok looks at that same stale memory
-    with _own(folder) as descriptor:
+    with _own(folder) as held:
         try:
-            yield Path(f"/proc/self/fd/{descriptor}")
-            if not _is_in_place(folder, descriptor):
+            yield held
+            if not _is_in_place(folder, held):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, descriptor):
+            if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, held):
                 raise Left("superseded", "its folder was removed", is_lost=True) from error
             raise
 
 
 @contextlib.contextmanager
-def _own(folder: Path) -> Iterator[int]:
-    """A descriptor of the checkpoint folder. Of a link, or another user's, the files may be any.
+def _own(folder: Path) -> Iterator[Path]:
+    """The checkpoint folder, whatever its name leads to meanwhile. Of a link, or another user's, the files may be any.
 
     Raises:
         OSError: it is one of these, or is not there.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(folder, IS_FOLDER)
     try:
         if (owner := os.fstat(descriptor).st_uid) not in trusted_owners(folder.parent):
             raise UnsafeFile(errno.EPERM, f"belongs to user id {owner}", str(folder))
-        yield descriptor
+        yield Path(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
 
 
-def _is_in_place(folder: Path, descriptor: int) -> bool:
+def _is_in_place(path: Path, held: Path | int) -> bool:
+    """Whether the name still leads to what is held, by a descriptor or by its path."""
     try:
-        return os.path.samestat(folder.stat(), os.fstat(descriptor))
+        return os.path.samefile(path, held)  # noqa: PTH121 - of a descriptor, too
     except OSError:
         return False
 

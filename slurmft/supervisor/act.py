@@ -371,7 +371,7 @@ def superfluous(history: Sequence[Event], attempt: Attempt, queued_at: float | N
     begun = (EventName.ATTEMPT_STARTED, EventName.DECISION)
     started = [restart for restart, event in mine if event.event in begun]
     if not started:
-        return _unheard(history, queued_at)
+        return _submitted_without_answer(history, queued_at)
     last = [event for restart, event in mine if restart >= started[-1]]
     decided = newest_of(last, EventName.DECISION)
     if decided is None:
@@ -380,11 +380,10 @@ def superfluous(history: Sequence[Event], attempt: Attempt, queued_at: float | N
     end = _end(decided, last)
     lived = (last[0].at.timestamp(), last[-1].at.timestamp())
     reason = why_superfluous(end, lived=lived, queued_at=queued_at, told=told)
-    code = decided.details.get("exit_code")
-    return Superfluous(reason, decided.attempt, end, code if type(code) is int else 1) if reason else None
+    return _after(decided, end, reason) if reason else None
 
 
-def _unheard(history: Sequence[Event], queued_at: float | None) -> Superfluous | None:
+def _submitted_without_answer(history: Sequence[Event], queued_at: float | None) -> Superfluous | None:
     """The same of a successor whose sbatch got no answer: the run has ended meanwhile, and could not cancel it."""
     tried = newest_of(history, EventName.RESUBMITTING, EventName.RESUBMITTED, EventName.RESUBMIT_FAILED)
     decided = newest_of(history, EventName.DECISION)
@@ -392,9 +391,12 @@ def _unheard(history: Sequence[Event], queued_at: float | None) -> Superfluous |
         return None
     if _end(decided, ()) is not End.STOPPED or not tried.seconds() - 1 <= queued_at <= decided.seconds():
         return None  # Slurm's times are whole seconds
+    return _after(decided, End.STOPPED, "it was submitted to continue the run, which has ended since")
+
+
+def _after(decided: Event, end: End, reason: str) -> Superfluous:
     code = decided.details.get("exit_code")
-    reason = "it was submitted to continue the run, which has ended since"
-    return Superfluous(reason, decided.attempt, End.STOPPED, code if type(code) is int else 1)
+    return Superfluous(reason, decided.attempt, end, code if type(code) is int else 1)
 
 
 def _end(decided: Event, lines: Iterable[Event]) -> End:

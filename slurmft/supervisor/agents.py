@@ -133,7 +133,7 @@ class AgentLink:
         return number, future
 
     def tell(self, call: messages.Call[Any]) -> None:
-        """Send a call whose reply nobody waits for; nothing where the agent is not connected."""
+        """Send a call without waiting for its reply; nothing where the agent is not connected."""
         if self.channel is not None:
             self.channel.send(call.as_call(UNANSWERED))
 

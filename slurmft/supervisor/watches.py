@@ -341,9 +341,8 @@ class Digests:
     """The digests of one attempt."""
 
     def __init__(
-        self, config: RunConfig, start: Start, seen: Observations, stops: Stops,
-        sender: EvidenceSender,
-    ) -> None:  # fmt: skip
+        self, config: RunConfig, start: Start, seen: Observations, stops: Stops, sender: EvidenceSender
+    ) -> None:
         self._config, self._start, self._seen, self._stops = config, start, seen, stops
         self._sender = sender
         self._steps: dict[int, dict[int, Digest]] = {}

@@ -581,7 +581,8 @@ UNFINISHED_S = 600.0
 KEPT_S = 120.0
 """So long after its process has last told that it lives, a folder with an heir is left to that one."""
 
-_IS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+IS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags with which a folder is opened, and nothing else; no link to one either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -683,7 +684,7 @@ def open_folder(path: Path, *, owner: int) -> Iterator[int]:
         UnsafeFile: it is another user's, or writable by others.
         OSError: it is not a folder, or cannot be opened.
     """
-    descriptor = os.open(path, _IS_FOLDER)
+    descriptor = os.open(path, IS_FOLDER)
     try:
         _check_folder(path, os.fstat(descriptor), owner)
         yield descriptor
@@ -751,7 +752,7 @@ def _empty(folder: int, depth: int) -> None:
         if not is_folder:
             os.unlink(name, dir_fd=folder)
             continue
-        inner = os.open(name, _IS_FOLDER, dir_fd=folder)
+        inner = os.open(name, IS_FOLDER, dir_fd=folder)
         try:
             _empty(inner, depth - 1)
         finally:

@@ -29,7 +29,7 @@ from dataclasses import field
 from tempfile import mkdtemp
 
 from slurmft.errors import StorageUnavailable
-from slurmft.system.files import check_private, own_folders, prefix, shared_memory, write_all
+from slurmft.system.files import IS_FOLDER, check_private, own_folders, prefix, shared_memory, write_all
 
 # --- Importing without the garbage collector, which looks at all modules again and again meanwhile ---
 
@@ -587,7 +587,7 @@ def _lock(name: str, environment: Mapping[str, str]) -> list[int]:
         if not own_folders(root, names):
             mkdtemp(dir=root, prefix=names)
         for folder in own_folders(root, names):
-            held.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+            held.append(os.open(folder, IS_FOLDER))
             fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         _close(held)

@@ -232,8 +232,8 @@ def test_cron_does_not_bring_back_a_stopped_run_whose_job_is_held_for_good() -> 
     assert not world.violations, story(world)
 
 
-def test_a_successor_of_which_nobody_heard_does_not_train_after_a_stop() -> None:
-    """Its sbatch got no answer; Slurm has requeued the job before as well, whose start took the user's request."""
+def test_a_successor_whose_sbatch_got_no_answer_does_not_train_after_a_stop() -> None:
+    """Slurm has requeued the job before it as well, and that start has taken the user's request."""
     faults = [(0.0, kill_supervisor_in_its_work), (0.06, preempted(30)), (2.44, fill_disk_in_its_work),
               (2.52, lose_controller), (11.77, ask_for_stop)]  # fmt: skip
     resubmitting = {"preemption": {"continue_by": "resubmit", "signal_lead_s": 20}, "slurm": {"partition": "low"}}

@@ -95,23 +95,23 @@ def test_a_person_who_requeues_a_stopped_job_later_is_obeyed() -> None:
     assert superfluous(history, SECOND, history[-1].at.timestamp() + 3600) is None
 
 
-UNHEARD = [STARTED, GOES_ON, first("resubmitting"), ("7.1.0", "attempt started", {}), ("7.1.0", *STOP[1:])]
+NO_ANSWER = [STARTED, GOES_ON, first("resubmitting"), ("7.1.0", "attempt started", {}), ("7.1.0", *STOP[1:])]
 
 
 @pytest.mark.parametrize(
     ("lines", "queued_s", "is_superfluous"),
     [
-        (UNHEARD, 2, True),
-        (UNHEARD, 3, True),
-        (UNHEARD, None, False),  # of its user, for all that is known
-        (UNHEARD, 0, False),  # submitted beside the one that began the run
-        (UNHEARD, 60, False),  # its user wants the stopped run to go on
-        ([*UNHEARD[:3], first("resubmitted", job="8"), *UNHEARD[3:]], 2, False),  # that was heard, and is job 8
-        ([*UNHEARD[:4], ("7.1.0", *GOES_ON[1:])], 2, False),
-        (UNHEARD[:3], 2, False),
+        (NO_ANSWER, 2, True),
+        (NO_ANSWER, 3, True),
+        (NO_ANSWER, None, False),  # of its user, for all that is known
+        (NO_ANSWER, 0, False),  # submitted beside the one that began the run
+        (NO_ANSWER, 60, False),  # its user wants the stopped run to go on
+        ([*NO_ANSWER[:3], first("resubmitted", job="8"), *NO_ANSWER[3:]], 2, False),  # that was answered, and is job 8
+        ([*NO_ANSWER[:4], ("7.1.0", *GOES_ON[1:])], 2, False),
+        (NO_ANSWER[:3], 2, False),
     ],
 )
-def test_a_successor_of_which_nobody_heard_does_not_train_after_a_stop(
+def test_a_successor_whose_sbatch_got_no_answer_does_not_train_after_a_stop(
     lines: list[Line], queued_s: float | None, is_superfluous: bool
 ) -> None:
     queued_at = None if queued_s is None else NOON.timestamp() + queued_s
