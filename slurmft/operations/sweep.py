@@ -6,7 +6,6 @@ A sweep asks Slurm first. Where it does not answer, nothing is changed, as no no
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import urllib.error
 import urllib.request
@@ -33,8 +32,6 @@ from slurmft.system.exposition import GAUGE, Family, Sample, text
 from slurmft.system.files import replace_atomically
 
 # --- Look at Slurm, at the nodes' results and at the exclusion list; then act on it, and report ---
-
-log = logging.getLogger(__name__)
 
 RESCUE_FRACTION = 0.5
 """Part of a sweep's time in which the turns of runs' owners begin."""

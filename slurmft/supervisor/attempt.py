@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,8 +65,6 @@ async def rescue(pool: AgentPool, links: Sequence[AgentLink], journal: Journal) 
 LAUNCH_LOOK_S = 0.5
 START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
-
-log = logging.getLogger(__name__)
 
 
 class AttemptRunner:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.config.sections import PreemptionConfig
@@ -23,9 +23,6 @@ from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.hangs import look_at_all
 from slurmft.supervisor.observations import Observations
 from slurmft.system.background import Background
-
-if TYPE_CHECKING:
-    pass
 
 # --- Slurm's state of the supervisor's own job: whether and why Slurm ends it, and how long is left ---
 
