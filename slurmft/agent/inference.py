@@ -277,8 +277,10 @@ class Replicas:
                     self._draining = asyncio.create_task(self._pool.drain(call.within_s))
             case messages.RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
                 self._background.start(self._renew(call))
+            case messages.Kill():  # of all workers, by the agent: no request is the reason of those deaths
+                self._pool.is_draining = True
+                return False
             case _:
-                self._pool.is_draining |= isinstance(call, messages.Kill)  # no request is the reason of those deaths
                 return False
         return True
 
