@@ -684,6 +684,8 @@ class Agent:
             case messages.PassOnTerm(at_last=at_last):
                 self._pass_on_term(at_last=bool(at_last))
             case messages.Kill():
+                if self._replicas is not None:
+                    self._replicas.end()
                 self._workers.kill()
             case messages.Rehearse():
                 self._rehearsal.begin()

@@ -277,9 +277,6 @@ class Replicas:
                     self._draining = asyncio.create_task(self._pool.drain(call.within_s))
             case messages.RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
                 self._background.start(self._renew(call))
-            case messages.Kill():  # of all workers, by the agent: no request is the reason of those deaths
-                self._pool.is_draining = True
-                return False
             case _:
                 return False
         return True
@@ -319,6 +316,10 @@ class Replicas:
     def note_signal(self) -> None:
         """This node got a signal that asks for a stop."""
         self._pool.note_signal()
+
+    def end(self) -> None:
+        """The agent kills all of them: no request is the reason of those deaths, and nothing is started again."""
+        self._pool.is_draining = True
 
     async def close(self) -> None:
         """Stop looking after the replicas; the agent kills them."""
