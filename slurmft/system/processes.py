@@ -129,7 +129,7 @@ def birth_of(pid: int) -> str:
 
     Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
     """
-    boot, (_, fields) = text_of("/proc/sys/kernel/random/boot_id").strip(), _stat(Path(f"/proc/{pid}"))
+    boot, (_, fields) = text_of("/proc/sys/kernel/random/boot_id").strip(), _stat(pid)
     return f"{boot}:{fields[_START_TICKS]}" if boot and fields else ""
 
 
@@ -140,10 +140,7 @@ def lives(pid: int, birth: str) -> bool:
 
 def was_given(pid: int, variable: str, value: str) -> bool:
     """Whether the process began with this environment variable; False where it is gone, or not ours to look at."""
-    try:
-        return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return f"{variable}={value}".encode() in _environment_of(pid).split(b"\0")
 
 
 def is_stopped(pid: int) -> bool:
@@ -170,14 +167,13 @@ def who() -> str:
 
 def children_of(pid: int) -> list[tuple[int, str]]:
     """Process id and name of its living children."""
-    found = [(folder, *_stat(folder)) for folder in Path("/proc").glob("[0-9]*")]
-    return [(int(folder.name), name) for folder, name, fields in found if fields and fields[0] == str(pid)]
+    found = [(each, *_stat(each)) for each in _ids()]
+    return [(each, name) for each, name, fields in found if fields and fields[0] == str(pid)]
 
 
 def session_members(session: int) -> set[int]:
     """Process ids of a session's living processes; its leader may have ended (setsid(2))."""
-    found = ((int(folder.name), _stat(folder)[1]) for folder in Path("/proc").glob("[0-9]*"))
-    return {pid for pid, fields in found if fields and fields[_SESSION] == str(session)}
+    return {pid for pid in _ids() if _session_of(pid) == session and _stat(pid)[1]}
 
 
 def kill_left(ended: Mapping[int, str], within_s: float = 0.0, own: Collection[int] | None = None) -> None:
@@ -189,12 +185,13 @@ def kill_left(ended: Mapping[int, str], within_s: float = 0.0, own: Collection[i
         own: children of this process that live on; given where it adopts what ended ones leave.
     """
     marks = frozenset(ended.values())
-    _kill_until_gone(lambda: _left_of({str(pid) for pid in ended}, lambda _, mark: mark in marks, own), within_s)
+    if ended or own is not None:
+        _kill_until_gone(lambda: _left_of(ended, lambda _, mark: mark in marks, own), within_s)
 
 
 def kill_marked(is_left: Callable[[int, str], bool], within_s: float) -> None:
     """As ``kill_left``, for processes whose id and mark ``is_left`` picks."""
-    _kill_until_gone(lambda: _left_of(frozenset(), is_left, None), within_s)
+    _kill_until_gone(lambda: _left_of((), is_left, None), within_s)
 
 
 def _kill_until_gone(find: Callable[[], set[int]], within_s: float) -> None:
@@ -208,29 +205,43 @@ def _kill_until_gone(find: Callable[[], set[int]], within_s: float) -> None:
         time.sleep(0.005)
 
 
-def _left_of(sessions: Collection[str], is_left: Callable[[int, str], bool], own: Collection[int] | None) -> set[int]:
+def _left_of(sessions: Collection[int], is_left: Callable[[int, str], bool], own: Collection[int] | None) -> set[int]:
+    # Ranks wait for it between two attempts, on nodes with thousands of processes: two system calls for most of them.
     job, begins = f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID', '')}".encode(), f"{MARK_VARIABLE}=".encode()
-    found, children = set[int](), dict[int, list[int]]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        _, fields = _stat(folder)
-        if not fields:
-            continue
-        pid = int(folder.name)
-        children.setdefault(int(fields[0]), []).append(pid)
-        if fields[_SESSION] in sessions:
-            found.add(pid)
-            continue
-        with contextlib.suppress(OSError):  # another user's, or gone
-            words = (folder / "environ").read_bytes().split(b"\0")
+    found = set[int]()
+    for pid in _ids():
+        if sessions and _session_of(pid) in sessions:
+            if _stat(pid)[1]:
+                found.add(pid)
+        elif begins in (environment := _environment_of(pid)):
+            words = environment.split(b"\0")
             mark = next((os.fsdecode(one[len(begins) :]) for one in words if one.startswith(begins)), "")
             if mark and is_left(pid, mark) and all(one == job for one in words if one.startswith(b"SLURM_JOB_ID=")):
                 found.add(pid)
-    if own is not None:
-        adopted = [pid for pid in children.get(os.getpid(), ()) if pid not in own]
-        while adopted:
-            found.add(pid := adopted.pop())
-            adopted += children.get(pid, ())
+    adopted = [] if own is None else [pid for pid, _ in children_of(os.getpid()) if pid not in own]
+    while adopted:
+        found.add(pid := adopted.pop())
+        adopted += [child for child, _ in children_of(pid)]
     return found
+
+
+def _ids() -> list[int]:
+    return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # it is gone, or not ours to ask
+        return None
+
+
+def _environment_of(pid: int) -> bytes:
+    """What it began with, NAME=VALUE ended by zeros; empty where it is gone, or not ours to look at."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
 
 
 def output_of(process: subprocess.Popen[bytes], within_s: float, limit_bytes: int) -> tuple[list[bytes], int | None]:
@@ -294,9 +305,9 @@ def owners_of_loopback_port(port: int) -> set[int]:
     return found
 
 
-def _stat(folder: Path) -> tuple[str, list[str]]:
+def _stat(pid: int) -> tuple[str, list[str]]:
     """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
-    before, _, after = text_of(f"{folder}/stat").rpartition(")")
+    before, _, after = text_of(f"/proc/{pid}/stat").rpartition(")")
     state, *fields = after.split() or ["Z"]
     return before.partition("(")[2], [] if state in "ZX" else fields
 

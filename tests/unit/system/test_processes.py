@@ -3,11 +3,20 @@
 import gc
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from slurmft.system.processes import fits, owners_of_loopback_port, without_collections
+from slurmft.system.processes import (
+    MARK_VARIABLE,
+    fits,
+    kill_left,
+    owners_of_loopback_port,
+    session_members,
+    without_collections,
+)
 
 GIB = 1 << 30
 LITTLE = 1 << 20
@@ -129,3 +138,48 @@ def test_the_collector_is_on_again_also_after_an_error_and_leaves_the_imported_a
         assert gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+@pytest.fixture
+def started():
+    """Start a program that leads a session and has one that does so as well; both sleep."""
+    running = []
+
+    def start(**environment: str) -> tuple[subprocess.Popen[bytes], int]:
+        nested = "import subprocess, sys; print(subprocess.Popen(['sleep', '99']).pid, flush=True); sys.stdin.read()"
+        first = subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                 start_new_session=True, env={**os.environ, **environment})  # fmt: skip
+        running.append(first)
+        return first, int(first.stdout.readline())
+
+    yield start
+    for first in running:
+        for pid in session_members(first.pid):
+            os.kill(pid, 9)
+        first.communicate()
+
+
+def test_what_a_session_leaves_is_killed_without_its_leader(started):
+    (first, child), (_, other) = started(), started()
+    first.kill()
+    first.wait()
+    assert session_members(first.pid) == {child}
+    kill_left({first.pid: "none has it"}, within_s=10.0)
+    assert session_members(first.pid) == set()
+    os.kill(other, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_killed"),
+    [
+        pytest.param({MARK_VARIABLE: "7-1"}, True, id="of the worker"),
+        pytest.param({MARK_VARIABLE: "7-2"}, False, id="of another"),
+        pytest.param({MARK_VARIABLE: ""}, False, id="outlives it"),
+        pytest.param({MARK_VARIABLE: "7-1", "SLURM_JOB_ID": "8"}, False, id="in a job of its own"),
+    ],
+)
+def test_what_a_worker_started_in_other_sessions_is_killed_by_its_mark(started, monkeypatch, environment, is_killed):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first, _ = started(**environment)
+    kill_left({1 << 22: "7-1"}, within_s=10.0)
+    assert (session_members(first.pid) == set()) == is_killed
