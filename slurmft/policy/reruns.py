@@ -6,7 +6,6 @@ values in, an outcome out.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections import Counter, defaultdict
@@ -262,20 +261,6 @@ class RerunSettings:
     def injects(self) -> bool:
         """Whether any error may be injected."""
         return self.error_injection_rate > 0 or self.error_injection_step is not None
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> RerunSettings:
-        """The settings of the section as JSON; keys that are missing have their defaults, unknown ones are ignored.
-
-        Raises:
-            ValueError: a value is of another type.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {key: value for key, value in given.items() if key in known}
-        for name, kind in (("mode", Mode), ("error_injection_type", Injection)):
-            if name in values:
-                values[name] = kind(values[name])
-        return cls(**values)
 
 
 # --- What digests of replicas say: all agree, some differ from the majority, or it cannot be told which are right ---
