@@ -36,7 +36,7 @@ from slurmft.supervisor import attempt as attempt_module
 from slurmft.supervisor import crew as crew_module
 from slurmft.supervisor import placement
 from slurmft.supervisor import run as run_module
-from slurmft.supervisor.act import AttemptEnd, Continuation
+from slurmft.supervisor.act import AttemptEnd
 from slurmft.supervisor.agents import AgentLink, AgentPool, Outlived, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.crew import AttemptFolder, Crew
@@ -720,7 +720,7 @@ PLANTED: dict[str, Planted] = {
         _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
     "a killed supervisor's submission is made again": Planted(
         lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda *_: False),
-                       patch.setattr(Continuation, "later_job", lambda _: None))[0],
+                       patch.setattr(AttemptEnd, "_later_job", lambda _: Answer.NO))[0],
         "one continuation", KILLED_AFTER_SBATCH),
     "a job that was cancelled is requeued": Planted(
         _put(own_jobs, "_ending_now", lambda *_: parsing.JobEnding.NOT_ENDING), "stop means stop", CANCELLED_SILENTLY),
