@@ -16,8 +16,21 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
-from slurmft.policy.continuation import Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
-from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
+from slurmft.policy.decide import (
+    HOPELESS,
+    RESTARTABLE,
+    Answer,
+    Budget,
+    Decided,
+    Do,
+    Found,
+    NoPlace,
+    Rules,
+    State,
+    carried_out,
+    decide,
+    step,
+)
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
@@ -424,7 +437,7 @@ log = logging.getLogger(__name__)
 
 
 class AttemptEnd:
-    """Does what follows the end of one attempt, as ``policy.continuation`` says.
+    """Does what follows the end of one attempt, as ``policy.decide`` says.
 
     Args:
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
