@@ -18,6 +18,7 @@ from slurmft.policy import life
 from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, held_against, judge
 from slurmft.policy.verdict import Cause, Suspect, Verdict
 from slurmft.scheduler.slurm import in_order
+from slurmft.storage.history import workload_of
 from slurmft.storage.journal import EventName, Journal
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
@@ -30,7 +31,6 @@ from slurmft.supervisor.agents import (
 )
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
-from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.observations import (
     HURRIED_READ_S,

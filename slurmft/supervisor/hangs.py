@@ -21,11 +21,10 @@ from slurmft.ipc.messages import AskSections, DurationsReport, EvidenceReply, Ha
 from slurmft.policy import hangs, judge
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.storage import history as storage_history
-from slurmft.storage.history import fingerprint
+from slurmft.storage.history import fingerprint, workload_of
 from slurmft.storage.journal import Event, EventName, Journal, listed, newest_of
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, ask_unread
 from slurmft.supervisor.cluster import Start
-from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.observations import progressed
 
 # --- forensics ---

@@ -26,12 +26,12 @@ from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Ver
 from slurmft.scheduler.slurm import expand
 from slurmft.storage import run_folder
 from slurmft.storage.checkpoint_names import Doubt, note_doubt, note_verified
+from slurmft.storage.history import workload_of
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.agents import AgentLink, AgentPool
 from slurmft.supervisor.cluster import SlurmCluster, Start
 from slurmft.supervisor.crew import Crew, named
-from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations, budget_after, past_ends
 from slurmft.supervisor.placement import EvidenceSender, next_placement, nodes_to_use

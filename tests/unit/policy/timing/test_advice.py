@@ -17,9 +17,8 @@ from slurmft.policy.checkpoints import DAY_S, FailureHistory, Measured, Setting,
 from slurmft.policy.stop import GraceNeed
 from slurmft.scheduler.slurm import Site
 from slurmft.storage import history
-from slurmft.storage.history import Timings
+from slurmft.storage.history import Timings, workload_of
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.grace import workload_of
 
 BY_STEPS = Setting(interval="steps", steps=100, seconds=0.0)
 NEED = GraceNeed(longest_step_s=0.8, save_s=2.0, step_s=0.5, interval_steps=100)

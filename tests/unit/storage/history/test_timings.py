@@ -10,9 +10,19 @@ import pytest
 
 from slurmft.config.run import validate
 from slurmft.ipc.messages import WorkerFacts
+from slurmft.operations.grace import need_of
 from slurmft.storage import history
-from slurmft.storage.history import MAX_ATTEMPTS, MAX_SAVES, TIMINGS_FILE, Timings, earlier, p99_save_s, read, write
-from slurmft.supervisor.grace import need_of, workload_of
+from slurmft.storage.history import (
+    MAX_ATTEMPTS,
+    MAX_SAVES,
+    TIMINGS_FILE,
+    Timings,
+    earlier,
+    p99_save_s,
+    read,
+    workload_of,
+    write,
+)
 from slurmft.supervisor.observations import SUSPENDED_S, Measurements
 
 WORK = "w0rk"
