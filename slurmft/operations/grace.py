@@ -44,7 +44,7 @@ def refuse_warnings(findings: Sequence[Finding]) -> None:
 
 def need_of(config: RunConfig) -> GraceNeed:
     """The needs of a stop, from earlier runs of the same workload."""
-    return need_from(config, history.earlier(config.run_folder, history.workload_of(config)))
+    return need_from(config, history.earlier(config.run_folder, history.fingerprint(config.workload)))
 
 
 def need_from(config: RunConfig, measured: Sequence[history.Timings]) -> GraceNeed:

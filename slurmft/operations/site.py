@@ -684,7 +684,7 @@ def counsel(config: RunConfig, environment: Mapping[str, str]) -> Counsel:
 
 
 def _measured_before(config: RunConfig) -> Measured:
-    workload = history.workload_of(config)
+    workload = history.fingerprint(config.workload)
     own = list(history.read(config.run_folder, workload).values())  # once: it warns of a file that is damaged
     earlier = own or history.beside(config.run_folder, workload)
     return Measured(

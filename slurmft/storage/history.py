@@ -12,14 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.policy.hangs import MAX_SAMPLES
 from slurmft.system.files import duration, naming, number, opened, parse_json, read_json, write_bytes, write_json
-
-if TYPE_CHECKING:
-    from slurmft.config.run import RunConfig
 
 # --- How long the steps and saves of a run took, kept for the next submission of the same workload ---
 # A workload is known by its fingerprint; a run's numbers are believed for the same one only. One entry for each
@@ -68,19 +65,6 @@ class Timings:
 def fingerprint(facts: Mapping[str, Any]) -> str:
     """Identifies a workload by all values that its speed depends on."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def workload_of(config: RunConfig) -> str:
-    """The fingerprint of what ``config`` trains: what its speed depends on, and not where, when or how long."""
-    return fingerprint(
-        {
-            "command": config.command,
-            "nodes": config.nodes,
-            "nproc_per_node": config.nproc_per_node,
-            "environment": config.environment,
-            "working_directory": config.working_directory,
-        }
-    )
 
 
 def read(run_folder: Path, workload: str) -> dict[str, Timings]:

@@ -18,7 +18,7 @@ from slurmft.policy import life
 from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, held_against, judge
 from slurmft.policy.verdict import Cause, Suspect, Verdict
 from slurmft.scheduler.slurm import in_order
-from slurmft.storage.history import workload_of
+from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import EventName, Journal
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
@@ -77,8 +77,8 @@ class AttemptRunner:
         self._pool = crew.pool
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
-            workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
-            done_before=start.reached,
+            workload=fingerprint(config.workload), history=start.history,
+            max_failed_saves=config.checkpoint.max_failed_saves, done_before=start.reached,
         )  # fmt: skip
         self._slurm = SlurmNotices(self._cluster, start.journal)
         self._background = Background(self._on_error)

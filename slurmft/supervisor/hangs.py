@@ -21,7 +21,7 @@ from slurmft.ipc.messages import AskSections, DurationsReport, EvidenceReply, Ha
 from slurmft.policy import hangs, judge
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.storage import history as storage_history
-from slurmft.storage.history import fingerprint, workload_of
+from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import Event, EventName, Journal, listed, newest_of
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, ask_unread
 from slurmft.supervisor.cluster import Start
@@ -303,7 +303,7 @@ class Hangs:
         self._settings = config.fault_tolerance
         self._workload = fingerprint(
             {
-                "workload": workload_of(config),
+                "workload": fingerprint(config.workload),
                 "world_size": config.world_size,
                 "checkpoint": config.checkpoint.model_dump(mode="json"),
                 "rerun": config.rerun.mode,

@@ -26,7 +26,7 @@ from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Ver
 from slurmft.scheduler.slurm import expand
 from slurmft.storage import run_folder
 from slurmft.storage.checkpoint_names import Doubt, note_doubt, note_verified
-from slurmft.storage.history import workload_of
+from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.agents import AgentLink, AgentPool
@@ -512,7 +512,7 @@ class SlowNodes:
                 self._config.model_copy(update={"nodes": nodes}),
                 self._start.run.path,
                 self._start.journal,
-                workload=workload_of(self._config),
+                workload=fingerprint(self._config.workload),
             )
         self._watch.note(host, report)
         if (slow := self._watch.verdict()) is not None:
