@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
+from slurmft.policy.values import few
 from slurmft.policy.verdict import Suspect
 
 # --- The verdict of a rejected result that was computed again: on the hardware, on the software, or none ---
@@ -363,10 +364,9 @@ def is_left_out(name: str, names: Collection[str]) -> bool:
 
 def words(wrong: Mapping[int, str], compared: int, step: int) -> str:
     """A sentence about ranks (with their nodes) that differ from the other replicas."""
-    named = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(wrong.items())[:5])
-    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    named = few([f"rank {rank} on {node}" for rank, node in sorted(wrong.items())], 5)
     verb = "differs" if len(wrong) == 1 else "differ"
-    what = f"after step {step}, the weights or optimizer state of {named}{more} {verb} from the other replicas"
+    what = f"after step {step}, the weights or optimizer state of {named} {verb} from the other replicas"
     return f"{what} ({compared} ranks compared): silent data corruption"
 
 

@@ -350,11 +350,6 @@ class Roster:
         return self._names[link.node]
 
 
-def named(nodes: Sequence[str]) -> str:
-    """A few names, in words."""
-    return ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
-
-
 # --- Agents that are gone: started again in steps of one node each, or given up for good ---
 # What Slurm does (seen on 22.05, in a job and a step with --no-kill):
 #

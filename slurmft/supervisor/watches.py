@@ -21,7 +21,7 @@ from slurmft.policy import life
 from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Corruption
 from slurmft.policy.reruns import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
+from slurmft.policy.values import NOT_YET, SIMULATED, Order, few, order_of
 from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.slurm import expand
 from slurmft.storage import run_folder
@@ -31,7 +31,7 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.agents import AgentLink, AgentPool
 from slurmft.supervisor.cluster import SlurmCluster, Start
-from slurmft.supervisor.crew import Crew, named
+from slurmft.supervisor.crew import Crew
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations, budget_after, past_ends
 from slurmft.supervisor.placement import EvidenceSender, next_placement, nodes_to_use
@@ -162,7 +162,7 @@ class Resizing:
         while True:
             await asyncio.sleep(LOOK_S)
             if self._stops.planned is None and self._seen.any_started and self._is_time_to_grow():
-                self._stops.stop_for(Cause.RESIZED, f"goes on with {named(self._awaited)} as well")
+                self._stops.stop_for(Cause.RESIZED, f"goes on with {few(self._awaited, 5)} as well")
 
     def leave(self, link: AgentLink) -> None:
         """The job that lends this node is ending: do without it, while there is time for a save."""
