@@ -348,7 +348,6 @@ class Digests:
         self._steps: dict[int, dict[int, Digest]] = {}
         self._nodes: dict[int, str] = {}
         self._agreed: dict[int, tuple[Digest, ...]] = {}
-        self._newest_agreed = -1
         self._verified: int | None = None
         self._is_off = False
         self._doubted: Mapping[int, Mapping[str, Digest]] | None = None
@@ -404,7 +403,6 @@ class Digests:
         elif result.differs:
             self._accuse(step, digests, result)
         elif result.agrees:
-            self._newest_agreed = max(self._newest_agreed, step)
             self._agreed[step] = tuple(dict.fromkeys(digests.values()))
             for old in sorted(self._agreed)[:-KEPT_STEPS]:
                 del self._agreed[old]
@@ -416,7 +414,7 @@ class Digests:
         is_known = bool(result.wrong) or len({*nodes.values()}) == 1
         reason = words(nodes, result.compared, step) if result.wrong else words_of_split(nodes, step)
         suspects = tuple(Suspect(node=node, rank=rank) for rank, node in sorted(nodes.items())) if is_known else ()
-        trusted = max(self._newest_agreed, self._seen.reached()[0])
+        trusted = max([*self._agreed, self._seen.reached()[0]])
         values = {} if is_known else {node: [digests[rank].group, digests[rank].value] for rank, node in nodes.items()}
         self.found = Corruption(reason=reason, step=step, trusted_step=trusted, suspects=suspects)
         self._start.journal.append(
