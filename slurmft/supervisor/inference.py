@@ -375,7 +375,7 @@ class InferenceAttempt:
         while not self._joined and not self.stops.over.is_set():
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"no agent reported within {timeout_s:.0f} s (fault_tolerance.launch_timeout_s)",
-                                  hint=f"see srun.err in {self._folder.path}")  # fmt: skip
+                                  hint=f"see srun.err in {self._crew.folder.path}")  # fmt: skip
             await asyncio.sleep(POLL_S)
 
     async def _finish(self) -> None:
@@ -528,9 +528,8 @@ class InferenceAttempt:
         if not self.stops.over.is_set():
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             is_meant = self.stops.planned is not None or self._slurm.outside is not None
-            self.stops.feed(
-                life.Ended("" if is_meant else f"all agents ended, with {codes}{self._folder.last_words()}")
-            )
+            words = "" if is_meant else f"all agents ended, with {codes}{self._crew.folder.last_words()}"
+            self.stops.feed(life.Ended(words))
 
     async def _are_begun_again(self) -> bool:
         """All own agents have ended: whether one that took part is being started again in its place."""
