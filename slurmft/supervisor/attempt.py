@@ -555,11 +555,7 @@ class Growing(Resizing):
                     rank, self._next_rank = self._next_rank, self._next_rank + 1
                     await self._attempt.add(link, rank)
 
-    def leave(self, link: AgentLink) -> None:
-        if link.leaving or link.channel is None:
-            return
-        link.leaving = True
-        self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
+    def _do_without(self, link: AgentLink) -> None:
         link.tell(messages.PassOnTerm())
         self._stops.background.start(self._part_with(link))
 

@@ -192,13 +192,9 @@ class KeptFolders:
             return
         self._start, self._generation = start, start.generation
         self._run = self._run or await asyncio.to_thread(self._identity)
-        limit_s = max(each.restore_timeout_s for each in self._folders) + MARGIN_S
-        problems = await asyncio.gather(
-            *(
-                self._order(link, place, "restore", within_s=0.0, until_s=lambda: time.monotonic() + limit_s, over=over)
-                for place, link in enumerate(members)
-            )
-        )
+        end_s = time.monotonic() + max(each.restore_timeout_s for each in self._folders) + MARGIN_S
+        orders = [self._order(link, place, lambda: end_s, over) for place, link in enumerate(members)]
+        problems = await asyncio.gather(*orders)
         if not over.is_set() and (problem := next(filter(None, problems), "")):
             raise LaunchError(problem)
 
@@ -215,15 +211,9 @@ class KeptFolders:
         def until() -> float:
             return min(end_s, until_s())
 
-        members = list(enumerate(self._pool.members))
-        results = await asyncio.gather(
-            *(
-                self._order(link, place, "upload", within_s=max(1.0, until() - time.monotonic()), until_s=until)
-                for place, link in members
-            ),
-            return_exceptions=True,
-        )
-        for (_, link), result in zip(members, results, strict=True):
+        members = list(self._pool.members)
+        orders = [self._order(link, place, until) for place, link in enumerate(members)]
+        for link, result in zip(members, await asyncio.gather(*orders, return_exceptions=True), strict=True):
             if isinstance(result, AgentLost):
                 self._note_failure(link, f"the last upload was not made: {result}")
             elif isinstance(result, BaseException):
@@ -244,17 +234,18 @@ class KeptFolders:
         self.note(link, SyncReport(what="failed", path=paths, reason=reason))
 
     async def _order(
-        self, link: AgentLink, place: int, action: str, *, within_s: float, until_s: Callable[[], float],
-        over: asyncio.Event | None = None,
-    ) -> str:  # fmt: skip
-        call = SyncFolders(upload=action == "upload", number=secrets.randbits(60), run=self._run, place=place,
+        self, link: AgentLink, place: int, until_s: Callable[[], float], over: asyncio.Event | None = None
+    ) -> str:
+        """A restore, which nobody needs once the attempt is over; else an upload. Returns why it was not done."""
+        within_s = max(1.0, until_s() - time.monotonic()) if over is None else 0.0
+        call = SyncFolders(upload=over is None, number=secrets.randbits(60), run=self._run, place=place,
                            generation=self._generation, within_s=within_s)  # fmt: skip
-        end_s = until_s()
         while over is None or not over.is_set():
             reply = await link.call(call)
             if reply.done:
                 return reply.problem
-            if time.monotonic() > (min(end_s, until_s()) if over is None else end_s):
+            if time.monotonic() > until_s():
+                action = "upload" if over is None else "restore"
                 problem = f"{action} of the kept folders on {link.host} was not done in time"
                 self._note_failure(link, problem)
                 return problem

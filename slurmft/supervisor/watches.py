@@ -170,6 +170,9 @@ class Resizing:
             return
         link.leaving = True
         self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
+        self._do_without(link)
+
+    def _do_without(self, link: AgentLink) -> None:
         if link in self._crew.pool.members and self._stops.planned is None:
             self._stops.stop_for(Cause.RESIZED, f"{link.host} is taken back: job {link.lender}, which lends it, ends")
 
