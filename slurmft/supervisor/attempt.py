@@ -379,7 +379,8 @@ class AttemptRunner:
         while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self.stops.state.began
-            if await self._folder.tell_progress(self._seen, self._slow.exchange, self._hangs.exchange):
+            told = self._seen.write_progress, self._slow.exchange, self._hangs.exchange
+            if self._folder.is_due() and await self._folder.tell(*told) is not None:
                 self.stops.feed(life.Ended())
             await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
@@ -424,7 +425,8 @@ class AttemptRunner:
             look.result().conclude(self._journal)
         await self._digests.close()
         self._seen.close()
-        self._folder.leave(self._seen, self._slow.exchange, self._hangs.leave)
+        seen = self._seen
+        self._folder.leave(seen.write_progress, seen.write_timings, self._slow.exchange, self._hangs.leave)
 
     def _verdict(self) -> Verdict:
         state, planned = self.stops.state, self.stops.planned

@@ -22,10 +22,9 @@ from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import write_state
-from slurmft.storage.run_folder import Attempt
+from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import BROKEN_S, AgentLink, AgentLost, AgentPool, Orphan, Outlived, end_agents
 from slurmft.supervisor.cluster import Cluster, Start
-from slurmft.supervisor.observations import Observations
 from slurmft.system.background import Background, heard_awake, overslept_s
 from slurmft.system.files import read_json, read_part
 from slurmft.system.processes import allow_descriptors
@@ -55,7 +54,10 @@ class AttemptFolder:
 
     def __init__(self, start: Start, *, of: Attempt | None = None) -> None:
         self._run, self._thread = start.run, start.thread
-        self.attempt, self._generation = of or start.cluster.attempt, start.generation
+        self.attempt = of or start.cluster.attempt
+        self.generation = start.generation
+        """As which this process owns the run; a candidate has one of its own once it has become the owner."""
+
         self._is_superseded = False
         self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
@@ -93,26 +95,28 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations, *exchanges: Callable[[], object]) -> bool:
-        """Write progress and make these exchanges when they are due; whether another start has the run now."""
+    def is_due(self) -> bool:
+        """Whether it is time again to tell of progress; asked about once in that time."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return False
         self._told_at = time.monotonic()
+        return True
+
+    async def tell(self, *exchanges: Callable[[], object]) -> Owner | None:
+        """Write progress, and what else there is; returns the run's owner where that is a newer start."""
         with contextlib.suppress(OSError, StorageError):
-            await self._thread.ask(seen.write_progress)
             for exchange in exchanges:
                 await self._thread.ask(exchange)
             owner = await self._thread.ask(self._run.owner)
-            self._is_superseded = owner is not None and owner.generation > self._generation
-        return self._is_superseded
+            self._is_superseded = owner is not None and owner.generation > self.generation
+            return owner if self._is_superseded else None
+        return None
 
-    def leave(self, seen: Observations, *last: Callable[[], object]) -> None:
-        """Write the last progress, and this, before anything that is journaled from now on."""
+    def leave(self, *last: Callable[[], object]) -> None:
+        """Write this, before anything that is journaled from now on."""
 
         def work() -> None:
             with contextlib.suppress(OSError, SlurmftError):
-                seen.write_progress()
-                seen.write_timings()
                 for each in last:
                     each()
 
