@@ -25,7 +25,7 @@ from slurmft.cli.main import VERBS, cli
 from slurmft.config.base import section_of
 from slurmft.config.health import HealthConfig
 from slurmft.config.run import RunConfig
-from slurmft.policy import continuation, life
+from slurmft.policy import decide, life
 from slurmft.policy.judge import WorkerEnd
 from slurmft.policy.symptoms import SIGNATURES, Remedy, Signature
 from slurmft.policy.verdict import Action, Cause, Decision, Suspect, Verdict
@@ -459,7 +459,7 @@ def _life() -> Iterator[str]:
 
     yield "## What follows its end"
     yield _paragraphs(
-        """`slurmft/policy/continuation.py` is the machine of what follows: one thing is done at a time, and what comes
+        """`slurmft/policy/decide.py` is the machine of what follows: one thing is done at a time, and what comes
         of it decides on the next. `supervisor/act.py` does these things, also in the place of a supervisor that was
         killed, whose decision is in the journal. Nothing is done for the run before that, a run that shall go on does
         so in one way, and one that shall not has none: `tests/unit/policy/test_what_follows.py` tries all that may come
@@ -476,7 +476,7 @@ def _life() -> Iterator[str]:
         f"| {do.value} | {_prose(text)} | "
         + "; ".join(f"{words}: {next_.value}" if words else next_.value for next_, words in then[do].items())
         + " |"
-        for do, text in _members("slurmft.policy.continuation", continuation.Do)
+        for do, text in _members("slurmft.policy.decide", decide.Do)
     )
 
 
@@ -488,12 +488,12 @@ def _members(module: str, kind: type[StrEnum]) -> Iterator[tuple[Any, str]]:
     yield from zip(kind, texts, strict=True)
 
 
-def _what_follows() -> dict[continuation.Do, dict[continuation.Do, str]]:
+def _what_follows() -> dict[decide.Do, dict[decide.Do, str]]:
     """What is done -> what comes next, and the answers that lead there, as the machine does in every situation."""
-    do = continuation.Do
+    do = decide.Do
     open_ = [
-        continuation.State(
-            continuation.Rules(in_slurm=in_slurm, continue_by=by, resubmits=resubmits),
+        decide.State(
+            decide.Rules(in_slurm=in_slurm, continue_by=by, resubmits=resubmits),
             Verdict(cause=cause, reason="x", suspects=suspects),
         )
         for in_slurm, by, resubmits, cause, suspects in itertools.product(
@@ -502,20 +502,20 @@ def _what_follows() -> dict[continuation.Do, dict[continuation.Do, str]]:
         )
     ]  # fmt: skip
     decisions = [Decision(action=each, reason="x", exit_code=0, elsewhere=True) for each in Action]
-    examples: dict[type, list[continuation.Found]] = {
-        continuation.Decided: [continuation.Decided(each, doubt) for each in decisions for doubt in (False, True)],
-        continuation.NoPlace: [continuation.NoPlace("x")],
+    examples: dict[type, list[decide.Found]] = {
+        decide.Decided: [decide.Decided(each, doubt) for each in decisions for doubt in (False, True)],
+        decide.NoPlace: [decide.NoPlace("x")],
     }
-    seen, found = set(open_), {each: dict[continuation.Do, dict[str, None]]() for each in do}
+    seen, found = set(open_), {each: dict[decide.Do, dict[str, None]]() for each in do}
     while open_:
         state = open_.pop()
         if state.do in (do.OVER, do.START_ANEW):
             continue
-        kinds = continuation.FINDS.get(state.do, (continuation.Answer.DONE,))
-        words = {continuation.NoPlace: "no place", **({kinds[0]: ""} if len(kinds) == 1 else {})}
+        kinds = decide.FINDS.get(state.do, (decide.Answer.DONE,))
+        words = {decide.NoPlace: "no place", **({kinds[0]: ""} if len(kinds) == 1 else {})}
         for kind in kinds:
             for answer in examples[kind] if isinstance(kind, type) else [kind]:
-                after = continuation.step(state, answer)
+                after = decide.step(state, answer)
                 found[state.do].setdefault(after.do, {})[words.get(kind, str(kind))] = None
                 if after not in seen:
                     seen.add(after)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import convert
+
 from slurmft.agent.zygote import LEFT_S, PACKET_BYTES, ForkRequest
 from slurmft.config.run import RunConfig
 from slurmft.errors import StorageError
@@ -680,7 +682,7 @@ def settings_of(config: RunConfig, start: StartWorkers) -> WorkerSettings:
         straggler_profiling_interval=config.straggler_detection.profiling_interval,
         digest_interval_steps=config.digests.interval_steps,
         checkpoint=config.checkpoint.settings(start.mtbf_s),
-        rerun=RerunSettings.from_json(config.rerun.model_dump(mode="json")),
+        rerun=convert(config.rerun.model_dump(mode="json"), RerunSettings),
     )
 
 

@@ -112,9 +112,6 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
     victims, and where the files lie), and the rank that the newest verdict blames, with suspects, evidence and the end
     of the traceback. Saves that keep failing (``checkpoint.max_failed_saves``) are named at the end.
     """
-    from slurmft.supervisor.hangs import look_told  # status needs neither
-    from slurmft.supervisor.observations import saves_told
-
     told = control.story(run)
     if as_json:
         for event in told.events:
@@ -122,9 +119,9 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
             say_json({"format": 1, **line})
     else:
         _tell(told.events)
-        _tell_rows("the newest look at the ranks", look_told(told.events))
+        _tell_rows("the newest look at the ranks", control.look_told(told.events))
         _tell_rows("the newest verdict", control.account_of(told.events))
-        _tell_rows("SAVES KEEP FAILING", saves_told(told.events))
+        _tell_rows("SAVES KEEP FAILING", control.saves_told(told.events))
     return _tell_damage(run, told.unreadable, len(told.events))
 
 

@@ -262,6 +262,14 @@ class RunConfig(_Section):
         return self.nodes * self.nproc_per_node
 
     @property
+    def workload(self) -> dict[str, Any]:
+        """What the speed of its training depends on, and not where, when or how long it is."""
+        return {
+            "command": self.command, "nodes": self.nodes, "nproc_per_node": self.nproc_per_node,
+            "environment": self.environment, "working_directory": self.working_directory,
+        }  # fmt: skip
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Where checkpoints live."""
         return self.checkpoint.directory or self.run_folder / "checkpoints"

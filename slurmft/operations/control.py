@@ -25,7 +25,7 @@ from slurmft.scheduler.parsing import JobRecord, SlurmJob, current_job, why_held
 from slurmft.storage import run_folder
 from slurmft.storage.journal import TAIL_BYTES, Event, EventName, listed, newest_of
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of, user_name
-from slurmft.supervisor.guardian import local_owner_lives, process_here, started_here
+from slurmft.supervisor.guardian import local_owner_lives
 from slurmft.system import processes
 from slurmft.system.files import MOVE_AWAY, UnsafeFile, check_regular, open_folder, remove_tree
 from slurmft.system.foreign_text import one_line
@@ -43,6 +43,9 @@ GIVE_UP_S = 30.0
 
 NEXT_START_S = 10.0
 """How long a run that was decided to go on may have no process."""
+
+MAX_SHOWN = 8
+"""Culprits that are shown in full."""
 
 TRIES = 3
 """Looks at a run whose jobs change while Slurm is asked."""
@@ -134,6 +137,84 @@ def _suspect(value: Any) -> str:
     rank, gpu = value.get("rank"), value.get("gpu")
     details = [*([f"rank {rank}"] if type(rank) is int else []), *([str(gpu)] if gpu else [])]
     return str(value.get("node", "?")) + (f" ({', '.join(details)})" if details else "")
+
+
+def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """The newest look at the ranks as names and texts, the attempt first; empty where there was none.
+
+    The journal may be damaged or of a newer slurmft: what does not fit is left out.
+    """
+    newest = newest_of(events, EventName.LAST_LOOK)
+    if newest is None:
+        return []
+    facts = newest.details
+    culprits = [each for each in listed(facts.get("culprits")) if isinstance(each, Mapping)]
+    rows = [row for each in culprits[:MAX_SHOWN] for row in _culprit(each)]
+    if len(culprits) > MAX_SHOWN:
+        rows.append(("culprit", f"and {len(culprits) - MAX_SHOWN} more"))
+    if not culprits:
+        rows.append(("culprit", f"not found: {facts.get('undecided') or 'no reason given'}"))
+    rows += [("victims", str(each)) for each in listed(facts.get("victims"))]
+    rows += [("collective", str(each)) for each in listed(facts.get("collectives"))]
+    rows.append(("files", str(facts.get("folder") or "")))
+    return [("attempt", newest.attempt), *((name, text) for name, text in rows if text.strip())]
+
+
+def _culprit(each: Mapping[str, Any]) -> list[tuple[str, str]]:
+    reason = str(each.get("reason", ""))
+    where = f"rank {each.get('rank', '?')} on {each.get('node') or '?'}"
+    step = f" (step {each['step']})" if type(each.get("step")) is int and " at step " not in reason else ""
+    sections = " > ".join(map(str, listed(each.get("sections"))))
+    return [
+        ("culprit", f"{where}{step}: {reason}"),
+        ("section", sections),
+        *(("stack", str(call)) for call in listed(each.get("stack"))),
+    ]
+
+
+def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """What ``slurmft explain`` shows of saves that keep failing, as names and texts: the attempt, then the facts.
+
+    Empty when saves work again.
+    """
+    for event in reversed(events):
+        if event.event == EventName.SAVES_KEEP_FAILING:
+            text = str(event.details.get("reason", ""))
+            return [("attempt", event.attempt), ("problem", text), ("remedy", _REMEDY)]
+        if event.event == EventName.SAVES_WORK_AGAIN or (
+            event.event == EventName.DECISION and event.details.get("action") == "finish"
+        ):
+            return []
+    return []
+
+
+_REMEDY = "free space or repair the filesystem; the run saves at its next try, or at once with slurmft save"
+
+
+def started_here(run: RunFolder) -> int | None:
+    """The process that was started for the run on this machine, while it lives; None where there is none.
+
+    It owns the run only a moment later, and again a moment after its supervisor was killed: its guardian goes on.
+
+    Raises:
+        StorageError: the journal cannot be read.
+    """
+    started = run.journal().newest(EventName.STARTED_HERE)
+    if started is None or started.details.get("host") != processes.me().host:
+        return None
+    pid, birth = started.details.get("process"), started.details.get("birth")
+    return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
+
+
+def process_here(run: RunFolder, owner: Owner | None) -> int | None:
+    """The process of this machine that runs it, or is about to; None for a run of Slurm's, and where there is none.
+
+    Raises:
+        StorageError: as ``started_here``.
+    """
+    if owner is not None and owner.cluster != "local":
+        return None
+    return owner.pid if owner is not None and local_owner_lives(owner) else started_here(run)
 
 
 def _permission_hint(run: RunFolder) -> str:

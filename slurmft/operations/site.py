@@ -27,7 +27,7 @@ from slurmft.config.sections import CheckpointConfig, ElasticConfig
 from slurmft.errors import ConfigError, LabUnavailable, LaunchError, SlurmError, SlurmUnavailable, StorageError
 from slurmft.health.checker import CONFIG_VARIABLE, SYSTEM_CONFIG, load_config, read_results
 from slurmft.health.node import Scene, mounts
-from slurmft.operations import submit
+from slurmft.operations import grace, submit
 from slurmft.policy import site as policy
 from slurmft.policy import stop as grace_policy
 from slurmft.policy.checkpoints import Advice, FailureHistory, Measured, Setting, advise, in_words
@@ -42,7 +42,6 @@ from slurmft.storage import history
 from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor import grace
 from slurmft.supervisor.cluster import bundle_for
 from slurmft.supervisor.observations import history_of
 from slurmft.system.files import replace_atomically
@@ -685,7 +684,7 @@ def counsel(config: RunConfig, environment: Mapping[str, str]) -> Counsel:
 
 
 def _measured_before(config: RunConfig) -> Measured:
-    workload = grace.workload_of(config)
+    workload = history.fingerprint(config.workload)
     own = list(history.read(config.run_folder, workload).values())  # once: it warns of a file that is damaged
     earlier = own or history.beside(config.run_folder, workload)
     return Measured(

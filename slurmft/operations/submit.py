@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmft.config.run import RunConfig, roles_of
 from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
+from slurmft.operations import grace
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.site import Finding, Level
@@ -37,7 +38,7 @@ from slurmft.scheduler.slurm import compress
 from slurmft.storage import run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
-from slurmft.supervisor import avoided_nodes, grace
+from slurmft.supervisor import avoided_nodes
 from slurmft.supervisor.avoided_nodes import Avoidance
 from slurmft.system import processes
 from slurmft.system.files import read_bytes, read_text, refuse_uncreatable, replace_atomically

@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 from statistics import median
 
 from slurmft.policy.stop import GraceNeed
+from slurmft.policy.values import few
 from slurmft.policy.verdict import Cause
 
 # --- Whether saves keep failing: one that fails is tried again, many in a row mean that the run's work is at risk ---
@@ -379,9 +380,7 @@ def _supplied(name: Name, offers: Sequence[Offer], on_disk: Committed | None, sk
 
 
 def _shards(shards: Sequence[int]) -> str:
-    shown = ", ".join(str(shard) for shard in shards[:3])
-    more = f" and {len(shards) - 3} more" if len(shards) > 3 else ""
-    return f"shard{'s' if len(shards) > 1 else ''} {shown}{more}"
+    return f"shard{'s' if len(shards) > 1 else ''} {few(shards, 3)}"
 
 
 def _check(offers: Sequence[Offer], committed: Committed | None, generation: int) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from slurmft.policy.values import few
 from slurmft.policy.verdict import Suspect
 
 # --- hangs ---
@@ -184,14 +185,14 @@ def _hang(found: Sequence[WorkerLook], why: str, over: Mapping[int, Exceeded], l
         limit = f", limit {one.limit_s:g} s" if one.limit_s else ""
         reason = f"rank {one.rank}{where} {_doing(one.section)} for {one.held_s:.1f} s{limit}"
     else:
-        reason = f"ranks {_listed(ranks)} {_doing(one.section, 'have')} for {one.held_s:.1f} s"
+        reason = f"ranks {few(ranks, MAX_NAMED)} {_doing(one.section, 'have')} for {one.held_s:.1f} s"
         reason += f", limit {one.limit_s:g} s" if one.limit_s else ""
     blamed = frozenset(ranks)
     victims = tuple(rank for rank in over if rank not in blamed)
     if why:
         reason += f"; {why}"
     if victims:
-        reason += f"; rank{'s' if len(victims) > 1 else ''} {_listed(victims)} only waited for it"
+        reason += f"; rank{'s' if len(victims) > 1 else ''} {few(victims, MAX_NAMED)} only waited for it"
     return Hang(
         section=one.section, held_s=one.held_s, limit_s=one.limit_s, reason=reason, ranks=ranks,
         nodes=tuple(look.node for look in found), victims=victims,
@@ -242,11 +243,6 @@ def _doing(section: str, have: str = "has") -> str:
     if section == HEARTBEAT:
         return f"{have} sent no heartbeat"
     return f"{have} been out of any section" if section == OUT_OF_SECTION else f"{have} been in section {section!r}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return ", ".join(map(str, ranks[:MAX_NAMED])) + more
 
 
 _Split = Callable[[Sequence[WorkerLook]], tuple[Sequence[WorkerLook], str]]

@@ -16,6 +16,7 @@ from enum import IntEnum, StrEnum
 from slurmft.policy.hangs import Hang
 from slurmft.policy.stop import END, step_of
 from slurmft.policy.symptoms import Remedy, Signature, cause_of_text, end_of
+from slurmft.policy.values import few
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect, Verdict
 
 # --- Which ranks had not entered a collective that others wait in: the flight recorders of all ranks, compared ---
@@ -155,7 +156,7 @@ def _name(each: Stuck) -> str:
     return f"{each.operation}, number {each.number} of the group {each.group or 'without a name'}{description}"
 
 
-def _count(ranks: Sequence[int]) -> str:
+def _count(ranks: Sequence[object]) -> str:
     return f"{len(ranks)} rank{'s wait' if len(ranks) > 1 else ' waits'}"
 
 
@@ -448,17 +449,12 @@ def _best(reports: Sequence[Report], code: int) -> Report | None:
 
 
 def _finding(end: WorkerEnd, report: Report | None, heard: Testimony) -> Finding:
-    cause = _cause(end, report, heard)
-    level = LEVEL_OF[cause]
-    if end.code in _BY_SOMEBODY and cause is Cause.SIGNAL_CRASH:
-        level = Level.ERROR
-    rerun = report.rerun if report is not None else ""
-    if cause is Cause.VALIDATION_FAILED and rerun in RESUMABLE:
-        level = Level.RERUN
+    cause, rerun = _cause(end, report, heard), report.rerun if report is not None else ""
+    is_kill = end.code in _BY_SOMEBODY and cause is Cause.SIGNAL_CRASH
     message = (report.message if report is not None else "") or end.error
     text = report.traceback if report is not None else ""
     return Finding(
-        level=level,
+        level=Level.ERROR if is_kill else _level(cause, rerun),
         cause=cause,
         reason=f"{where(end)} {_told(end, report, cause)}{f': {message}' if message else ''}",
         code=_CANONICAL.get(cause, 128 - end.code if end.code < 0 else end.code),
@@ -487,6 +483,10 @@ def _cause(end: WorkerEnd, report: Report | None, heard: Testimony) -> Cause:
     if told is not None and (told is not Cause.WORKER_ERROR or end.killed):
         return told
     return Cause.SIGNAL_CRASH if end.code < 0 else Cause.WORKER_ERROR
+
+
+def _level(cause: Cause, rerun: str) -> Level:
+    return Level.RERUN if cause is Cause.VALIDATION_FAILED and rerun in RESUMABLE else LEVEL_OF[cause]
 
 
 def _told(end: WorkerEnd, report: Report | None, cause: Cause) -> str:
@@ -527,11 +527,8 @@ def _from_report_alone(report: Report) -> Finding:
     who = f"the agent on {report.node}"
     if report.rank is not None:
         who = f"rank {report.rank} on {report.node}" if report.node else f"rank {report.rank}"
-    level = LEVEL_OF[report.cause]
-    if report.cause is Cause.VALIDATION_FAILED and report.rerun in RESUMABLE:
-        level = Level.RERUN
     return Finding(
-        level=level,
+        level=_level(report.cause, report.rerun),
         cause=report.cause,
         reason=f"{who} left the verdict {report.cause.value!r}{f': {report.message}' if report.message else ''}",
         code=_CANONICAL.get(report.cause, 0),
@@ -548,6 +545,9 @@ def _from_report_alone(report: Report) -> Finding:
 # --- From all findings about an attempt's end to one verdict: the most specific one wins, victims never do ---
 
 MAX_EVIDENCE = 12
+_FEW = 10
+"""Nodes that a line names."""
+
 
 _SAID_BY_ALL = frozenset({Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED})
 
@@ -749,7 +749,7 @@ def _not_launched(error: str, step: StepWords) -> Finding:
     """srun kills the tasks on all other nodes when it cannot start one: those are victims."""
     if not step.refused:
         return Finding(level=Level.LAUNCH, cause=Cause.LAUNCH_FAILURE, reason=error)
-    (node, words), more = step.refused[0], _named_nodes([node for node, _ in step.refused[1:]])
+    (node, words), more = step.refused[0], few([node for node, _ in step.refused[1:]], _FEW)
     return Finding(
         level=Level.LAUNCH, cause=Cause.LAUNCH_FAILURE, node=node,
         reason=f"srun could not start the agent on {node}{f' and {more}' if more else ''}: {words}",
@@ -819,7 +819,7 @@ def _of_nodes(said: Sequence[Finding], seen: Circumstances) -> list[Finding]:
         felt = f"; felt by {said[0].reason}" if said else ""
         found.append(
             Finding(
-                level=Level.NODE_LOST, cause=Cause.NODE_LOST, reason=f"lost contact with {_named_nodes(lost)}{felt}",
+                level=Level.NODE_LOST, cause=Cause.NODE_LOST, reason=f"lost contact with {few(lost, _FEW)}{felt}",
                 node=lost[0], suspects=tuple(Suspect(node=node) for node in lost),
                 traceback=said[0].traceback if said else "",
                 living=tuple(node for node in lost if node in seen.closed and node not in down) or None,
@@ -827,11 +827,6 @@ def _of_nodes(said: Sequence[Finding], seen: Circumstances) -> list[Finding]:
             )
         )  # fmt: skip
     return found
-
-
-def _named_nodes(nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - 10} more" if len(nodes) > 10 else ""
-    return ", ".join(nodes[:10]) + more
 
 
 def _from_srun(step: StepWords, ends: Sequence[WorkerEnd]) -> list[Finding]:
@@ -843,21 +838,19 @@ def _from_srun(step: StepWords, ends: Sequence[WorkerEnd]) -> list[Finding]:
             (Cause.RERUN_ELSEWHERE, EXIT_RERUN_ELSEWHERE, Level.RERUN),
         ):
             if end.code == code:
-                reason = f"srun: tasks {end.tasks} on {_named_nodes(end.nodes)} exited with {code}"
+                reason = f"srun: tasks {end.tasks} on {few(end.nodes, _FEW)} exited with {code}"
                 suspects = tuple(Suspect(node=node) for node in end.nodes) if cause is Cause.RERUN_ELSEWHERE else ()
                 found.append(Finding(level=level, cause=cause, reason=reason, code=code, suspects=suspects))
     return found
 
 
 def _lines(step: StepWords) -> list[str]:
-    lines = [f"srun: {_named_nodes(end.nodes)}: {end.tasks}: {end.word}" + (f" with {end.code}" if end.code else "")
+    lines = [f"srun: {few(end.nodes, _FEW)}: {end.tasks}: {end.word}" + (f" with {end.code}" if end.code else "")
              for end in step.ends]  # fmt: skip
     lines += [f"srun: node failure on {node}" for node in step.failed_nodes]
     lines += [f"srun: launch failed on {node}: {words}" for node, words in step.refused]
     if step.oom_nodes or step.oom_somewhere:
-        lines.append(
-            f"srun: processes ended for memory{f' on {_named_nodes(step.oom_nodes)}' if step.oom_nodes else ''}"
-        )
+        lines.append(f"srun: processes ended for memory{f' on {few(step.oom_nodes, _FEW)}' if step.oom_nodes else ''}")
     return lines
 
 
@@ -1110,7 +1103,7 @@ def blame(
             lambda rank: "; ".join(filter(None, [absent[rank.rank], rank.doing + _at(rank)])),
         )
         or _slowest(living, overdue)
-        or (_named_ranks([rank for rank in dead if not rank.exit_code], _left) if living else [])
+        or (_named_ranks([rank for rank in dead if not rank.exit_code], _failure) if living else [])
     )
     if not found or len(found) > MAX_NAMED_RANKS:
         if not living and any(map(_is_of_watchdog, ranks)):
@@ -1143,11 +1136,9 @@ def _is_echo(rank: Summary) -> bool:
 
 
 def _failure(rank: Summary) -> str:
+    if not rank.exit_code:
+        return "has ended with code 0, while others go on"
     return f"failed with exit code {rank.exit_code}" + (f": {rank.error}" if rank.error else "")
-
-
-def _left(_rank: Summary) -> str:
-    return "has ended with code 0, while others go on"
 
 
 def _slowest(living: Sequence[Summary], overdue: Mapping[int, str]) -> list[Named]:
@@ -1164,7 +1155,8 @@ def _slowest(living: Sequence[Summary], overdue: Mapping[int, str]) -> list[Name
     if waiting and others:
         front = max(map(reached, waiting))
         if awaited := _last(others, reached, at_most=front):
-            return _named_ranks(awaited, lambda rank: f"{rank.doing}{_at(rank)}, while {_ranks(len(waiting))}")
+            why = f"while {_count(waiting)} for it in a collective"
+            return _named_ranks(awaited, lambda rank: f"{rank.doing}{_at(rank)}, {why}")
         return _named_ranks(
             _last(waiting, reached), lambda rank: f"{rank.doing}{_at(rank)}, which others have left behind"
         )
@@ -1202,10 +1194,6 @@ def _place(tick: int) -> str:
     if tick >= END:
         return "the end"
     return f"step {step_of(tick)}" if tick >= 0 else "its start, before the first step"
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s wait' if number > 1 else ' waits'} for it in a collective"
 
 
 def _why_undecided(living: Sequence[Summary], found: Sequence[Named]) -> str:

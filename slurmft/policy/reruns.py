@@ -6,7 +6,6 @@ values in, an outcome out.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections import Counter, defaultdict
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
+from slurmft.policy.values import few
 from slurmft.policy.verdict import Suspect
 
 # --- The verdict of a rejected result that was computed again: on the hardware, on the software, or none ---
@@ -263,20 +263,6 @@ class RerunSettings:
         """Whether any error may be injected."""
         return self.error_injection_rate > 0 or self.error_injection_step is not None
 
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> RerunSettings:
-        """The settings of the section as JSON; keys that are missing have their defaults, unknown ones are ignored.
-
-        Raises:
-            ValueError: a value is of another type.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {key: value for key, value in given.items() if key in known}
-        for name, kind in (("mode", Mode), ("error_injection_type", Injection)):
-            if name in values:
-                values[name] = kind(values[name])
-        return cls(**values)
-
 
 # --- What digests of replicas say: all agree, some differ from the majority, or it cannot be told which are right ---
 # Pure. In data-parallel training the replicas of a state are bitwise equal, so one that differs was computed or kept
@@ -378,10 +364,9 @@ def is_left_out(name: str, names: Collection[str]) -> bool:
 
 def words(wrong: Mapping[int, str], compared: int, step: int) -> str:
     """A sentence about ranks (with their nodes) that differ from the other replicas."""
-    named = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(wrong.items())[:5])
-    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    named = few([f"rank {rank} on {node}" for rank, node in sorted(wrong.items())], 5)
     verb = "differs" if len(wrong) == 1 else "differ"
-    what = f"after step {step}, the weights or optimizer state of {named}{more} {verb} from the other replicas"
+    what = f"after step {step}, the weights or optimizer state of {named} {verb} from the other replicas"
     return f"{what} ({compared} ranks compared): silent data corruption"
 
 

@@ -441,19 +441,17 @@ def _evaluation_of(tick: int) -> int | None:
     return tick >> BATCH_BITS if 0 < tick & LAST_BATCH < LAST_BATCH else None
 
 
-@dataclass(frozen=True, slots=True)
-class NothingToSave:
+class Instead(StrEnum):
+    """Why no tick is proposed, in the words of the journal."""
+
+    NOTHING_TO_SAVE = "nothing to save"
     """Some rank never reached its first boundary, so no step can have completed: stop at once."""
 
-
-@dataclass(frozen=True, slots=True)
-class Finishing:
+    FINISHING = "the workers are finishing"
     """Some rank has left its loop: all others will, so let them."""
 
-
-@dataclass(frozen=True, slots=True)
-class ByThemselves:
-    """The workers do not use ``slurmft.session``: they have the signal, wait for them."""
+    BY_THEMSELVES = "the workers stop by themselves"
+    """They do not use ``slurmft.session``: they have the signal, wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +461,7 @@ class StopAt:
     tick: int
 
 
-Plan = NothingToSave | Finishing | ByThemselves | StopAt
+Plan = Instead | StopAt
 
 
 class Look(NamedTuple):
@@ -487,12 +485,12 @@ def plan_stop(looks: Sequence[Look], tries: int = 0) -> Plan:
     so the agreement always ends.
     """
     if not any(look.attached for look in looks):
-        return ByThemselves() if any(look.alive for look in looks) else NothingToSave()
+        return Instead.BY_THEMSELVES if any(look.alive for look in looks) else Instead.NOTHING_TO_SAVE
     ticks = [look.tick for look in looks]
     if max(ticks) >= END:
-        return Finishing()
+        return Instead.FINISHING
     if min(ticks) <= NOT_STARTED:
-        return NothingToSave()
+        return Instead.NOTHING_TO_SAVE
     furthest = max(ticks)
     evaluations = {_evaluation_of(tick) for tick in ticks}
     if tries == 0 and len(evaluations) == 1 and None not in evaluations:

@@ -219,16 +219,6 @@ def convicted(outcomes: Sequence[bool], *, needed: int, considered: int) -> bool
     return sum(outcomes[-considered:]) >= needed
 
 
-def better(best_s: Floats, work_s: Floats) -> Floats:
-    """[ranks, kept] The smallest times so far, with those of this window; NaN is none."""
-    return np.sort(np.column_stack([best_s, work_s]), axis=1)[:, : best_s.shape[1]]
-
-
-def robust_best(best_s: Floats) -> Floats:
-    """[ranks] The largest of the kept best ones, so that one lucky window says nothing; NaN before as many."""
-    return best_s[:, -1]
-
-
 def step_slowdown(*, step_s: float, excess_s: float) -> float:
     """How many times longer a step takes with the stragglers than it would without; at least 1."""
     if not (math.isfinite(step_s) and math.isfinite(excess_s)) or not 0 < excess_s < step_s:

@@ -301,6 +301,12 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def few(names: Sequence[object], most: int) -> str:
+    """As many of them as a line names; the others are counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
 def as_text(problems: Sequence[str]) -> str:
     """The problems, one per line, up to a readable number."""
     lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"]

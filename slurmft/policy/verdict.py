@@ -248,7 +248,7 @@ GOES_ON = frozenset({Action.RESTART, Action.CONTINUE})
 """Actions after which the run is to take up again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """The decision on a verdict, always with its reason."""
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from slurmft.errors import ConfigError, UsageError
@@ -190,69 +190,18 @@ class CheckpointSettings:
     mtbf_s: float | None = None
     """Seconds between two failures; None where no supervisor has said."""
 
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> CheckpointSettings:
-        """The settings of the section as JSON; keys that are missing have their defaults, unknown ones are ignored.
-
-        Raises:
-            ValueError: a value cannot be; names its key.
-        """
-        values = {field.name: given[field.name] for field in fields(cls) if given.get(field.name) is not None}
-        for name, value in values.items():
-            if not _CHECKS[name](value):
-                raise ValueError(f"{name} is {str(value)[:60]!r}, which cannot be")
-        return cls(**values)
-
     def changed(self, given: Mapping[str, Any]) -> CheckpointSettings:
         """These, with what is not None in ``given``."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
-def _count(lowest: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and lowest <= value < 1 << 62
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def _one_of(*words: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and value in words
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "interval": _one_of("steps", "seconds", "auto"),
-    "interval_steps": _count(0),
-    "interval_seconds": _is_seconds,
-    "keep_last_n": _count(1),
-    "keep_every": _count(0),
-    "save_best": _is_flag,
-    "best_metric": _is_text,
-    "best_mode": _one_of("min", "max"),
-    "async_save": _is_flag,
-    "when_busy": _one_of("skip", "wait"),
-    "max_failed_saves": _count(1),
-    "bandwidth": _count(1),
-    "peer_copies": _count(0),
-    "peer_interval": _count(0),
-    "local_directory": _is_text,
-    "just_in_time": _is_flag,
-    "stall_timeout_s": _is_seconds,
-    "mtbf_s": _is_seconds,
-}
-
-
 # --- Everything of the configuration that workers need: one object, which the agent writes and workers read ---
 
 WORKER_VARIABLE = "SLURMFT_WORKER"
+
+_POSITIVE = frozenset({"batch_divisor", "straggler_profiling_interval", "keep_last_n", "max_failed_saves", "bandwidth",
+                       "init_timeout_minutes", "step_timeout_minutes"})  # fmt: skip
+"""Numbers that are not 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,6 +233,12 @@ class WorkerSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     rerun: RerunSettings = field(default_factory=RerunSettings)
 
+    def __post_init__(self) -> None:
+        for name, value in (asdict(self) | asdict(self.checkpoint)).items():
+            is_number, may_be_0 = type(value) in (int, float), name not in _POSITIVE
+            if is_number and not (0 <= value < 1 << 62 and (value or may_be_0)):
+                raise ValueError(f"{name} is {str(value)[:60]}, which cannot be")
+
     def as_text(self) -> str:
         """The variable's value: JSON."""
         return json.dumps(asdict(self))
@@ -298,33 +253,12 @@ class WorkerSettings:
         text = environment.get(WORKER_VARIABLE, "")
         if not text:
             return cls()
+        import msgspec  # as in ``files.read_as``
+
         try:
-            return cls._from_json(json.loads(text))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            return msgspec.convert(json.loads(text), cls)
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{WORKER_VARIABLE} does not hold a worker's settings as JSON: {error}",
                 hint="leave it to slurmft submit, or unset it",
             ) from error
-
-    @classmethod
-    def _from_json(cls, given: Mapping[str, Any]) -> WorkerSettings:
-        alone = cls()
-        return cls(
-            backend=str(given.get("backend", alone.backend)),
-            init_timeout_minutes=_minutes(given.get("init_timeout_minutes", alone.init_timeout_minutes)),
-            step_timeout_minutes=_minutes(given.get("step_timeout_minutes", alone.step_timeout_minutes)),
-            batch_divisor=divisor_in([given.get("batch_divisor")]),
-            base_world_size=max(0, int(given.get("base_world_size", alone.base_world_size))),
-            straggler_detection=bool(given.get("straggler_detection", alone.straggler_detection)),
-            straggler_profiling_interval=max(1, int(given.get("straggler_profiling_interval", 1))),
-            rehearsal=given.get("rehearsal") is True,
-            digest_interval_steps=max(0, int(given.get("digest_interval_steps", 0))),
-            checkpoint=CheckpointSettings.from_json(given.get("checkpoint", {})),
-            rerun=RerunSettings.from_json(given.get("rerun", {})),
-        )
-
-
-def _minutes(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{str(value)[:40]!r} minutes cannot be")
-    return float(value)

@@ -16,8 +16,21 @@ from typing import Any
 from slurmft.config.run import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.policy.checkpoints import COUNTING, Hopeless, NodeSuspected, Poisoned, Trial, examine
-from slurmft.policy.continuation import Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
-from slurmft.policy.decide import HOPELESS, RESTARTABLE, Budget, decide
+from slurmft.policy.decide import (
+    HOPELESS,
+    RESTARTABLE,
+    Answer,
+    Budget,
+    Decided,
+    Do,
+    Found,
+    NoPlace,
+    Rules,
+    State,
+    carried_out,
+    decide,
+    step,
+)
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.stop import delay_that_holds
 from slurmft.policy.verdict import (
@@ -72,168 +85,6 @@ SLURM_PATIENCE_S = 600.0
 
 OTHERS_PATIENCE_S = 2.0
 """How long a silent Slurm is asked for a job that may be this one's successor already."""
-
-
-class Continuation:
-    """The ways in which a job's run goes on. Call its methods with signals ignored: a requeue signals its caller.
-
-    Args:
-        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
-        placement: where it must not go on; None leaves the job's excluded nodes alone.
-        retry_delay_s: additional delay of a requeue.
-    """
-
-    def __init__(
-        self, config: RunConfig, start: Start, cluster: SlurmCluster, *, ends_at_s: float | None,
-        placement: Placement | None, retry_delay_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        self._config, self._start, self._cluster, self._ends_at_s = config, start, cluster, ends_at_s
-        self._run, self._journal = start.run, start.journal
-        self._placement, self._retry_delay_s = placement, retry_delay_s
-        self._avoid = None if placement is None else placement.excluded
-
-    def requeue(self, verdict: Verdict) -> Answer:
-        """Requeue the job."""
-        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s
-        job_id = job.job_id
-        if verdict.cause not in PLANNED:
-            delay_s += OTHERS_END_S + round(self._retry_delay_s)
-        lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
-        if self._give_back(lost - self._cluster.given_back):
-            delay_s += SHRUNK_S
-        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
-        nodes = None
-        if self._cluster.given_back:
-            nodes = self._config.nodes_range or self._cluster.job.node_count
-        self._journal.append(EventName.REQUEUEING, job=job_id, delay_s=delay_s, **self._in_words())
-        self._flush()
-        try:
-            done = own_jobs.requeue(
-                job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
-                patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not self._cluster.lost,
-                has_epilog=self._cluster.has_epilog,
-            )  # fmt: skip
-        except own_jobs.JobCancelled as error:
-            self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
-            return Answer.CANCELLED
-        except SlurmError as error:
-            self._journal.append(EventName.REQUEUE_FAILED, job=job_id, reason=error.what)
-            log.warning("the job could not be requeued: %s", error.what)
-            return Answer.FAILED
-        own_jobs.keep_ahead(job, done)
-        self._journal.append(EventName.REQUEUED, job=job_id, **done.in_words())
-        return Answer.DONE
-
-    def _give_back(self, lost: frozenset[str]) -> bool:
-        """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
-        if self._cluster.job.components:
-            return False
-        nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
-        living = [node for node in nodes if node not in lost]
-        if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
-            return False
-        try:
-            own_jobs.shrink(self._cluster.own, living)
-        except SlurmError as error:  # Slurm has noticed by itself, or does not answer
-            self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
-            return False
-        self._cluster.given_back |= lost
-        self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
-        return True
-
-    def place(self) -> None:
-        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
-        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
-        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
-        done = own_jobs.place(job, delay_s, avoid=self._avoid)
-        own_jobs.keep_ahead(job, done)
-        self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
-
-    def resubmit(self) -> Answer:
-        """Submit a successor of the job."""
-        job_id, script = self._cluster.job.job_id, self._run.script
-        try:
-            next_job = self._successor(successor_options(self._config, script, self._cluster))
-        except own_jobs.JobCancelled as error:
-            self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
-            return Answer.CANCELLED
-        except (SlurmError, OSError) as error:
-            self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
-            log.warning("no successor could be submitted: %s", error)
-            return Answer.FAILED
-        self._journal.append(EventName.RESUBMITTED, job=next_job, after=job_id)
-        in_folder(self._start, lambda: self._note_successor(next_job))
-        return Answer.DONE
-
-    def _successor(self, options: Sequence[str]) -> str:
-        if self._placement is None:
-            return self._sbatch(options)
-        try:
-            return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
-        except (SlurmUnavailable, own_jobs.JobCancelled):
-            raise
-        except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
-            if self._placement.excluded == self._placement.own:
-                raise
-            self._journal.append(EventName.EXCLUSIONS_REFUSED, reason=error.what)
-            log.warning("submitting without the nodes that the run would keep off: %s", error.what)
-            return self._sbatch([*options, f"--exclude={compress(self._placement.own)}"])
-
-    def _sbatch(self, options: Sequence[str]) -> str:
-        job, script = self._cluster.own, self._run.script
-        command = own_jobs.successor_command(script, after=job, options=options)
-        self._journal.append(EventName.RESUBMITTING, command=shlex.join(command))
-        self._flush()
-        return own_jobs.submit_successor(
-            script, after=job, restart=self._cluster.attempt.restart, options=options, environment=os.environ,
-            patience_s=self._patience_s(), known=in_folder(self._start, self._run.own_jobs) or [],
-            tried=began_to_resubmit(self._start.history, self._cluster.attempt),
-        )  # fmt: skip
-
-    def _note_successor(self, job_id: str) -> None:
-        with self._run.lock():
-            self._run.add_successor(job_id, self._cluster.own)
-
-    def later_job(self) -> OwnJob | None:
-        """A later job of the run that is in the queue, or about to start: two of them would be one too many."""
-        jobs: list[OwnJob] = in_folder(self._start, self._run.own_jobs) or []
-        ids = [job.job_id for job in jobs]
-        mine = self._cluster.job.job_id
-        later = jobs[ids.index(mine) + 1 :] if mine in ids else []
-        if not later:
-            return None
-        try:
-            found = own_jobs.find(later, patience_s=OTHERS_PATIENCE_S)
-        except SlurmError:
-            return None  # two jobs are better than none: only one of them can own the run
-        in_queue = [
-            job for job, record in found.items() if record.waiting or record.state in ("CONFIGURING", "RUNNING")
-        ]
-        return in_queue[-1] if in_queue else None
-
-    def _patience_s(self) -> float:
-        """How long to wait for Slurm's answer: until the job's time is up, where that is known."""
-        if self._ends_at_s is None:
-            return SLURM_PATIENCE_S
-        return max(slurm.PATIENCE_S, self._ends_at_s - time.monotonic())
-
-    def is_cancelled_when_preempted(self) -> bool:
-        """Whether its partition cancels what it preempts; not where Slurm does not say."""
-        try:
-            # of a heterogeneous job that of the leader, with which Slurm requeues all components
-            cancels = slurm.preempt_mode(self._cluster.job.partition.partition(",")[0]) == "CANCEL"
-        except SlurmError:
-            return False
-        if cancels:
-            reason = f"partition {self._cluster.job.partition} cancels what it preempts"
-            self._journal.append(EventName.REQUEUE_SKIPPED, reason=reason)
-        return cancels
-
-    def _flush(self) -> None:
-        self._journal.flush(FLUSH_S)
-
-    def _in_words(self) -> dict[str, Any]:
-        return {} if self._avoid is None else {"excluded": compress(self._avoid)}
 
 
 def successor_options(config: RunConfig, script: Path, cluster: SlurmCluster) -> list[str]:
@@ -418,75 +269,6 @@ def _end(decided: Event, lines: Iterable[Event]) -> End:
 # --- Checkpoints from which runs die: their record in the journal, and the mark that quarantines them ---
 
 
-class Poisoning:
-    """Looks at how an attempt ended that had begun with a checkpoint."""
-
-    def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender) -> None:
-        self._config, self._start, self._sender = config, start, sender
-        self._folder = start.run.attempts / str(start.cluster.attempt)
-
-    def look_at(self, verdict: Verdict) -> Poisoned | NodeSuspected | Hopeless | None:
-        """What ``verdict`` says of the checkpoint, as far as it has been acted on: a checkpoint is marked when this
-        returns Poisoned, and the exclusion list knows of a node that is suspected. None: nothing follows."""
-        counts = verdict.cause in COUNTING and verdict.exit_code not in HOPELESS
-        name = in_folder(self._start, lambda: noted_resuming(self._folder)) if counts or verdict.progressed else None
-        if (identity := Identity.parse(name or "")) is None:
-            return None
-        newest = Trial(
-            checkpoint=identity.folder_name, step=identity.step, cause=verdict.cause.value,
-            nodes=frozenset([verdict.node] if verdict.node else verdict.suspect_nodes), committed=verdict.progressed,
-        )  # fmt: skip
-        attempt = str(self._start.cluster.attempt)
-        earlier = [event for event in self._start.history if event.attempt != attempt]
-        trials = [*trials_of(earlier), newest]
-        if newest.committed and all(trial.checkpoint != newest.checkpoint for trial in trials[:-1]):
-            return None  # as expected, and not new
-        self._start.journal.append(
-            EventName.CHECKPOINT_TRIED, checkpoint=newest.checkpoint, cause=newest.cause, nodes=sorted(newest.nodes),
-            committed=newest.committed,
-        )  # fmt: skip
-        section = self._config.fault_tolerance
-        found = examine(
-            trials,
-            poison_after=section.poison_after,
-            quarantined=quarantined_in(earlier),
-            max_quarantines=section.max_no_progress_cycles,
-            alone=self._start.cluster.name == "local",
-        )
-        if isinstance(found, Poisoned):
-            return self._quarantine(newest, found)
-        if isinstance(found, NodeSuspected):
-            suspect = Suspect(node=found.node)
-            self._sender.add(
-                [Evidence(kind=Kind.REPEATED_DEATH, suspect=suspect, message=found.reason, at=time.time())]
-            )
-        return found
-
-    def _quarantine(self, trial: Trial, found: Poisoned) -> Poisoned | Hopeless | None:
-        directory = self._config.checkpoint_dir
-        from_scratch = self._config.fault_tolerance.poison_from_scratch
-        names = in_folder(self._start, lambda: usable(directory))
-        if names is None:
-            return None  # the folder cannot be read; the next failure asks again
-        left = [name for name in names if name != trial.checkpoint]
-        if not left and not from_scratch:
-            why = "there is no other checkpoint, and fault_tolerance.poison_from_scratch is false"
-            return Hopeless(reason=f"{found.reason}; {why}")
-        mark = Quarantine(reason=found.reason, from_scratch=from_scratch)
-        if not in_folder(self._start, lambda: _written(directory / trial.checkpoint, mark)):
-            return None
-        then = f"next from {left[0]}" if left else "next from the beginning"
-        self._start.journal.append(
-            EventName.CHECKPOINT_QUARANTINED, checkpoint=trial.checkpoint, step=trial.step, reason=found.reason
-        )
-        return Poisoned(reason=f"{found.reason}; it is quarantined, {then}")
-
-
-def _written(checkpoint: Path, mark: Quarantine) -> bool:
-    write_quarantine(checkpoint, mark)
-    return True
-
-
 def trials_of(history: Sequence[Event]) -> list[Trial]:
     """Trials in the journal, oldest first; damaged entries are left out."""
     found = []
@@ -533,8 +315,7 @@ class Remedies:
     """
 
     def __init__(self, config: RunConfig, start: Start, sender: EvidenceSender, *, has_nodes: bool) -> None:
-        self._has_nodes = has_nodes
-        self._poisoning = Poisoning(config, start, sender)
+        self._has_nodes, self._sender = has_nodes, sender
         self._config, self._start, self._journal = config, start, start.journal
         self._folder = start.run.attempts / str(start.cluster.attempt)
 
@@ -546,7 +327,7 @@ class Remedies:
             return decision
         if verdict.cause in OUT_OF_MEMORY and self._config.oom.action == "reduce_batch":
             return self._with_smaller_batch(verdict, decision)
-        match self._poisoning.look_at(verdict):
+        match self._look_at_checkpoint(verdict):
             case Poisoned(reason=reason) if self._may_retry(verdict, decision):
                 return self._again(verdict, decision, reason)
             case NodeSuspected(node=node, reason=reason) if self._may_retry(verdict, decision):
@@ -556,6 +337,67 @@ class Remedies:
             case Hopeless(reason=reason):
                 return Decision(action=Action.STOP, reason=f"{verdict.reason}; {reason}", exit_code=EXIT_DO_NOT_REQUEUE)
         return decision
+
+    def _look_at_checkpoint(self, verdict: Verdict) -> Poisoned | NodeSuspected | Hopeless | None:
+        """What ``verdict`` says of the checkpoint, as far as it has been acted on: a checkpoint is marked when this
+        returns Poisoned, and the exclusion list knows of a node that is suspected. None: nothing follows."""
+        counts = verdict.cause in COUNTING and verdict.exit_code not in HOPELESS
+        name = in_folder(self._start, lambda: noted_resuming(self._folder)) if counts or verdict.progressed else None
+        if (identity := Identity.parse(name or "")) is None:
+            return None
+        newest = Trial(
+            checkpoint=identity.folder_name, step=identity.step, cause=verdict.cause.value,
+            nodes=frozenset([verdict.node] if verdict.node else verdict.suspect_nodes), committed=verdict.progressed,
+        )  # fmt: skip
+        attempt = str(self._start.cluster.attempt)
+        earlier = [event for event in self._start.history if event.attempt != attempt]
+        trials = [*trials_of(earlier), newest]
+        if newest.committed and all(trial.checkpoint != newest.checkpoint for trial in trials[:-1]):
+            return None  # as expected, and not new
+        self._journal.append(
+            EventName.CHECKPOINT_TRIED, checkpoint=newest.checkpoint, cause=newest.cause, nodes=sorted(newest.nodes),
+            committed=newest.committed,
+        )  # fmt: skip
+        section = self._config.fault_tolerance
+        found = examine(
+            trials,
+            poison_after=section.poison_after,
+            quarantined=quarantined_in(earlier),
+            max_quarantines=section.max_no_progress_cycles,
+            alone=self._start.cluster.name == "local",
+        )
+        if isinstance(found, Poisoned):
+            return self._quarantine(newest, found)
+        if isinstance(found, NodeSuspected):
+            suspect = Suspect(node=found.node)
+            self._sender.add(
+                [Evidence(kind=Kind.REPEATED_DEATH, suspect=suspect, message=found.reason, at=time.time())]
+            )
+        return found
+
+    def _quarantine(self, trial: Trial, found: Poisoned) -> Poisoned | Hopeless | None:
+        directory = self._config.checkpoint_dir
+        from_scratch = self._config.fault_tolerance.poison_from_scratch
+        names = in_folder(self._start, lambda: usable(directory))
+        if names is None:
+            return None  # the folder cannot be read; the next failure asks again
+        left = [name for name in names if name != trial.checkpoint]
+        if not left and not from_scratch:
+            why = "there is no other checkpoint, and fault_tolerance.poison_from_scratch is false"
+            return Hopeless(reason=f"{found.reason}; {why}")
+        mark = Quarantine(reason=found.reason, from_scratch=from_scratch)
+
+        def write() -> bool:
+            write_quarantine(directory / trial.checkpoint, mark)
+            return True
+
+        if not in_folder(self._start, write):
+            return None
+        then = f"next from {left[0]}" if left else "next from the beginning"
+        self._journal.append(
+            EventName.CHECKPOINT_QUARANTINED, checkpoint=trial.checkpoint, step=trial.step, reason=found.reason
+        )
+        return Poisoned(reason=f"{found.reason}; it is quarantined, {then}")
 
     def _may_retry(self, verdict: Verdict, decision: Decision) -> bool:
         """Whether failures of this kind are retried at all."""
@@ -595,7 +437,7 @@ log = logging.getLogger(__name__)
 
 
 class AttemptEnd:
-    """Does what follows the end of one attempt, as ``policy.continuation`` says.
+    """Does what follows the end of one attempt, as ``policy.decide`` says.
 
     Args:
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
@@ -618,7 +460,6 @@ class AttemptEnd:
         self._placement: Placement | None = None
         self._budget = Budget(failures_so_far=0, max_failures=0)
         self._may_stay = True
-        self._continuation: Continuation | None = None
         self._outcome = self._why = ""
         """What becomes of the claim; why the run is another's, or Slurm ends the job."""
 
@@ -705,9 +546,9 @@ class AttemptEnd:
             Do.PLACE: self._place,
             Do.LEAVE_CANCELLED: self._leave_to_slurm,
             Do.FIND_LATER: self._later_job,
-            Do.ASK_PREEMPTION: lambda: Answer.YES if self._ways.is_cancelled_when_preempted() else Answer.NO,
-            Do.REQUEUE: self._requeue,
-            Do.RESUBMIT: self._resubmit,
+            Do.ASK_PREEMPTION: self._is_cancelled_when_preempted,
+            Do.REQUEUE: lambda: self._ends_as("requeued", self._requeue()),
+            Do.RESUBMIT: lambda: self._ends_as("resubmitted", self._resubmit()),
             Do.SETTLE: lambda: in_folder(self.start, lambda: self._claim.settle(self._outcome)),
             Do.GIVE_BACK: lambda: in_folder(self.start, self._claim.give_back),
             Do.TELL_USER: self._tell_user,
@@ -850,16 +691,6 @@ class AttemptEnd:
         self._outcome, self._why = outside[0].value, outside[1]
         return {Cause.REQUEUED: Answer.REQUEUED, Cause.CANCELLED: Answer.CANCELLED}.get(outside[0], Answer.NO)
 
-    @property
-    def _ways(self) -> Continuation:
-        if self._continuation is None:
-            cause, failures = self._state.verdict.cause, self._budget.failures_so_far
-            self._continuation = Continuation(
-                self.config, self.start, self._slurm, ends_at_s=self.ends_at_s, placement=self._placement,
-                retry_delay_s=0.0 if cause in FREE else retry_delay_s(self.config, failures),
-            )  # fmt: skip
-        return self._continuation
-
     def _leave_to_slurm(self) -> None:
         self.journal.append(EventName.LEFT_TO_SLURM, reason=self._why)
 
@@ -869,24 +700,156 @@ class AttemptEnd:
         self._place_claimed()
 
     def _place_claimed(self) -> None:
-        self._ways.place()
+        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
+        job, delay_s = self._slurm.own, self.config.preemption.requeue_delay_s + OTHERS_END_S
+        delay_s = delay_that_holds(delay_s, past_requeues(self.start.history, job.job_id))
+        done = own_jobs.place(job, delay_s, avoid=self._avoid)
+        own_jobs.keep_ahead(job, done)
+        self.journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._avoid_in_words())
 
     def _later_job(self) -> Answer:
-        if (other := self._ways.later_job()) is None:
+        """Whether a later job of the run is in the queue, or about to start."""
+        jobs: list[OwnJob] = in_folder(self.start, self.run.own_jobs) or []
+        ids = [job.job_id for job in jobs]
+        mine = self._slurm.job.job_id
+        later = jobs[ids.index(mine) + 1 :] if mine in ids else []
+        try:
+            found = own_jobs.find(later, patience_s=OTHERS_PATIENCE_S) if later else {}
+        except SlurmError:
+            return Answer.NO  # two jobs are better than none: only one of them can own the run
+        in_queue = [
+            job for job, record in found.items() if record.waiting or record.state in ("CONFIGURING", "RUNNING")
+        ]
+        if not in_queue:
             return Answer.NO
+        other = in_queue[-1]
         self.journal.append(
             EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue", job=other.job_id
         )
         self._outcome = f"left to job {other}"
         return Answer.YES
 
-    def _requeue(self) -> Answer:
-        self._outcome = {Answer.DONE: "requeued"}.get(found := self._ways.requeue(self._state.verdict), found.value)
+    def _is_cancelled_when_preempted(self) -> Answer:
+        """Whether its partition cancels what it preempts; not where Slurm does not say."""
+        partition = self._slurm.job.partition
+        try:
+            # of a heterogeneous job that of the leader, with which Slurm requeues all components
+            cancels = slurm.preempt_mode(partition.partition(",")[0]) == "CANCEL"
+        except SlurmError:
+            return Answer.NO
+        if cancels:
+            self.journal.append(EventName.REQUEUE_SKIPPED, reason=f"partition {partition} cancels what it preempts")
+        return Answer.YES if cancels else Answer.NO
+
+    def _ends_as(self, done: str, found: Answer) -> Answer:
+        self._outcome = done if found is Answer.DONE else found.value
         return found
 
+    def _requeue(self) -> Answer:
+        verdict, cluster, delay_s = self._state.verdict, self._slurm, self.config.preemption.requeue_delay_s
+        job = cluster.own
+        if verdict.cause not in PLANNED:
+            failures = 0 if verdict.cause in FREE else self._budget.failures_so_far
+            delay_s += OTHERS_END_S + round(retry_delay_s(self.config, failures))
+        lost = frozenset(cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
+        if self._shrink(lost - cluster.given_back):
+            delay_s += SHRUNK_S
+        delay_s = delay_that_holds(delay_s, past_requeues(self.start.history, job.job_id))
+        nodes = (self.config.nodes_range or cluster.job.node_count) if cluster.given_back else None
+        self.journal.append(EventName.REQUEUEING, job=job.job_id, delay_s=delay_s, **self._avoid_in_words())
+        self._flush()
+        try:
+            done = own_jobs.requeue(
+                job, restart=cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
+                patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not cluster.lost,
+                has_epilog=cluster.has_epilog,
+            )  # fmt: skip
+        except own_jobs.JobCancelled as error:
+            self.journal.append(EventName.NOT_CONTINUED, reason=error.what)
+            return Answer.CANCELLED
+        except SlurmError as error:
+            self.journal.append(EventName.REQUEUE_FAILED, job=job.job_id, reason=error.what)
+            log.warning("the job could not be requeued: %s", error.what)
+            return Answer.FAILED
+        own_jobs.keep_ahead(job, done)
+        self.journal.append(EventName.REQUEUED, job=job.job_id, **done.in_words())
+        return Answer.DONE
+
+    def _shrink(self, lost: frozenset[str]) -> bool:
+        """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
+        cluster = self._slurm
+        if cluster.job.components:
+            return False
+        nodes = [node for node in expand(cluster.job.nodes) if node not in cluster.given_back]
+        living = [node for node in nodes if node not in lost]
+        if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
+            return False
+        try:
+            own_jobs.shrink(cluster.own, living)
+        except SlurmError as error:  # Slurm has noticed by itself, or does not answer
+            self.journal.append(EventName.NOT_SHRUNK, reason=error.what)
+            return False
+        cluster.given_back |= lost
+        self.journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
+        return True
+
     def _resubmit(self) -> Answer:
-        self._outcome = {Answer.DONE: "resubmitted"}.get(found := self._ways.resubmit(), found.value)
-        return found
+        try:
+            next_job = self._successor(successor_options(self.config, self.run.script, self._slurm))
+        except own_jobs.JobCancelled as error:
+            self.journal.append(EventName.NOT_CONTINUED, reason=error.what)
+            return Answer.CANCELLED
+        except (SlurmError, OSError) as error:
+            self.journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
+            log.warning("no successor could be submitted: %s", error)
+            return Answer.FAILED
+        self.journal.append(EventName.RESUBMITTED, job=next_job, after=self._slurm.job.job_id)
+
+        def note() -> None:
+            with self.run.lock():
+                self.run.add_successor(next_job, self._slurm.own)
+
+        in_folder(self.start, note)
+        return Answer.DONE
+
+    def _successor(self, options: Sequence[str]) -> str:
+        if self._placement is None:
+            return self._sbatch(options)
+        try:
+            return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
+        except (SlurmUnavailable, own_jobs.JobCancelled):
+            raise
+        except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
+            if self._placement.excluded == self._placement.own:
+                raise
+            self.journal.append(EventName.EXCLUSIONS_REFUSED, reason=error.what)
+            log.warning("submitting without the nodes that the run would keep off: %s", error.what)
+            return self._sbatch([*options, f"--exclude={compress(self._placement.own)}"])
+
+    def _sbatch(self, options: Sequence[str]) -> str:
+        job, script, attempt = self._slurm.own, self.run.script, self.cluster.attempt
+        command = own_jobs.successor_command(script, after=job, options=options)
+        self.journal.append(EventName.RESUBMITTING, command=shlex.join(command))
+        self._flush()
+        return own_jobs.submit_successor(
+            script, after=job, restart=attempt.restart, options=options, environment=os.environ,
+            patience_s=self._patience_s(), known=in_folder(self.start, self.run.own_jobs) or [],
+            tried=began_to_resubmit(self.start.history, attempt),
+        )  # fmt: skip
+
+    def _patience_s(self) -> float:
+        """How long to wait for Slurm's answer: until the job's time is up, where that is known."""
+        if self.ends_at_s is None:
+            return SLURM_PATIENCE_S
+        return max(slurm.PATIENCE_S, self.ends_at_s - time.monotonic())
+
+    @property
+    def _avoid(self) -> frozenset[str] | None:
+        """Nodes that the job is to exclude; None leaves those that it has alone."""
+        return None if self._placement is None else self._placement.excluded
+
+    def _avoid_in_words(self) -> dict[str, Any]:
+        return {} if self._avoid is None else {"excluded": compress(self._avoid)}
 
     def _tell_user(self) -> None:
         command = self._by_hand()

@@ -18,6 +18,7 @@ from slurmft.policy import life
 from slurmft.policy.judge import Blame, Circumstances, WorkerEnd, held_against, judge
 from slurmft.policy.verdict import Cause, Suspect, Verdict
 from slurmft.scheduler.slurm import in_order
+from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import EventName, Journal
 from slurmft.supervisor.agents import (
     CALL_TIMEOUT_S,
@@ -30,7 +31,6 @@ from slurmft.supervisor.agents import (
 )
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
-from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.observations import (
     HURRIED_READ_S,
@@ -77,8 +77,8 @@ class AttemptRunner:
         self._pool = crew.pool
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
-            workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
-            done_before=start.reached,
+            workload=fingerprint(config.workload), history=start.history,
+            max_failed_saves=config.checkpoint.max_failed_saves, done_before=start.reached,
         )  # fmt: skip
         self._slurm = SlurmNotices(self._cluster, start.journal)
         self._background = Background(self._on_error)
@@ -379,7 +379,8 @@ class AttemptRunner:
         while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self.stops.state.began
-            if await self._folder.tell_progress(self._seen, self._slow.exchange, self._hangs.exchange):
+            told = self._seen.write_progress, self._slow.exchange, self._hangs.exchange
+            if self._folder.is_due() and await self._folder.tell(*told) is not None:
                 self.stops.feed(life.Ended())
             await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
@@ -424,7 +425,8 @@ class AttemptRunner:
             look.result().conclude(self._journal)
         await self._digests.close()
         self._seen.close()
-        self._folder.leave(self._seen, self._slow.exchange, self._hangs.leave)
+        seen = self._seen
+        self._folder.leave(seen.write_progress, seen.write_timings, self._slow.exchange, self._hangs.leave)
 
     def _verdict(self) -> Verdict:
         state, planned = self.stops.state, self.stops.planned
@@ -555,11 +557,7 @@ class Growing(Resizing):
                     rank, self._next_rank = self._next_rank, self._next_rank + 1
                     await self._attempt.add(link, rank)
 
-    def leave(self, link: AgentLink) -> None:
-        if link.leaving or link.channel is None:
-            return
-        link.leaving = True
-        self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
+    def _do_without(self, link: AgentLink) -> None:
         link.tell(messages.PassOnTerm())
         self._stops.background.start(self._part_with(link))
 

@@ -46,16 +46,9 @@ _OF_THE_BATCH_TASK = frozenset({
 """Slurm gives ``--container`` no variables of its tasks (seen on 22.05), so that those around srun would be taken."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """How an agent is started."""
-
-    srun_options: tuple[str, ...]
-    argv: tuple[str, ...]
-
-
-def launch_of(config: RunConfig, attempt: Attempt, *, with_srun: bool) -> Launch:
-    """The agent's command; the secret's place follows from the attempt, the secret itself is in no argument.
+def launch_of(config: RunConfig, attempt: Attempt, *, with_srun: bool) -> tuple[list[str], list[str]]:
+    """What is added to srun's options, and the agent's command; the secret's place follows from the attempt, the secret
+    itself is in no argument.
 
     Args:
         with_srun: srun starts it, so that its options can, too.
@@ -67,17 +60,17 @@ def launch_of(config: RunConfig, attempt: Attempt, *, with_srun: bool) -> Launch
     arguments = ["agent", str(config.run_folder / "config.yaml"), str(attempt)]
     container = config.contained()
     if container is None:
-        return Launch(srun_options=(), argv=(sys.executable, "-P", "-u", "-m", "slurmft", *arguments))
+        return [], [sys.executable, "-P", "-u", "-m", "slurmft", *arguments]
     inner = policy.starting(container, version=importlib.metadata.version("slurmft"), arguments=arguments)
     with contextlib.suppress(OSError):  # the runtime reports a mount whose source is missing
         config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     if not container.is_started_by_srun:
-        return Launch(srun_options=(), argv=(*outside(config, container), *inner))
+        return [], [*outside(config, container), *inner]
     if not with_srun:
         raise UsageError(f"container.runtime {container.runtime} is started by srun, and there is none without Slurm",
                          hint="submit to a cluster; on one machine: runtime apptainer or command")  # fmt: skip
     bundle = str(bundle_for(container, RunFolder(config.run_folder).bundle)) if container.runtime == "oci" else ""
-    return Launch(srun_options=tuple(policy.srun_options(container, bundle=bundle)), argv=tuple(inner))
+    return policy.srun_options(container, bundle=bundle), inner
 
 
 def outside(config: RunConfig, container: Container) -> list[str]:
@@ -397,8 +390,8 @@ def agents_argv(
         argv.append("--no-kill")
     argv += ["--nodelist", host] if host else []
     argv += [] if component is None else [f"--het-group={component}"]
-    launch = launch_of(config, attempt, with_srun=True)
-    return [*argv, *config.slurm.srun_args, *launch.srun_options, *launch.argv]
+    options, command = launch_of(config, attempt, with_srun=True)
+    return [*argv, *config.slurm.srun_args, *options, *command]
 
 
 def component_of(job: SlurmJob, hosts: str) -> int | None:
@@ -467,10 +460,10 @@ class LocalCluster(Cluster):
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
     ) -> asyncio.subprocess.Process:
         """A process."""
-        launch = launch_of(config, attempt, with_srun=False)
+        _, command = launch_of(config, attempt, with_srun=False)
         with writing(log_folder / "agents.log"), appending(log_folder / "agents.log") as log:
             return await asyncio.create_subprocess_exec(
-                *launch.argv,
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -22,10 +22,9 @@ from slurmft.policy.stop import longest_silence_s, ping_interval_s
 from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import write_state
-from slurmft.storage.run_folder import Attempt
+from slurmft.storage.run_folder import Attempt, Owner
 from slurmft.supervisor.agents import BROKEN_S, AgentLink, AgentLost, AgentPool, Orphan, Outlived, end_agents
 from slurmft.supervisor.cluster import Cluster, Start
-from slurmft.supervisor.observations import Observations
 from slurmft.system.background import Background, heard_awake, overslept_s
 from slurmft.system.files import read_json, read_part
 from slurmft.system.processes import allow_descriptors
@@ -55,7 +54,10 @@ class AttemptFolder:
 
     def __init__(self, start: Start, *, of: Attempt | None = None) -> None:
         self._run, self._thread = start.run, start.thread
-        self.attempt, self._generation = of or start.cluster.attempt, start.generation
+        self.attempt = of or start.cluster.attempt
+        self.generation = start.generation
+        """As which this process owns the run; a candidate has one of its own once it has become the owner."""
+
         self._is_superseded = False
         self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
@@ -93,26 +95,28 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations, *exchanges: Callable[[], object]) -> bool:
-        """Write progress and make these exchanges when they are due; whether another start has the run now."""
+    def is_due(self) -> bool:
+        """Whether it is time again to tell of progress; asked about once in that time."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return False
         self._told_at = time.monotonic()
+        return True
+
+    async def tell(self, *exchanges: Callable[[], object]) -> Owner | None:
+        """Write progress, and what else there is; returns the run's owner where that is a newer start."""
         with contextlib.suppress(OSError, StorageError):
-            await self._thread.ask(seen.write_progress)
             for exchange in exchanges:
                 await self._thread.ask(exchange)
             owner = await self._thread.ask(self._run.owner)
-            self._is_superseded = owner is not None and owner.generation > self._generation
-        return self._is_superseded
+            self._is_superseded = owner is not None and owner.generation > self.generation
+            return owner if self._is_superseded else None
+        return None
 
-    def leave(self, seen: Observations, *last: Callable[[], object]) -> None:
-        """Write the last progress, and this, before anything that is journaled from now on."""
+    def leave(self, *last: Callable[[], object]) -> None:
+        """Write this, before anything that is journaled from now on."""
 
         def work() -> None:
             with contextlib.suppress(OSError, SlurmftError):
-                seen.write_progress()
-                seen.write_timings()
                 for each in last:
                     each()
 
@@ -192,13 +196,9 @@ class KeptFolders:
             return
         self._start, self._generation = start, start.generation
         self._run = self._run or await asyncio.to_thread(self._identity)
-        limit_s = max(each.restore_timeout_s for each in self._folders) + MARGIN_S
-        problems = await asyncio.gather(
-            *(
-                self._order(link, place, "restore", within_s=0.0, until_s=lambda: time.monotonic() + limit_s, over=over)
-                for place, link in enumerate(members)
-            )
-        )
+        end_s = time.monotonic() + max(each.restore_timeout_s for each in self._folders) + MARGIN_S
+        orders = [self._order(link, place, lambda: end_s, over) for place, link in enumerate(members)]
+        problems = await asyncio.gather(*orders)
         if not over.is_set() and (problem := next(filter(None, problems), "")):
             raise LaunchError(problem)
 
@@ -215,15 +215,9 @@ class KeptFolders:
         def until() -> float:
             return min(end_s, until_s())
 
-        members = list(enumerate(self._pool.members))
-        results = await asyncio.gather(
-            *(
-                self._order(link, place, "upload", within_s=max(1.0, until() - time.monotonic()), until_s=until)
-                for place, link in members
-            ),
-            return_exceptions=True,
-        )
-        for (_, link), result in zip(members, results, strict=True):
+        members = list(self._pool.members)
+        orders = [self._order(link, place, until) for place, link in enumerate(members)]
+        for link, result in zip(members, await asyncio.gather(*orders, return_exceptions=True), strict=True):
             if isinstance(result, AgentLost):
                 self._note_failure(link, f"the last upload was not made: {result}")
             elif isinstance(result, BaseException):
@@ -244,17 +238,18 @@ class KeptFolders:
         self.note(link, SyncReport(what="failed", path=paths, reason=reason))
 
     async def _order(
-        self, link: AgentLink, place: int, action: str, *, within_s: float, until_s: Callable[[], float],
-        over: asyncio.Event | None = None,
-    ) -> str:  # fmt: skip
-        call = SyncFolders(upload=action == "upload", number=secrets.randbits(60), run=self._run, place=place,
+        self, link: AgentLink, place: int, until_s: Callable[[], float], over: asyncio.Event | None = None
+    ) -> str:
+        """A restore, which nobody needs once the attempt is over; else an upload. Returns why it was not done."""
+        within_s = max(1.0, until_s() - time.monotonic()) if over is None else 0.0
+        call = SyncFolders(upload=over is None, number=secrets.randbits(60), run=self._run, place=place,
                            generation=self._generation, within_s=within_s)  # fmt: skip
-        end_s = until_s()
         while over is None or not over.is_set():
             reply = await link.call(call)
             if reply.done:
                 return reply.problem
-            if time.monotonic() > (min(end_s, until_s()) if over is None else end_s):
+            if time.monotonic() > until_s():
+                action = "upload" if over is None else "restore"
                 problem = f"{action} of the kept folders on {link.host} was not done in time"
                 self._note_failure(link, problem)
                 return problem
@@ -348,11 +343,6 @@ class Roster:
             taken = link.host in self._names.values()
             self._names[link.node] = f"{link.host}:{link.node}" if taken else link.host
         return self._names[link.node]
-
-
-def named(nodes: Sequence[str]) -> str:
-    """A few names, in words."""
-    return ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
 
 
 # --- Agents that are gone: started again in steps of one node each, or given up for good ---

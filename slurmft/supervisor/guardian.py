@@ -26,7 +26,6 @@ from slurmft.errors import SlurmError
 from slurmft.policy.job_identity import OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.storage import run_folder
-from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 from slurmft.system.processes import adopt_orphans, children_of
@@ -264,32 +263,6 @@ def owner_lives(run: RunFolder, owner: Owner) -> bool:
 def local_owner_lives(owner: Owner) -> bool:
     """Whether the owner is a process of this machine that runs."""
     return owner.cluster == "local" and owner.host == processes.me().host and processes.lives(owner.pid, owner.birth)
-
-
-def started_here(run: RunFolder) -> int | None:
-    """The process that was started for the run on this machine, while it lives; None where there is none.
-
-    It owns the run only a moment later, and again a moment after its supervisor was killed: its guardian goes on.
-
-    Raises:
-        StorageError: the journal cannot be read.
-    """
-    started = run.journal().newest(EventName.STARTED_HERE)
-    if started is None or started.details.get("host") != processes.me().host:
-        return None
-    pid, birth = started.details.get("process"), started.details.get("birth")
-    return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
-
-
-def process_here(run: RunFolder, owner: Owner | None) -> int | None:
-    """The process of this machine that runs it, or is about to; None for a run of Slurm's, and where there is none.
-
-    Raises:
-        StorageError: as ``started_here``.
-    """
-    if owner is not None and owner.cluster != "local":
-        return None
-    return owner.pid if owner is not None and local_owner_lives(owner) else started_here(run)
 
 
 def job_of(run: RunFolder, job_id: str) -> OwnJob:

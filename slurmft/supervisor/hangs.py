@@ -22,10 +22,9 @@ from slurmft.policy import hangs, judge
 from slurmft.policy.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.storage import history as storage_history
 from slurmft.storage.history import fingerprint
-from slurmft.storage.journal import Event, EventName, Journal, listed, newest_of
+from slurmft.storage.journal import Event, EventName, Journal
 from slurmft.supervisor.agents import AgentLink, AgentLost, AgentPool, ask_unread
 from slurmft.supervisor.cluster import Start
-from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.observations import progressed
 
 # --- forensics ---
@@ -246,45 +245,6 @@ def _line(rank: judge.Summary, facts: RankEvidence | None) -> str:
     return ", ".join(parts)
 
 
-# --- The journal's newest look at the ranks, for people: culprits, victims, and where the files lie ---
-
-MAX_SHOWN = 8
-"""Culprits that are shown in full."""
-
-
-def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """Names and texts, the attempt first; empty where there was no look at the ranks.
-
-    The journal may be damaged or of a newer slurmft: what does not fit is left out.
-    """
-    newest = newest_of(events, EventName.LAST_LOOK)
-    if newest is None:
-        return []
-    facts = newest.details
-    culprits = [each for each in listed(facts.get("culprits")) if isinstance(each, Mapping)]
-    rows = [row for each in culprits[:MAX_SHOWN] for row in _culprit(each)]
-    if len(culprits) > MAX_SHOWN:
-        rows.append(("culprit", f"and {len(culprits) - MAX_SHOWN} more"))
-    if not culprits:
-        rows.append(("culprit", f"not found: {facts.get('undecided') or 'no reason given'}"))
-    rows += [("victims", str(each)) for each in listed(facts.get("victims"))]
-    rows += [("collective", str(each)) for each in listed(facts.get("collectives"))]
-    rows.append(("files", str(facts.get("folder") or "")))
-    return [("attempt", newest.attempt), *((name, text) for name, text in rows if text.strip())]
-
-
-def _culprit(each: Mapping[str, Any]) -> list[tuple[str, str]]:
-    reason = str(each.get("reason", ""))
-    where = f"rank {each.get('rank', '?')} on {each.get('node') or '?'}"
-    step = f" (step {each['step']})" if type(each.get("step")) is int and " at step " not in reason else ""
-    sections = " > ".join(map(str, listed(each.get("sections"))))
-    return [
-        ("culprit", f"{where}{step}: {reason}"),
-        ("section", sections),
-        *(("stack", str(call)) for call in listed(each.get("stack"))),
-    ]
-
-
 # --- hangs ---
 
 LOOK_TIMEOUT_S = 2.0
@@ -304,7 +264,7 @@ class Hangs:
         self._settings = config.fault_tolerance
         self._workload = fingerprint(
             {
-                "workload": workload_of(config),
+                "workload": fingerprint(config.workload),
                 "world_size": config.world_size,
                 "checkpoint": config.checkpoint.model_dump(mode="json"),
                 "rerun": config.rerun.mode,

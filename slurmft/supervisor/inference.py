@@ -46,7 +46,7 @@ from slurmft.supervisor.cluster import Cluster, SlurmCluster, Start
 from slurmft.supervisor.crew import AttemptFolder, Crew
 from slurmft.supervisor.handover import Lenders, end_lenders
 from slurmft.supervisor.placement import EvidenceSender
-from slurmft.supervisor.stops import Life, SlurmNotices
+from slurmft.supervisor.stops import POLL_S, Life, SlurmNotices
 from slurmft.system.background import Background, end_child
 from slurmft.system.processes import die_with_parent
 
@@ -241,8 +241,6 @@ def gangs_in(history: Sequence[Event], attempt: Attempt) -> list[tuple[int, ...]
 # Where training needs all ranks, here each node, agent and replica lives alone: a lost one costs its share of the
 # speed. The decisions about an end are those of training; a step is a request, and what is saved is what is committed.
 
-POLL_S = 0.25
-PROGRESS_S = 1.0
 PARTS_S = 2.0
 BEGIN_S = 40.0
 LENT_S = 20.0
@@ -375,7 +373,7 @@ class InferenceAttempt:
         while not self._joined and not self.stops.over.is_set():
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"no agent reported within {timeout_s:.0f} s (fault_tolerance.launch_timeout_s)",
-                                  hint=f"see srun.err in {self._folder.path}")  # fmt: skip
+                                  hint=f"see srun.err in {self._crew.folder.path}")  # fmt: skip
             await asyncio.sleep(POLL_S)
 
     async def _finish(self) -> None:
@@ -528,9 +526,8 @@ class InferenceAttempt:
         if not self.stops.over.is_set():
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             is_meant = self.stops.planned is not None or self._slurm.outside is not None
-            self.stops.feed(
-                life.Ended("" if is_meant else f"all agents ended, with {codes}{self._folder.last_words()}")
-            )
+            words = "" if is_meant else f"all agents ended, with {codes}{self._crew.folder.last_words()}"
+            self.stops.feed(life.Ended(words))
 
     async def _are_begun_again(self) -> bool:
         """All own agents have ended: whether one that took part is being started again in its place."""
@@ -615,11 +612,9 @@ class InferenceAttempt:
         self._sender.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
 
     async def _watch_requests(self) -> None:
-        told_s = 0.0
         while not self.stops.over.is_set():
             await asyncio.sleep(POLL_S)
-            if time.monotonic() - told_s > PROGRESS_S:
-                told_s = time.monotonic()
+            if self._folder.is_due():
                 await self._tell_progress()
             await self._heed_requests()
 
@@ -631,12 +626,7 @@ class InferenceAttempt:
                 self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
 
     async def _tell_progress(self) -> None:
-        try:
-            await self._in_folder(self._write_progress)
-            owner = await self._in_folder(self._run.owner)
-        except (OSError, StorageError):
-            return
-        if owner is not None and owner.generation > self._start.generation:
+        if (owner := await self._folder.tell(self._write_progress)) is not None:
             await self._superseded(owner)
 
     async def _superseded(self, _owner: Owner) -> None:
@@ -659,14 +649,8 @@ class InferenceAttempt:
         if self._coordinator is not None:
             await self._pool.tell_all(messages.Kill())
             await self._coordinator.commit_now(COMMIT_MARGIN_S)
-            self._start.thread.submit(self._last_words)
+            self._folder.leave(self._write_progress)
         await self._background.cancel_all()
-
-    def _last_words(self) -> None:
-        try:
-            self._write_progress()
-        except (OSError, StorageError) as error:
-            log.debug("the last progress: %s", error)
 
     def _verdict(self) -> Verdict:
         coordinator, output = self._coordinator, self._output

@@ -556,25 +556,6 @@ class SaveWatch:
         return f"{self._failing.in_a_row} in a row, {self._reason}; {saved}, and the run is at step {lead.step}"
 
 
-def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """What ``slurmft explain`` shows of saves that keep failing, as names and texts: the attempt, then the facts.
-
-    Empty when saves work again.
-    """
-    for event in reversed(events):
-        if event.event == EventName.SAVES_KEEP_FAILING:
-            text = str(event.details.get("reason", ""))
-            return [("attempt", event.attempt), ("problem", text), ("remedy", _REMEDY)]
-        if event.event == EventName.SAVES_WORK_AGAIN or (
-            event.event == EventName.DECISION and event.details.get("action") == "finish"
-        ):
-            return []
-    return []
-
-
-_REMEDY = "free space or repair the filesystem; the run saves at its next try, or at once with slurmft save"
-
-
 # --- The supervisor's view of an attempt's workers, and its reports in the run folder ---
 
 UNCLOSED = "its session was neither closed nor stopped: a trainer inside of the command has failed or was killed"

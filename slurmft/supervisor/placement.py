@@ -188,14 +188,10 @@ def read_exclusions(config: RunConfig) -> Exclusions | None:
     """The exclusion list; None, with a warning, when it cannot be read: the run goes on without it."""
     thread = FolderThread()  # its filesystem may be another one than the run folder's
     try:
-        return thread.call(lambda: _read_whole(config), timeout_s=LIST_S)
+        found = thread.call(lambda: avoided_nodes.exclusion_list(config, os.environ).read(), timeout_s=LIST_S)
     except (StorageError, SlurmError, OSError) as error:
         log.warning("the exclusion list is not used: %s", error)
         return None
-
-
-def _read_whole(config: RunConfig) -> Exclusions:
-    found = avoided_nodes.exclusion_list(config, os.environ).read()
     if found.damage:
         log.warning("%s", found.damage)
     return found
@@ -211,7 +207,7 @@ def next_placement(
     """
     exclusions = read_exclusions(config)
     wanted = tuple(dict.fromkeys([*suspects, *sorted(left(history))]))
-    if not wanted and not ours(history, _id_of(job)) and not excluded_now(config, exclusions):
+    if not wanted and not ours(history, job.job_id if job else None) and not excluded_now(config, exclusions):
         return None
     named = named_by_user(config, job=job, history=history)
     own = named.excluded
@@ -225,10 +221,6 @@ def next_placement(
     return Placement(excluded=own | set(found.nodes), avoidance=found, own=own, impossible=_kept(found, suspects))
 
 
-def _id_of(job: OwnJob | None) -> str | None:
-    return None if job is None else job.job_id
-
-
 def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
     """Which of them are not avoided, and why; empty when all are. A node that the job cannot get need not be."""
     return "; ".join(f"{drop.node}: {drop.reason}" for drop in found.dropped if drop.node in suspects)
@@ -236,7 +228,7 @@ def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
 
 def named_by_user(config: RunConfig, *, job: OwnJob | None, history: Sequence[Event]) -> NamedNodes:
     """Nodes that the run's user, not we, excludes and asks for: in the configuration, behind ``--``, or in the job."""
-    chain = since_submission(history, _id_of(job))
+    chain = since_submission(history, job.job_id if job else None)
     submitted = [event.details.get("excluded") for event in chain if event.event == EventName.SUBMITTING]
     own = frozenset().union(*map(expanded, submitted or [config.slurm.exclude]))
     asked_for = expanded((config.slurm.model_extra or {}).get("nodelist"))

@@ -109,8 +109,6 @@ class RolesAttempt:
         self._blamed: _Live | None = None
         """The role that cannot go on here."""
 
-        self._told_s = 0.0
-
     async def run(self) -> Verdict:
         """Run the attempt to its end, and say why it has ended."""
         stop_taking(self._run.path / "queues", over=True)
@@ -159,7 +157,8 @@ class RolesAttempt:
     async def _watch(self) -> None:
         while not self.stops.over.is_set():
             await self._look_at_requests()
-            await asyncio.to_thread(self._tell_progress)
+            if self._folder.is_due() and await self._folder.tell(self._write_progress) is not None:
+                self.stops.feed(life.Ended())
             for each in self._roles.values():
                 if each.process is not None and each.code is None and each.process.returncode is not None:
                     each.has_left = not await asyncio.to_thread(_end_left_behind, each.role.name, CLEAN_UP_S)
@@ -316,19 +315,12 @@ class RolesAttempt:
 
     # --- what is known of it from outside, and in the end ---
 
-    def _tell_progress(self) -> None:
+    def _write_progress(self) -> None:
         """The trainer's progress, for those who look at the run."""
-        if time.monotonic() - self._told_s < 1.0:
-            return
-        self._told_s = time.monotonic()
-        with contextlib.suppress(OSError, StorageError):
-            trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]
-            facts = next((found for run in trains if (found := run.progress()) and found.get("step")), None)
-            if facts is not None:
-                self._run.write_progress(**{**facts, "attempt": str(self._folder.attempt)})
-            owner = self._run.owner()
-            if owner is not None and owner.generation > self._start.generation:
-                self.stops.feed(life.Ended())
+        trains = [each.run for each in self._roles.values() if not each.role.is_endpoint]
+        facts = next((found for run in trains if (found := run.progress()) and found.get("step")), None)
+        if facts is not None:
+            self._run.write_progress(**{**facts, "attempt": str(self._folder.attempt)})
 
     def _on_error(self, error: BaseException) -> None:
         self.stops.feed(life.Ended(f"{type(error).__name__}: {error}"))

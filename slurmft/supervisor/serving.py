@@ -29,7 +29,7 @@ from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder, progress_of
 from slurmft.supervisor.agents import AgentLink, AgentLost
 from slurmft.supervisor.cluster import SlurmCluster, Start
-from slurmft.supervisor.crew import Crew
+from slurmft.supervisor.crew import PROGRESS_S, Crew
 from slurmft.supervisor.handover import (
     Candidacy,
     Giver,
@@ -40,7 +40,7 @@ from slurmft.supervisor.handover import (
     see_off,
     taken_from,
 )
-from slurmft.supervisor.inference import LOOK_S, PROGRESS_S, InferenceAttempt, InferenceStops
+from slurmft.supervisor.inference import LOOK_S, InferenceAttempt, InferenceStops
 from slurmft.supervisor.placement import EvidenceSender
 from slurmft.system.files import read_text, replace_atomically
 
@@ -497,7 +497,7 @@ class ServingAttempt(InferenceAttempt):
             return
         if candidacy.before is not None:
             self._take_over_from(candidacy.before)
-        self._candidacy = None
+        self._candidacy, self._folder.generation = None, mine.generation
         self._start = replace(self._start, generation=mine.generation, candidate=False)
         self._roster.publish_again()
         self._journal.append(EventName.ATTEMPT_STARTED, generation=mine.generation, cluster=self._cluster.name,

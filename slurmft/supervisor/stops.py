@@ -124,8 +124,7 @@ def describe(plan: stop.Plan) -> dict[str, Any]:
     """A plan as the journal records it."""
     if isinstance(plan, stop.StopAt):
         return {"plan": "save at step", "step": stop.step_of(plan.tick)}
-    return {"plan": {stop.NothingToSave: "nothing to save", stop.Finishing: "the workers are finishing"}.get(
-        type(plan), "the workers stop by themselves")}  # fmt: skip
+    return {"plan": plan.value}
 
 
 def _looks(replies: Sequence[Looks]) -> list[stop.Look]:
@@ -347,20 +346,20 @@ class Stops(Life):
                 except AgentLost as error:
                     log.warning("no agreement: %s", error)
                     return
-            if isinstance(plan, stop.NothingToSave):
+            if plan is stop.Instead.NOTHING_TO_SAVE:
                 reason = "no rank has begun a step, so there is nothing to save"
                 await kill_workers(self._pool, self._journal, reason)
-            elif isinstance(plan, stop.ByThemselves) and not told:
+            elif plan is stop.Instead.BY_THEMSELVES and not told:
                 # no worker uses a session (yet): the signal is all that they can handle
                 await self._pool.tell_all(PassOnTerm())
-            elif isinstance(plan, stop.ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
+            elif plan is stop.Instead.BY_THEMSELVES and time.monotonic() > self.time_is_up_s() - LAST_S:
                 self.on_signal("SIGTERM", "the supervisor, at last")
                 await self._pool.tell_all(PassOnTerm(at_last=True))
             if not told:
                 await self._told.wait()
                 self._journal.append(EventName.STOP_AGREED, **describe(plan))
             told = True
-            if not isinstance(plan, stop.ByThemselves):
+            if plan is not stop.Instead.BY_THEMSELVES:
                 return
             await asyncio.sleep(POLL_S)
 

@@ -31,7 +31,7 @@ FORGOTTEN_AFTER_S = 86_400.0
 
 
 class NodePast:
-    """Best times and outcomes of the windows, in memory by rank, on disk by node and place on it.
+    """Best times and outcomes of the windows, by node and place on it.
 
     Only ``exchange`` touches the disk, so that a verdict never waits for it.
     """
@@ -41,26 +41,38 @@ class NodePast:
         self._history = History()
         self._was_read = False
         self._incoming: History | None = None
-        self._best_s: stragglers.Floats = np.full((world, KEPT), np.nan)
         self._hosts, self._roles = [""] * world, [""] * world
         self._unsaved: History | None = None
 
     def place(self, rank: int, host: str, role: str) -> None:
         """``rank`` runs on ``host`` in this role: the records of that place are its past."""
         self._hosts[rank], self._roles[rank] = host, role
-        self._best_s[rank] = np.nan
-        known = self._history.nodes.get(host, NodeHistory()).best.get(rank % self._nproc)
-        if known is not None and known.role == role:
-            self._best_s[rank, : len(known.seconds)] = known.seconds
 
     def best_s(self) -> stragglers.Floats:
-        """[ranks] The best robust time of each; NaN where fewer windows are known than it takes."""
-        return stragglers.robust_best(self._best_s)
+        """[ranks] The largest of the kept best times of each, so that one lucky window says nothing; NaN where fewer
+        windows are known than it takes."""
+        known = (self._seconds(rank) for rank in range(len(self._hosts)))
+        return np.array([seconds[-1] if len(seconds) == KEPT else np.nan for seconds in known])
+
+    def _seconds(self, rank: int) -> tuple[float, ...]:
+        """The best times of the rank's place in its role."""
+        node = self._history.nodes.get(self._hosts[rank])
+        best = None if node is None else node.best.get(rank % self._nproc)
+        return best.seconds if best is not None and best.role == self._roles[rank] else ()
 
     def measured(self, work_s: stragglers.Floats) -> None:
         """Take in a window's times; NaN where there is none."""
-        self._best_s = stragglers.better(self._best_s, work_s)
-        self._remember()
+        nodes = self._history.nodes
+        for rank, value in enumerate(work_s.tolist()):
+            if math.isfinite(value):
+                seconds = tuple(sorted((*self._seconds(rank), value))[:KEPT])
+                node = nodes.setdefault(self._hosts[rank], NodeHistory())
+                node.best[rank % self._nproc] = Best(role=self._roles[rank], seconds=seconds)
+        for name in list(nodes)[: -storage.MAX_NODES]:
+            del nodes[name]
+        # a copy: another thread writes it while the next window changes this one
+        copied = {name: NodeHistory(best=dict(node.best), outcomes=list(node.outcomes)) for name, node in nodes.items()}
+        self._unsaved = History(nodes=copied, convictions=list(self._history.convictions))
 
     def add_outcome(self, node: str, *, at: float, slow: bool) -> None:
         """Take in whether a window accused the node."""
@@ -124,22 +136,7 @@ class NodePast:
                 known.best[place] = Best(role=best.role, seconds=tuple(sorted(both)[:KEPT]))
             nodes[name] = known
         self._history = History(nodes=nodes, convictions=[*earlier.convictions, *self._history.convictions])
-        for rank, host in enumerate(self._hosts):
-            if host:
-                self.place(rank, host, self._roles[rank])
         self._incoming = None
-
-    def _remember(self) -> None:
-        nodes = self._history.nodes
-        for rank, host in enumerate(self._hosts):
-            if host in nodes:
-                seconds = tuple(value for value in self._best_s[rank].tolist() if math.isfinite(value))
-                nodes[host].best[rank % self._nproc] = Best(role=self._roles[rank], seconds=seconds)
-        for node in list(nodes)[: -storage.MAX_NODES]:
-            del nodes[node]
-        # a copy: another thread writes it while the next window changes this one
-        copied = {name: NodeHistory(best=dict(node.best), outcomes=list(node.outcomes)) for name, node in nodes.items()}
-        self._unsaved = History(nodes=copied, convictions=list(self._history.convictions))
 
 
 # --- The supervisor's side of straggler detection: reports of all nodes in, windows, scores and verdicts out ---

@@ -21,17 +21,17 @@ from slurmft.policy import life
 from slurmft.policy.hangs import WorkerLook, used
 from slurmft.policy.judge import Corruption
 from slurmft.policy.reruns import Comparison, Digest, compare, convicted, words, words_of_split
-from slurmft.policy.values import NOT_YET, SIMULATED, Order, order_of
+from slurmft.policy.values import NOT_YET, SIMULATED, Order, few, order_of
 from slurmft.policy.verdict import BUDGETED, Cause, Evidence, Kind, Suspect, Verdict
 from slurmft.scheduler.slurm import expand
 from slurmft.storage import run_folder
 from slurmft.storage.checkpoint_names import Doubt, note_doubt, note_verified
+from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import LiveView, take_order
 from slurmft.supervisor.agents import AgentLink, AgentPool
 from slurmft.supervisor.cluster import SlurmCluster, Start
-from slurmft.supervisor.crew import Crew, named
-from slurmft.supervisor.grace import workload_of
+from slurmft.supervisor.crew import Crew
 from slurmft.supervisor.hangs import Hangs
 from slurmft.supervisor.observations import Observations, budget_after, past_ends
 from slurmft.supervisor.placement import EvidenceSender, next_placement, nodes_to_use
@@ -162,7 +162,7 @@ class Resizing:
         while True:
             await asyncio.sleep(LOOK_S)
             if self._stops.planned is None and self._seen.any_started and self._is_time_to_grow():
-                self._stops.stop_for(Cause.RESIZED, f"goes on with {named(self._awaited)} as well")
+                self._stops.stop_for(Cause.RESIZED, f"goes on with {few(self._awaited, 5)} as well")
 
     def leave(self, link: AgentLink) -> None:
         """The job that lends this node is ending: do without it, while there is time for a save."""
@@ -170,6 +170,9 @@ class Resizing:
             return
         link.leaving = True
         self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
+        self._do_without(link)
+
+    def _do_without(self, link: AgentLink) -> None:
         if link in self._crew.pool.members and self._stops.planned is None:
             self._stops.stop_for(Cause.RESIZED, f"{link.host} is taken back: job {link.lender}, which lends it, ends")
 
@@ -348,7 +351,6 @@ class Digests:
         self._steps: dict[int, dict[int, Digest]] = {}
         self._nodes: dict[int, str] = {}
         self._agreed: dict[int, tuple[Digest, ...]] = {}
-        self._newest_agreed = -1
         self._verified: int | None = None
         self._is_off = False
         self._doubted: Mapping[int, Mapping[str, Digest]] | None = None
@@ -404,7 +406,6 @@ class Digests:
         elif result.differs:
             self._accuse(step, digests, result)
         elif result.agrees:
-            self._newest_agreed = max(self._newest_agreed, step)
             self._agreed[step] = tuple(dict.fromkeys(digests.values()))
             for old in sorted(self._agreed)[:-KEPT_STEPS]:
                 del self._agreed[old]
@@ -416,7 +417,7 @@ class Digests:
         is_known = bool(result.wrong) or len({*nodes.values()}) == 1
         reason = words(nodes, result.compared, step) if result.wrong else words_of_split(nodes, step)
         suspects = tuple(Suspect(node=node, rank=rank) for rank, node in sorted(nodes.items())) if is_known else ()
-        trusted = max(self._newest_agreed, self._seen.reached()[0])
+        trusted = max([*self._agreed, self._seen.reached()[0]])
         values = {} if is_known else {node: [digests[rank].group, digests[rank].value] for rank, node in nodes.items()}
         self.found = Corruption(reason=reason, step=step, trusted_step=trusted, suspects=suspects)
         self._start.journal.append(
@@ -512,7 +513,7 @@ class SlowNodes:
                 self._config.model_copy(update={"nodes": nodes}),
                 self._start.run.path,
                 self._start.journal,
-                workload=workload_of(self._config),
+                workload=fingerprint(self._config.workload),
             )
         self._watch.note(host, report)
         if (slow := self._watch.verdict()) is not None:

@@ -22,8 +22,8 @@ from slurmft.errors import SlurmError
 from slurmft.ipc.messages import RescueState
 from slurmft.ipc.pages import Slot
 from slurmft.operations import rescue
-from slurmft.policy import continuation, stop
-from slurmft.policy.continuation import Answer, Do
+from slurmft.policy import decide, stop
+from slurmft.policy.decide import Answer, Do
 from slurmft.policy.verdict import Action, Cause
 from slurmft.scheduler import own_jobs, parsing
 from slurmft.storage import run_folder
@@ -36,7 +36,7 @@ from slurmft.supervisor import attempt as attempt_module
 from slurmft.supervisor import crew as crew_module
 from slurmft.supervisor import placement
 from slurmft.supervisor import run as run_module
-from slurmft.supervisor.act import AttemptEnd, Continuation
+from slurmft.supervisor.act import AttemptEnd
 from slurmft.supervisor.agents import AgentLink, AgentPool, Outlived, ask_each
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.crew import AttemptFolder, Crew
@@ -684,7 +684,7 @@ PLANTED: dict[str, Planted] = {
     # decisions, and the journal before them
     "no decision is carried out": Planted(_wrap(act_module, "step", _written_only), "the run ends", RANK),
     "an attempt is taken for finished when it was stopped": Planted(
-        _wrap(continuation, "carried_out", _finish), "the run ends complete", ASKED),
+        _wrap(decide, "carried_out", _finish), "the run ends complete", ASKED),
     "an attempt begins before the journal knows": Planted(
         _unsaid(EventName.ATTEMPT_STARTED), "entry before action", RANK),
     "a requeue comes before its decision": Planted(_unsaid(EventName.DECISION), "entry before action", RANK_IN_SLURM),
@@ -720,7 +720,7 @@ PLANTED: dict[str, Planted] = {
         _put(own_jobs, "earlier_try", lambda *_: None), "one continuation", LATE_SBATCH),
     "a killed supervisor's submission is made again": Planted(
         lambda patch: (patch.setattr(act_module, "began_to_resubmit", lambda *_: False),
-                       patch.setattr(Continuation, "later_job", lambda _: None))[0],
+                       patch.setattr(AttemptEnd, "_later_job", lambda _: Answer.NO))[0],
         "one continuation", KILLED_AFTER_SBATCH),
     "a job that was cancelled is requeued": Planted(
         _put(own_jobs, "_ending_now", lambda *_: parsing.JobEnding.NOT_ENDING), "stop means stop", CANCELLED_SILENTLY),
@@ -757,7 +757,7 @@ PLANTED: dict[str, Planted] = {
         _wrap(EndingClaim, "take", lambda real, self, actor, **_: real(self, actor)), "in time", CLAIMED),
     "a claim of an earlier start with the same number is kept": Planted(
         lambda patch: (_within(run_module, "_take_over_from", EndingClaim, "outcome", lambda _: None)(patch),
-                       patch.setitem(continuation.AFTER, (Do.ASK_CLAIMED, Answer.NO), Do.NOTE_CLAIMED))[0],
+                       patch.setitem(decide.AFTER, (Do.ASK_CLAIMED, Answer.NO), Do.NOTE_CLAIMED))[0],
         "in time", STARTED_AGAIN),
     "a start that Slurm has replaced takes the run over": Planted(
         _put(own_jobs, "is_newest_start", lambda *_: True), "one owner", BESIDE_LATER),

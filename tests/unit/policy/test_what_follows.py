@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.policy.continuation import FINDS, Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
+from slurmft.policy.decide import FINDS, Answer, Decided, Do, Found, NoPlace, Rules, State, carried_out, step
 from slurmft.policy.verdict import (
     EXIT_TEMPORARY,
     EXIT_VALIDATION_FAILED,

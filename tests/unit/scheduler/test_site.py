@@ -11,10 +11,10 @@ from of_each import of_each
 
 from slurmft.config.run import validate
 from slurmft.errors import SlurmError, UsageError
+from slurmft.operations import grace
 from slurmft.policy.stop import KILL_WAIT_S, Finding, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.slurm import parse_configuration, parse_job_times, parse_limit_s, parse_partitions, parse_site
-from slurmft.supervisor import grace
 
 V22 = (
     "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A "

@@ -15,10 +15,10 @@ from rank_facts import training
 
 from slurmft.cli.main import cli
 from slurmft.ipc.messages import WorkerFacts
-from slurmft.operations.control import overview
+from slurmft.operations.control import overview, saves_told
 from slurmft.policy.checkpoints import FailingSaves, News, copy_holders
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.observations import Observations, saves_told
+from slurmft.supervisor.observations import Observations
 
 N, F, K, W = News.NOTHING, News.FAILED, News.KEEP_FAILING, News.WORK_AGAIN
 ATTEMPT = Attempt(job="7", restart=0)

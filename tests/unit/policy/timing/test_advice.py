@@ -17,9 +17,8 @@ from slurmft.policy.checkpoints import DAY_S, FailureHistory, Measured, Setting,
 from slurmft.policy.stop import GraceNeed
 from slurmft.scheduler.slurm import Site
 from slurmft.storage import history
-from slurmft.storage.history import Timings
+from slurmft.storage.history import Timings, fingerprint
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.grace import workload_of
 
 BY_STEPS = Setting(interval="steps", steps=100, seconds=0.0)
 NEED = GraceNeed(longest_step_s=0.8, save_s=2.0, step_s=0.5, interval_steps=100)
@@ -115,7 +114,7 @@ def measured_run(config: Path, name: str) -> RunFolder:
     run = RunFolder(config.parent / "runs" / name)
     run.create()
     facts = Timings(longest_step_s=0.8, step_s=0.5, saves_s=(2.0, 1.0), costs_s=(0.1,))
-    history.write(run.path, workload_of(load(config)), "7.0.0", facts)
+    history.write(run.path, fingerprint(load(config).workload), "7.0.0", facts)
     journal = run.journal(Attempt(job="7", restart=0))
     journal.append("workers started", world_size=2)
     journal.append("verdict", cause="node lost", first_step=0, last_step=9)

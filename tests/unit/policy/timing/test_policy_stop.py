@@ -27,10 +27,8 @@ from slurmft.policy.stop import (
     LAST_BATCH,
     NEVER,
     NOT_STARTED,
-    ByThemselves,
-    Finishing,
+    Instead,
     Look,
-    NothingToSave,
     StopAt,
     base_of,
     end_of_evaluation,
@@ -90,20 +88,20 @@ def test_not_started_belongs_to_no_step():
 @pytest.mark.parametrize(
     ("ranks", "tries", "plan"),
     [
-        pytest.param([], 0, NothingToSave(), id="no worker was ever started"),
-        pytest.param([Look(attached=False, tick=-1, alive=False)] * 2, 0, NothingToSave(), id="none lives"),
-        pytest.param([Look(attached=False, tick=-1, alive=True)], 0, ByThemselves(), id="none uses a session"),
+        pytest.param([], 0, Instead.NOTHING_TO_SAVE, id="no worker was ever started"),
+        pytest.param([Look(attached=False, tick=-1, alive=False)] * 2, 0, Instead.NOTHING_TO_SAVE, id="none lives"),
+        pytest.param([Look(attached=False, tick=-1, alive=True)], 0, Instead.BY_THEMSELVES, id="none uses a session"),
         pytest.param(
-            [Look(attached=False, tick=-1, alive=False), Look(attached=False, tick=-1, alive=True)], 0, ByThemselves(),
-            id="one of two plain workers still lives",
+            [Look(attached=False, tick=-1, alive=False), Look(attached=False, tick=-1, alive=True)], 0,
+            Instead.BY_THEMSELVES, id="one of two plain workers still lives",
         ),
         pytest.param(
-            [Look(attached=True, tick=-1, alive=True), Look(attached=False, tick=-1, alive=True)], 0, NothingToSave(),
-            id="one has attached, none has begun",
+            [Look(attached=True, tick=-1, alive=True), Look(attached=False, tick=-1, alive=True)], 0,
+            Instead.NOTHING_TO_SAVE, id="one has attached, none has begun",
         ),
-        pytest.param(looks(tick_of(3), NOT_STARTED), 0, NothingToSave(), id="one has not begun"),
-        pytest.param(looks(END, tick_of(3)), 0, Finishing(), id="one has left its loop"),
-        pytest.param(looks(END, NOT_STARTED), 0, Finishing(), id="one has left, one has not begun"),
+        pytest.param(looks(tick_of(3), NOT_STARTED), 0, Instead.NOTHING_TO_SAVE, id="one has not begun"),
+        pytest.param(looks(END, tick_of(3)), 0, Instead.FINISHING, id="one has left its loop"),
+        pytest.param(looks(END, NOT_STARTED), 0, Instead.FINISHING, id="one has left, one has not begun"),
         pytest.param(looks(tick_of(3), tick_of(4)), 0, StopAt(tick_of(5)), id="the boundary after the furthest"),
         pytest.param(looks(tick_of(0), tick_of(0)), 0, StopAt(tick_of(1)), id="at the very first boundary"),
         pytest.param(looks(tick_of(4)), 1, StopAt(tick_of(6)), id="second try two steps ahead"),
@@ -345,7 +343,7 @@ class World:
             for rank in self.ranks:
                 assert rank.finished or rank.stopped_tick >= self.plan.tick
         else:
-            assert isinstance(self.plan, NothingToSave | Finishing | ByThemselves)
+            assert isinstance(self.plan, Instead)
             assert stops == {None}, "a rank stopped although no tick was committed"
             assert all(rank.finished for rank in self.ranks), "a rank was left waiting"
 

@@ -16,11 +16,9 @@ from slurmft.policy.stragglers import (
     StragglerVerdict,
     Window,
     accused,
-    better,
     convicted,
     pays,
     report,
-    robust_best,
     score,
     step_slowdown,
 )
@@ -237,16 +235,6 @@ def test_k_of_n_looks_at_the_newest_only(outcomes, needed, considered):
     assert not convicted(outcomes, needed=len(outcomes) + 1, considered=considered)
 
 
-def test_the_best_time_is_no_lucky_one():
-    best = np.full((2, 3), NAN)
-    for window in ([1.0, NAN], [0.1, 2.0], [1.1, 2.0]):
-        assert np.isnan(robust_best(best)).all()
-        best = better(best, np.array(window))
-    assert robust_best(best).tolist()[0] == 1.1
-    assert math.isnan(robust_best(best)[1])
-    assert robust_best(better(best, np.array([9.0, 9.0]))).tolist() == [1.1, 9.0]
-
-
 @of_each(
     step_s__excess_s__expected=[
         (2.0, 1.0, 2.0),
@@ -375,11 +363,11 @@ def test_noise_convicts_nobody_however_large_it_is(sigma):
         medians_s = 0.1 * of_node * np.exp(random.normal(0, 0.1, 256))
         window = Window(
             medians_s=medians_s[:, None], counts=np.full((256, 1), 9), cohorts=np.zeros(256, np.int64),
-            best_s=robust_best(best_s), judged=(0,),
+            best_s=best_s[:, -1], judged=(0,),
         )  # fmt: skip
         scores = score(window, Limits())
         outcomes.append(accused(scores.slow, node_of_rank)[0])
-        best_s = better(best_s, scores.work_s)
+        best_s = np.sort(np.column_stack([best_s, scores.work_s]), axis=1)[:, :3]
     newest = [[node in each for each in outcomes[first : first + 5]] for first in range(36) for node in range(64)]
     assert not any(convicted(windows, needed=3, considered=5) for windows in newest)
 

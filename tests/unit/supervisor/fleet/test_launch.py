@@ -39,8 +39,8 @@ def configured(path: Path, **container: Any) -> RunConfig:
 
 
 def argv(config: RunConfig, *, with_srun: bool = True) -> list[str]:
-    launch = launch_of(config, ATTEMPT, with_srun=with_srun)
-    return [word.replace(str(config.run_folder), "RUN") for word in (*launch.srun_options, "|", *launch.argv)]
+    options, command = launch_of(config, ATTEMPT, with_srun=with_srun)
+    return [word.replace(str(config.run_folder), "RUN") for word in (*options, "|", *command)]
 
 
 def test_without_a_container_it_is_this_python(tmp_path: Path):

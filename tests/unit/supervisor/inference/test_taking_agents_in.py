@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from waiting import until_async
 
+from slurmft.errors import LaunchError
 from slurmft.ipc.channel import encoded
 from slurmft.ipc.messages import Hello, Reply
+from slurmft.policy import life
 from slurmft.storage.journal import EventName
 from slurmft.supervisor.agents import AgentLink, AgentPool
 from slurmft.supervisor.inference import InferenceAttempt
@@ -95,3 +97,27 @@ async def test_an_agent_that_ends_meanwhile_is_started_again_and_one_that_is_sil
         assert seen.lost == []  # it may come back by another connection
         await seen._on_disconnect(links[0])
     assert (seen.lost, seen.told) == ([("n0", is_closed)], [])
+
+
+async def test_why_agents_are_missing_is_looked_for_where_srun_was_started() -> None:
+    """In the folder of the first attempt of this start, which a later one has not."""
+    seen, fed = Seen({}), list[life.Event]()
+
+    async def never() -> bool:
+        return False
+
+    async def ended() -> list[int]:
+        return [1]
+
+    seen._config: Any = SimpleNamespace(fault_tolerance=SimpleNamespace(launch_timeout_s=-1.0))
+    seen._slurm: Any = SimpleNamespace(outside=None)
+    seen._folder: Any = SimpleNamespace(path="7.0.1", last_words=lambda: "")
+    seen._crew.folder = SimpleNamespace(path="7.0.0", last_words=lambda: "; srun: no such partition")
+    seen._crew.all_ended, seen._are_begun_again = ended, never  # type: ignore[method-assign]
+    seen._journal.append = lambda *_, **__: None
+    seen.stops.planned, seen.stops.feed = None, fed.append
+    with pytest.raises(LaunchError) as caught:
+        await seen._first_agent()
+    assert caught.value.hint == "see srun.err in 7.0.0"
+    await seen._watch_processes()
+    assert fed == [life.Ended("all agents ended, with [1]; srun: no such partition")]

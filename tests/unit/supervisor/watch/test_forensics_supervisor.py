@@ -12,11 +12,12 @@ from waiting import slowness
 
 from slurmft.ipc.channel import encoded
 from slurmft.ipc.messages import TakeEvidence
+from slurmft.operations.control import look_told
 from slurmft.policy.judge import Blame, Named, Summary, Where, WorkerEnd, blame
 from slurmft.policy.stop import tick_of
 from slurmft.storage.journal import Event, Journal
 from slurmft.supervisor.agents import AgentLost
-from slurmft.supervisor.hangs import MAX_LINES, as_event, ended_by_watchdog, look_at_all, look_told, with_ends
+from slurmft.supervisor.hangs import MAX_LINES, as_event, ended_by_watchdog, look_at_all, with_ends
 
 
 def facts(rank: int, kind: Where = Where.COLLECTIVE, **changes: Any) -> dict[str, Any]:

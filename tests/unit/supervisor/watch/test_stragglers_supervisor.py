@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slurmft.config.run import RunConfig, validate
@@ -13,7 +14,7 @@ from slurmft.ipc.messages import RankTimings, TimingsReport
 from slurmft.policy.stragglers import StragglerVerdict
 from slurmft.storage import history
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.stragglers import StragglerWatch
+from slurmft.supervisor.stragglers import NodePast, StragglerWatch
 
 NODES = 4
 FAST, SLOW = 0.1, 0.3
@@ -364,3 +365,18 @@ def test_the_file_stays_bounded(tmp_path):
     found = history.read_stragglers(tmp_path, "w")
     assert len(found.nodes) == history.MAX_NODES
     assert "n0" not in found.nodes
+
+
+def test_the_best_time_is_no_lucky_one(tmp_path):
+    past = NodePast(tmp_path, "w", 2, 1, 5)
+    past.place(0, "a", "")
+    past.place(1, "b", "")
+    for window in ([1.0, np.nan], [0.1, 2.0], [1.1, 2.0]):
+        assert np.isnan(past.best_s()).all()
+        past.measured(np.array(window))
+    assert past.best_s()[0] == 1.1
+    assert np.isnan(past.best_s()[1])
+    past.measured(np.array([9.0, 9.0]))
+    assert past.best_s().tolist() == [1.1, 9.0]
+    past.place(0, "a", "another role")
+    assert np.isnan(past.best_s()[0])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import convert
 from reported_evidence import read_evidence
 from torch import nn
 
@@ -538,10 +539,10 @@ def test_errors_are_injected_in_all_three_kinds_by_rate(clean):
 
 
 def test_the_settings_are_those_of_the_configuration():
-    assert RerunSettings() == RerunSettings.from_json(RerunConfig().model_dump(mode="json"))
+    assert RerunSettings() == convert(RerunConfig().model_dump(mode="json"), RerunSettings)
     assert RerunSettings() == WorkerSettings.from_environment({}).rerun
     changed = RerunConfig(mode="report_stats", error_injection_step=4, error_injection_node="n 1")
-    text = WorkerSettings(rerun=RerunSettings.from_json(changed.model_dump(mode="json"))).as_text()
+    text = WorkerSettings(rerun=convert(changed.model_dump(mode="json"), RerunSettings)).as_text()
     settings = WorkerSettings.from_environment({WORKER_VARIABLE: text}).rerun
     assert {name: getattr(settings, name) for name in type(changed).model_fields} == changed.model_dump()
 

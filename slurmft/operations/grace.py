@@ -19,19 +19,6 @@ from slurmft.storage import history
 log = logging.getLogger(__name__)
 
 
-def workload_of(config: RunConfig) -> str:
-    """The fingerprint of what ``config`` trains: what its speed depends on, and not where, when or how long."""
-    return history.fingerprint(
-        {
-            "command": config.command,
-            "nodes": config.nodes,
-            "nproc_per_node": config.nproc_per_node,
-            "environment": config.environment,
-            "working_directory": config.working_directory,
-        }
-    )
-
-
 def check(
     config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], need: GraceNeed | None = None
 ) -> list[Finding]:
@@ -57,7 +44,7 @@ def refuse_warnings(findings: Sequence[Finding]) -> None:
 
 def need_of(config: RunConfig) -> GraceNeed:
     """The needs of a stop, from earlier runs of the same workload."""
-    return need_from(config, history.earlier(config.run_folder, workload_of(config)))
+    return need_from(config, history.earlier(config.run_folder, history.fingerprint(config.workload)))
 
 
 def need_from(config: RunConfig, measured: Sequence[history.Timings]) -> GraceNeed:
