@@ -89,7 +89,7 @@ def decide(ranks: int, on_node: int) -> dict[str, Any]:
     """From the offers of all nodes' memories to one decision, as every rank computes it."""
     import torch  # noqa: F401 - a rank has it: what is measured comes on top
 
-    from slurmft.checkpoint.holding import ROW_LENGTH, from_rows
+    from slurmft.checkpoint.memory_sources import ROW_LENGTH, from_rows
     from slurmft.policy.checkpoints import Committed, Tier, choose_snapshot
 
     row_words = [100, 0, 1, ranks, 1]

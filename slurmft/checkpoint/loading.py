@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_map_only
 
 from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
-from slurmft.checkpoint.holding import MAX_WORLD, reading
 from slurmft.checkpoint.image import local
-from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, verified_index
+from slurmft.checkpoint.image_file import MAX_WORLD, Damage, Damaged, image_file, index_file, reading, verified_index
 from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.notes import ERA, LeadNote, OwnNotes, gather
 from slurmft.checkpoint.reading import Source, Stored, Target, fresh

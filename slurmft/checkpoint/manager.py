@@ -36,11 +36,10 @@ from slurmft.checkpoint.agreement import (
     two_are_under_way,
 )
 from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
-from slurmft.checkpoint.holding import forget_others
 from slurmft.checkpoint.image_file import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping, prepare
-from slurmft.checkpoint.memory_sources import same_state
+from slurmft.checkpoint.memory_sources import forget_others, same_state
 from slurmft.checkpoint.notes import Extra, note_sender
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots

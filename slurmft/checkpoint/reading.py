@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.holding import holding, reading
 from slurmft.checkpoint.image import dtype_named, from_bytes
 from slurmft.checkpoint.image_file import (
     Damage,
@@ -41,8 +40,10 @@ from slurmft.checkpoint.image_file import (
     ShardIndex,
     digest_of,
     fingerprint,
+    holding,
     image_file,
     index_file,
+    reading,
     verified_index,
 )
 from slurmft.checkpoint.state import GROUPS, MODEL, OPTIMIZER, STATE, KeyPath, key_of, unflatten

@@ -31,13 +31,15 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from slurmft.checkpoint.holding import Holding, holdings_in, image_of
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
     Damaged,
+    Holding,
     Item,
     ShardIndex,
     fingerprint,
+    holdings_in,
+    image_of,
     parse_index,
     read_index,
     write_index,

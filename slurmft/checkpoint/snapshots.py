@@ -25,9 +25,9 @@ import torch
 import xxhash
 
 from slurmft.checkpoint.agreement import MAX_UNCOMMITTED
-from slurmft.checkpoint.holding import forget_staged, is_held
 from slurmft.checkpoint.image import Layout, Packed
-from slurmft.checkpoint.image_file import ShardIndex, read_index, write_index
+from slurmft.checkpoint.image_file import ShardIndex, is_held, read_index, write_index
+from slurmft.checkpoint.memory_sources import forget_staged
 from slurmft.checkpoint.state import FlatState
 from slurmft.checkpoint.write_requests import NICE, CommitOrder, Report, Standing, WriterClient, WriteRequest, reached
 from slurmft.errors import CheckpointError, Fenced, StorageError, UsageError

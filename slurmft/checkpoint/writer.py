@@ -28,11 +28,20 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Pruner, read_entry, remove_folder, write_marker
-from slurmft.checkpoint.holding import Claim, holding
+from slurmft.checkpoint.catalog import (
+    METADATA_FILE,
+    Catalog,
+    Entry,
+    FileRecord,
+    Pruner,
+    metadata_bytes,
+    read_entry,
+    remove_folder,
+    write_marker,
+)
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
-    METADATA_FILE,
+    Claim,
     Damaged,
     Fingerprint,
     Mappings,
@@ -41,10 +50,10 @@ from slurmft.checkpoint.image_file import (
     ShardIndex,
     digests,
     fingerprint,
+    holding,
     image_file,
     index_file,
     is_temporary,
-    metadata_bytes,
     parse_index,
     read_index,
     stamp_of,

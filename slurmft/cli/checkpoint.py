@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, Problem, by_merit, remove_folder, verify
-from slurmft.checkpoint.holding import reading
+from slurmft.checkpoint.image_file import reading
 from slurmft.cli.arguments import STEP, json_option, refuse_foreign, runs_root
 from slurmft.cli.main import Verbs, console, say, say_error, say_json, table
 from slurmft.errors import CheckpointError, StorageError, UsageError

@@ -22,8 +22,7 @@ from waiting import until
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
-from slurmft.checkpoint.holding import Claim, is_claimed
-from slurmft.checkpoint.image_file import image_file, index_file
+from slurmft.checkpoint.image_file import Claim, image_file, index_file, is_claimed
 from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError, DataError, DirectoryInUse, Fenced, UsageError
 from slurmft.policy.reruns import RerunSettings

@@ -20,9 +20,8 @@ from of_each import of_each
 from waiting import slowness, until
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.catalog import Catalog, Pruner, remove_folder, remove_left_overs
-from slurmft.checkpoint.holding import alone, holding, is_held
-from slurmft.checkpoint.image_file import METADATA_FILE, image_file, index_file
+from slurmft.checkpoint.catalog import METADATA_FILE, Catalog, Pruner, remove_folder, remove_left_overs
+from slurmft.checkpoint.image_file import alone, holding, image_file, index_file, is_held
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.write_requests import Keep, SpawnedWriter
 from slurmft.checkpoint.writer import _committed_before, _opened, give_up, note_file, reason_of

@@ -20,16 +20,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from slurmft.checkpoint import image as checkpoint_image
+from slurmft.checkpoint.catalog import metadata_bytes
 from slurmft.checkpoint.image import Layout, NoRoom, ObjectPacker, from_bytes, spread
-from slurmft.checkpoint.image_file import (
-    Damage,
-    Damaged,
-    image_file,
-    index_file,
-    metadata_bytes,
-    read_index,
-    verified_index,
-)
+from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, read_index, verified_index
 from slurmft.checkpoint.loading import prepare
 from slurmft.checkpoint.reading import Box, Source, Stored, Target
 from slurmft.checkpoint.state import FlatState, Trainee, capture, flatten, key_of, unflatten

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_snapshots import flip_byte, stage
 
-from slurmft.checkpoint.holding import scan
+from slurmft.checkpoint.memory_sources import scan
 from slurmft.checkpoint.replicas import keep_local, lineage_of, local_folder
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints import Tier

@@ -21,8 +21,7 @@ from waiting import until
 
 from slurmft.checkpoint import write_requests
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.holding import is_held, reading
-from slurmft.checkpoint.image_file import image_file, index_file, read_index
+from slurmft.checkpoint.image_file import image_file, index_file, is_held, read_index, reading
 from slurmft.checkpoint.snapshots import Arena
 from slurmft.checkpoint.write_requests import NICE, Keep, ProgressPage, Report, WriterClient, WriteRequest
 from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, note_file
