@@ -61,13 +61,13 @@ def load(folder: Path, kind: str, rank: int, ranks: int) -> dict[str, Any]:
     import torch
     from folders import DENSE_VALUES, VALUES, dense_tensors, spread_tensors
 
-    from slurmft.checkpoint import loading
-    from slurmft.checkpoint.reading import Stored, Target
+    from slurmft.checkpoint.loading import _believed_entry
+    from slurmft.checkpoint.reading import DiskSources, Stored, Target
 
     dense, keys = dense_tensors(), list(spread_tensors(0))
 
     def work() -> int:
-        sources = loading._DiskSources(folder)
+        sources = DiskSources(_believed_entry(folder))
         share = len(sources) // ranks
         stored = Stored(sources, own=rank)
         if kind == "dense":

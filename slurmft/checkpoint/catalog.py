@@ -297,6 +297,21 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
     )
 
 
+def index_of(entry: Entry, shard: int) -> ShardIndex:
+    """The index of one of its shards, as it was committed.
+
+    Raises:
+        Damaged: its bytes are not those that the marker names, or it belongs to another checkpoint.
+    """
+    name = index_file(shard)
+    if name not in entry.files or image_file(shard) not in entry.files:
+        raise Damaged(Damage.MISSING, name, "the marker does not list it")
+    index = verified_index(entry.path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
+    if (index.identity, index.shard, index.shards) != (entry.identity, shard, entry.world_size):
+        raise Damaged(Damage.UNREADABLE, name, f"it is of shard {index.shard} of {index.identity.folder_name}")
+    return index
+
+
 def _integer(value: Mapping[str, Any], key: str) -> int:
     number = value[key]
     if type(number) is not int or number < 0:
@@ -605,10 +620,7 @@ def _check_shard(entry: Entry, shard: int, tick: Callable[[int], None]) -> list[
     if name not in entry.files or image not in entry.files:
         return []  # reported already
     try:
-        index = verified_index(entry.path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-        identity = index.identity
-        if (identity.folder_name, index.shard, index.shards) != (entry.path.name, shard, entry.world_size):
-            raise Damaged(Damage.UNREADABLE, name, f"it is of shard {index.shard} of {identity.folder_name}")
+        index = index_of(entry, shard)
         tick(entry.files[name].size_bytes)
         if not index.size_bytes == entry.files[image].size_bytes == (entry.path / image).stat().st_size:
             raise Damaged(Damage.TRUNCATED, image)

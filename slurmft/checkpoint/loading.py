@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_map_only
 from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
 from slurmft.checkpoint.image import local
-from slurmft.checkpoint.image_file import MAX_WORLD, Damage, Damaged, image_file, index_file, reading, verified_index
+from slurmft.checkpoint.image_file import MAX_WORLD, Damage, Damaged, image_file, index_file, reading
 from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.notes import ERA, LeadNote, OwnNotes, gather
-from slurmft.checkpoint.reading import Source, Stored, Target, fresh
+from slurmft.checkpoint.reading import DiskSources, Stored, Target, fresh
 from slurmft.checkpoint.state import (
     BUFFERS_OF,
     EXTRA,
@@ -696,7 +696,7 @@ class Loading:
         with contextlib.ExitStack() as stack:
             with guard:
                 held = memory.sources(identity)
-                sources = _DiskSources(path, held=held) if decision.is_committed else held
+                sources = DiskSources(_believed_entry(path), held) if decision.is_committed else held
                 own = self._part.number if wanted == self._own_part(decision) else self._team.rank
                 stored = stack.enter_context(contextlib.closing(Stored(sources, own=own)))
                 if len(decision.suppliers) < self._team.world_size:  # with a rank's own state in any of them
@@ -753,7 +753,7 @@ class Loading:
             self._note(path, reason or "disk")
             with guard, reading(path):
                 entry = _believed_entry(path)
-                stored = Stored(_DiskSources(path, entry), own=self._team.rank)
+                stored = Stored(DiskSources(entry), own=self._team.rank)
                 prepared = self._prepared(stored, OwnNotes())
             rows = self._exchange(guard, prepared)
             if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, *_ in rows):
@@ -894,36 +894,3 @@ def _believed_entry(path: Path) -> Entry:
     if not 1 <= entry.world_size <= MAX_WORLD:  # it has no checksum, and memory is asked for by this number
         raise Damaged(Damage.UNREADABLE, MANIFEST, f"it names {entry.world_size} ranks")
     return entry
-
-
-class _DiskSources(Mapping[int, Source]):
-    """The shards of a committed checkpoint; the index of each is read and verified when it is asked for.
-
-    Args:
-        held: shards that lie in this node's memory, which go before those on disk.
-
-    Raises:
-        Damaged: its marker cannot be believed, or the index that is asked for.
-    """
-
-    def __init__(self, path: Path, entry: Entry | None = None, held: Mapping[int, Source] | None = None) -> None:
-        self._path, self._entry, self._held = path, entry or _believed_entry(path), held or {}
-
-    def __getitem__(self, shard: int) -> Source:
-        if shard in self._held:
-            return self._held[shard]
-        entry, name = self._entry, index_file(shard)
-        if not 0 <= shard < entry.world_size:
-            raise KeyError(shard)
-        if name not in entry.files or image_file(shard) not in entry.files:
-            raise Damaged(Damage.MISSING, name, "the marker does not list it")
-        index = verified_index(self._path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-        if (index.identity, index.shard) != (entry.identity, shard):
-            raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
-        return Source(image=self._path / image_file(shard), index=index)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._entry.world_size))
-
-    def __len__(self) -> int:
-        return self._entry.world_size

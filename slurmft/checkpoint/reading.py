@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from slurmft.checkpoint.catalog import Entry
+from slurmft.checkpoint.catalog import Entry, index_of
 from slurmft.checkpoint.image import dtype_named, from_bytes
 from slurmft.checkpoint.image_file import (
     Damage,
@@ -44,7 +44,6 @@ from slurmft.checkpoint.image_file import (
     image_file,
     index_file,
     reading,
-    verified_index,
 )
 from slurmft.checkpoint.state import GROUPS, MODEL, OPTIMIZER, STATE, KeyPath, key_of, unflatten
 from slurmft.errors import CheckpointError, UsageError
@@ -133,6 +132,33 @@ class Source:
     """The file of the index, where the image lies in a rank's own place in memory; None elsewhere."""
 
 
+class DiskSources(Mapping[int, Source]):
+    """The shards of a committed checkpoint; the index of each is read and verified when it is asked for.
+
+    Args:
+        held: shards that lie in this node's memory, which go before those on disk.
+
+    Raises:
+        Damaged: the index that is asked for is not the one that was committed.
+    """
+
+    def __init__(self, entry: Entry, held: Mapping[int, Source] | None = None) -> None:
+        self._entry, self._held = entry, held or {}
+
+    def __getitem__(self, shard: int) -> Source:
+        if shard in self._held:
+            return self._held[shard]
+        if not 0 <= shard < self._entry.world_size:
+            raise KeyError(shard)
+        return Source(image=self._entry.path / image_file(shard), index=index_of(self._entry, shard))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._entry.world_size))
+
+    def __len__(self) -> int:
+        return self._entry.world_size
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Memory that is to be filled with a part of a stored tensor."""
@@ -210,12 +236,6 @@ class Stored:
             raise Damaged(Damage.UNREADABLE, index_file(0), f"no shard has {missing[0]}")
         # in the same order on every rank, whatever it has read first: an optimizer keeps the order of what it loads
         self.tensors = {key: self.tensors[key] for key in {**self._holders, **self.tensors}}
-
-    @classmethod
-    def in_folder(cls, folder: Path, indexes: Iterable[ShardIndex]) -> Stored:
-        """All shards in one checkpoint folder."""
-        sources = (Source(image=folder / image_file(index.shard), index=index) for index in indexes)
-        return cls({source.index.shard: source for source in sources})
 
     @property
     def seen(self) -> Collection[int]:
@@ -575,10 +595,7 @@ def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
     parts = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
     try:
         with reading(entry.path):
-            names = map(index_file, range(entry.world_size))
-            records = [(entry.path / name, entry.files[name]) for name in names]
-            indexes = [verified_index(path, record.size_bytes, record.xxh3) for path, record in records]
-            stored = Stored.in_folder(entry.path, indexes)
+            stored = Stored(DiskSources(entry))
             targets = {
                 key: Target(fresh(tensor.shape, tensor.dtype), (0,) * len(tensor.shape))
                 for key, tensor in stored.tensors.items()
@@ -586,7 +603,7 @@ def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
             }
             stored.fill(targets)
             objects = stored.load_objects([key for key in stored.objects if stored.path(key)[0] in parts])
-    except (Damaged, KeyError) as error:
+    except Damaged as error:
         raise CheckpointError(f"{entry.path} cannot be exported: {error}", hint="try an older one") from error
     values: Mapping[str, Any] = {key: target.tensor for key, target in targets.items()} | objects
     return {stored.path(key): value for key, value in values.items()}

@@ -37,6 +37,11 @@ def write(folder: Path, memory: bytearray, index: ShardIndex) -> ShardIndex:
     return hashed
 
 
+def stored_in(folder: Path, index: ShardIndex) -> Stored:
+    """A state of one shard."""
+    return Stored({0: Source(image=folder / image_file(0), index=index)})
+
+
 def save(folder: Path, trainee: Trainee, *, extra=None, rank: int = 0, ranks: int = 1) -> ShardIndex:
     return write(folder, *stage(capture(trainee, extra, rank=rank), shard=rank, shards=ranks))
 
