@@ -42,6 +42,7 @@ from slurmft.checkpoint.image_file import (
     Item,
     ShardIndex,
     alone,
+    damage_in,
     image_file,
     index_file,
     is_claimed,
@@ -589,72 +590,60 @@ PROBLEMS_SHOWN = 5
 _BLOCK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One damaged file."""
-
-    file: str
-    text: str
-    """A sentence about the file that begins with its name."""
-
-
-def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None) -> list[Problem]:
-    """Everything that is wrong with a checkpoint; empty when all of it can be loaded. Nothing is changed.
+def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None) -> list[str]:
+    """Everything that is wrong with a checkpoint: sentences that begin with a file's name; empty when all of it can be
+    loaded. Nothing is changed.
 
     Args:
         tick: called with the bytes that have been read since the last call; from several threads.
     """
     shards = {name for shard in range(entry.world_size) for name in (image_file(shard), index_file(shard))}
     missing = sorted(shards - entry.files.keys())
-    problems = [Problem(name, f"{name} is not listed by the marker") for name in missing[:PROBLEMS_SHOWN]]
+    problems = [f"{name} is not listed by the marker" for name in missing[:PROBLEMS_SHOWN]]
     with reading(entry.path):
         for shard in range(entry.world_size):
-            problems += _check_shard(entry, shard, tick)
+            if {image_file(shard), index_file(shard)} <= entry.files.keys():
+                problems += _check_shard(entry, shard, tick)
         for name in sorted(entry.files.keys() - shards):
             problems += _check_whole(entry, name, tick)
     return problems
 
 
-def _check_shard(entry: Entry, shard: int, tick: Callable[[int], None]) -> list[Problem]:
-    image, name = image_file(shard), index_file(shard)
-    if name not in entry.files or image not in entry.files:
-        return []  # reported already
+def _check_shard(entry: Entry, shard: int, tick: Callable[[int], None]) -> list[str]:
+    image = image_file(shard)
     try:
         index = index_of(entry, shard)
-        tick(entry.files[name].size_bytes)
-        if not index.size_bytes == entry.files[image].size_bytes == (entry.path / image).stat().st_size:
+        tick(entry.files[index_file(shard)].size_bytes)
+        with damage_in(image):
+            size_bytes = (entry.path / image).stat().st_size
+        if not index.size_bytes == entry.files[image].size_bytes == size_bytes:
             raise Damaged(Damage.TRUNCATED, image)
         with ImageFile(entry.path / image, index) as file:
             return _check_items(file, index, tick)
-    except FileNotFoundError:
-        return [Problem(image, str(Damaged(Damage.MISSING, image)))]
-    except OSError as error:
-        return [Problem(image, str(Damaged(Damage.UNREADABLE, image, str(error))))]
     except Damaged as damaged:
-        return [Problem(damaged.file_name, str(damaged))]
+        return [str(damaged)]
 
 
-def _check_items(file: ImageFile, index: ShardIndex, tick: Callable[[int], None]) -> list[Problem]:
-    def check(item: Item) -> Problem | None:
+def _check_items(file: ImageFile, index: ShardIndex, tick: Callable[[int], None]) -> list[str]:
+    def check(item: Item) -> str:
         try:
             file.read(item)
         except Damaged as damaged:
-            return Problem(damaged.file_name, str(damaged))
+            return str(damaged)
         tick(item.length)
-        return None
+        return ""
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="slurmft-verify") as pool:
-        found = [problem for problem in pool.map(check, index.items) if problem is not None]
+        found = [problem for problem in pool.map(check, index.items) if problem]
     if len(found) > PROBLEMS_SHOWN:
-        name = file.path.name
-        return [*found[:PROBLEMS_SHOWN], Problem(name, f"{name} has {len(found) - PROBLEMS_SHOWN} more damaged items")]
+        return [*found[:PROBLEMS_SHOWN], f"{file.path.name} has {len(found) - PROBLEMS_SHOWN} more damaged items"]
     return found
 
 
-def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> Iterable[Problem]:
+def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> list[str]:
     record, hasher, size_bytes = entry.files[name], xxhash.xxh3_128(), 0
     try:
-        with opened(entry.path / name) as descriptor:
+        with damage_in(name), opened(entry.path / name) as descriptor:
             while size_bytes <= record.size_bytes and (block := os.read(descriptor, _BLOCK_BYTES)):
                 hasher.update(block)
                 size_bytes += len(block)
@@ -663,12 +652,8 @@ def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> Iterab
             raise Damaged(Damage.TRUNCATED, name)
         if record.xxh3 and hasher.hexdigest() != record.xxh3:
             raise Damaged(Damage.CHANGED, name)
-    except FileNotFoundError:
-        return [Problem(name, str(Damaged(Damage.MISSING, name)))]
-    except OSError as error:
-        return [Problem(name, str(Damaged(Damage.UNREADABLE, name, error.strerror or str(error))))]
     except Damaged as damaged:
-        return [Problem(name, str(damaged))]
+        return [str(damaged)]
     return []
 
 

@@ -86,6 +86,24 @@ class Damaged(Exception):
         self.hint = hint
 
 
+@contextlib.contextmanager
+def damage_in(name: str) -> Iterator[None]:
+    """Around what reads a file of this name: errors of the system are damage to it.
+
+    Raises:
+        Damaged: it cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise Damaged(Damage.MISSING, name) from None
+    except UnsafeFile as error:
+        damage = Damage.TRUNCATED if error.errno == errno.EFBIG else Damage.UNREADABLE
+        raise Damaged(damage, name, f"it {error.strerror}") from error
+    except OSError as error:
+        raise Damaged(Damage.UNREADABLE, name, str(error)) from error
+
+
 # --- shard index ---
 # The layout of one shard of a checkpoint. No torch: the writer process and a login node read it too.
 #
@@ -274,15 +292,8 @@ def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
     Raises:
         Damaged: they are not, or cannot be read.
     """
-    try:
+    with damage_in(path.name):
         raw = read_bytes(path, limit_bytes=min(size_bytes, MAX_INDEX_BYTES), owners=trusted_owners(path.parent))
-    except FileNotFoundError:
-        raise Damaged(Damage.MISSING, path.name) from None
-    except UnsafeFile as error:
-        damage = Damage.TRUNCATED if error.errno == errno.EFBIG else Damage.UNREADABLE
-        raise Damaged(damage, path.name, f"it {error.strerror}") from error
-    except OSError as error:
-        raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
     if len(raw) != size_bytes:
         raise Damaged(Damage.TRUNCATED, path.name)
     if xxhash.xxh3_128_hexdigest(raw) != digest:
@@ -407,14 +418,8 @@ class ImageFile:
 
     def __init__(self, path: Path, index: ShardIndex) -> None:
         self.path, self.index = path, index
-        try:
+        with damage_in(path.name):
             self._descriptor = open_regular(path, owners=trusted_owners(path.parent))
-        except FileNotFoundError:
-            raise Damaged(Damage.MISSING, path.name) from None
-        except UnsafeFile as error:
-            raise Damaged(Damage.UNREADABLE, path.name, f"it {error.strerror}") from error
-        except OSError as error:
-            raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
         if os.fstat(self._descriptor).st_size < index.size_bytes:
             self.close()
             raise Damaged(Damage.TRUNCATED, path.name)

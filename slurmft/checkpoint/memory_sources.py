@@ -329,7 +329,7 @@ class _Tags:
 
 def supply(
     team: Team, decision: Decision, offers: Sequence[Offer], mine: Mapping[int, Holding], *,
-    wanted: Collection[int], memory: Path | None, node_lead: int,
+    wanted: range, memory: Path | None, node_lead: int,
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Bring the shards of ``decision`` that this rank's node lacks into its memory folder; a collective.
 
@@ -349,10 +349,10 @@ def supply(
         CheckpointError: the ranks are out of step with each other.
     """
     nonce = [secrets.randbits(_WORD_BITS) for _ in range(_NONCE_WORDS)]
-    rows = team.exchange([*nonce, node_lead, *_bits(wanted, len(decision.suppliers))])
+    rows = team.exchange([*nonce, node_lead, wanted.start, wanted.stop])
     rows[team.rank][:_NONCE_WORDS] = nonce  # never a value for ours that another rank sends
     wishes = [row[_NONCE_WORDS:] for row in rows]
-    transfers = transfers_of(decision, offers, [(row[0], _shards(row[1:])) for row in wishes])
+    transfers = transfers_of(decision, offers, [(node, range(first, end)) for node, first, end in wishes])
     failed: list[Transfer] = []
     nonces = [struct.pack("!2q", *row[:_NONCE_WORDS]) for row in rows]
     node = _Node(name=decision.name, mine=mine, memory=memory, key=_key(memory) if transfers else None, nonces=nonces)
@@ -557,19 +557,6 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _bits(shards: Collection[int], count: int) -> list[int]:
-    words = [0] * -(-count // _WORD_BITS)
-    for shard in shards:
-        words[shard // _WORD_BITS] |= 1 << shard % _WORD_BITS
-    return words
-
-
-def _shards(words: Sequence[int]) -> set[int]:
-    return {
-        number * _WORD_BITS + bit for number, word in enumerate(words) for bit in range(_WORD_BITS) if word >> bit & 1
-    }
-
-
 # --- memory sources ---
 
 
@@ -630,7 +617,7 @@ class MemorySources:
             return None
         return decision
 
-    def bring(self, decision: Decision, wanted: Collection[int]) -> bool:
+    def bring(self, decision: Decision, wanted: range) -> bool:
         """Have every node fetch what it lacks; False where something did not arrive, and all must decide anew.
 
         Args:

@@ -78,7 +78,7 @@ scenario(in_large_pieces, chunk=1 << 24)
 
 def only_its_own(memory):
     own(memory)
-scenario(only_its_own, wanted=[rank])
+scenario(only_its_own, wanted=range(rank, rank + 1))
 
 def one_node_is_new(memory):
     if rank != 2:
