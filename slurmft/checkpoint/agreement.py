@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -54,6 +56,13 @@ class Team:
             dist.all_reduce(table, group=self._group)  # all other rows are zero here, so the sum is exact
         rows: list[list[int]] = table.tolist()
         return rows
+
+    def exchange_with_nonces(self, row: Sequence[int]) -> tuple[list[list[int]], list[bytes]]:
+        """As ``exchange``, and a fresh nonce of each rank: own messages of this time cannot be answered by old ones."""
+        nonce = [secrets.randbits(62), secrets.randbits(62)]
+        rows = self.exchange([*nonce, *row])
+        rows[self.rank][:2] = nonce  # never a value for ours that another rank sends
+        return [row[2:] for row in rows], [struct.pack("!2q", *row[:2]) for row in rows]
 
     def least(self, row: Sequence[int]) -> list[int]:
         """The smallest of each number over all ranks; costs less than ``exchange``, and the same with any of them."""

@@ -288,8 +288,6 @@ FETCHED = "fetched"
 CHUNK_BYTES = 16 << 20
 _HEADER = struct.Struct("!qq")
 _CONTEXT = struct.Struct("!qqqqqq?")
-_NONCE_WORDS = 2
-_WORD_BITS = 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,13 +346,9 @@ def supply(
     Raises:
         CheckpointError: the ranks are out of step with each other.
     """
-    nonce = [secrets.randbits(_WORD_BITS) for _ in range(_NONCE_WORDS)]
-    rows = team.exchange([*nonce, node_lead, wanted.start, wanted.stop])
-    rows[team.rank][:_NONCE_WORDS] = nonce  # never a value for ours that another rank sends
-    wishes = [row[_NONCE_WORDS:] for row in rows]
+    wishes, nonces = team.exchange_with_nonces([node_lead, wanted.start, wanted.stop])
     transfers = transfers_of(decision, offers, [(node, range(first, end)) for node, first, end in wishes])
     failed: list[Transfer] = []
-    nonces = [struct.pack("!2q", *row[:_NONCE_WORDS]) for row in rows]
     node = _Node(name=decision.name, mine=mine, memory=memory, key=_key(memory) if transfers else None, nonces=nonces)
     if memory is not None and any(transfer.target == team.rank for transfer in transfers):
         with contextlib.suppress(OSError):  # where there is no room for it, each shard fails, and no rank waits

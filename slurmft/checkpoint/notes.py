@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -293,7 +293,6 @@ MAX_ASKED = 256
 """Ranks whose notes are looked for with other nodes; of more lost ones nothing is to be found."""
 
 _LEAD = -1
-_NONCE_WORDS, _WORD_BITS = 2, 62
 _CONTEXT = struct.Struct("!qqqq")
 
 
@@ -317,13 +316,11 @@ def gather(team: Team, memory: Path | None, identity: Identity, *, is_node_lead:
     """The notes of this rank, and of rank 0, on the step of ``identity``."""
     mine = _read(memory, team.rank, identity)
     lead = _read(memory, _LEAD, identity)
-    nonce = [secrets.randbits(_WORD_BITS) for _ in range(_NONCE_WORDS)]
-    rows = team.exchange([mine is None, lead is None, *nonce])
-    rows[team.rank][2:] = nonce  # never a value for ours that another rank sends
+    rows, nonces = team.exchange_with_nonces([mine is None, lead is None])
     asked = [rank for rank, row in enumerate(rows) if row[0]][:MAX_ASKED]
     asked += [_LEAD] if any(row[1] for row in rows) else []
     if asked and team.world_size > 1:
-        tags = _Tags(memory, identity, b"".join(struct.pack("!2q", *row[2:]) for row in rows))
+        tags = _Tags(memory, identity, b"".join(nonces))
         found = {one: tags.added(one, _read(memory, one, identity)) for one in asked} if is_node_lead else {}
         lengths = team.exchange([len(found.get(one, b"")) for one in asked])
         for place, one in enumerate(asked):
@@ -490,12 +487,10 @@ SENDER_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    name: str
-    step: int
-    generation: int
-    capacity_bytes: int
+class _Note(NamedTuple):
+    message: dict[str, Any]
+    """What goes ahead of it (``replicas``)."""
+
     payload: bytes
 
 
@@ -507,15 +502,15 @@ class NoteSender:
 
     def offer(self, name: str, step: int, file: NoteFile, payload: bytes) -> None:
         """Send this one as soon as possible."""
-        note = _Note(name, step, file.generation, file.capacity_bytes, payload)
+        message = {"note": step, "name": name, "generation": file.generation, "capacity": file.capacity_bytes}
+        note = _Note(message | {"bytes": len(payload)}, payload)
         for lane in self._lanes:
             lane.put(note)
 
 
 def note_sender() -> Send | None:
     """Sends this rank's notes to the peers of its node; None where it has none."""
-    key, peers = key_file(), find_peers()
-    return NoteSender(peers, key).offer if key is not None and peers else None
+    return NoteSender(peers, key_file() or Path()).offer if (peers := find_peers()) else None
 
 
 class _Lane:
@@ -563,17 +558,16 @@ class _Lane:
         if problem and not self._has_warned:
             log.warning(
                 "node %d has no notes of this rank from step %d on, so a step may be lost with this node: %s",
-                self._peer.place, note.step, problem,
+                self._peer.place, note.message["note"], problem,
             )  # fmt: skip
         elif self._has_warned and not problem:
-            log.info("node %d has notes of this rank again, from step %d on", self._peer.place, note.step)
+            log.info("node %d has notes of this rank again, from step %d on", self._peer.place, note.message["note"])
         self._has_warned = bool(problem)
 
 
 def _send(wire: Wire, note: _Note) -> None:
     wire.deadline = time.monotonic() + SILENCE_S
-    wire.send({"note": note.step, "name": note.name, "generation": note.generation,
-               "capacity": note.capacity_bytes, "bytes": len(note.payload)})  # fmt: skip
+    wire.send(note.message)
     wire.send_blob(note.payload)
 
 

@@ -523,7 +523,9 @@ class Peer:
 
 
 def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:
-    """The nodes that hold copies of this node's shards, in this attempt; none outside of a run."""
+    """The nodes that hold copies of this node's shards, in this attempt; none outside of a run, and without its key."""
+    if key_file(environment) is None:
+        return []
     try:
         copies = WorkerSettings.from_environment(environment).checkpoint.peer_copies
         nodes = int(environment["GROUP_WORLD_SIZE"])
