@@ -49,7 +49,7 @@ from slurmft.checkpoint.image_file import (
     reading,
     verified_index,
 )
-from slurmft.checkpoint.write_requests import LIFETIME_S, BestMode, Keep
+from slurmft.checkpoint.write_requests import LIFETIME_S, BestMode, CommitOrder
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.checkpoint_names import (
     MANIFEST,
@@ -424,11 +424,6 @@ def _is_untouched(folder: Path) -> bool:
     return time.time() - newest > LIFETIME_S
 
 
-def prune(directory: Path, keep: Keep) -> None:
-    """Remove what retention no longer keeps, once; to do so after every save, keep a ``Pruner``."""
-    Pruner(directory).prune(keep)
-
-
 class Pruner:
     """Removes what retention no longer keeps; reads each marker once, so that a save costs the same after a thousand.
 
@@ -439,7 +434,7 @@ class Pruner:
         self._directory = directory
         self._known: dict[Identity, Entry] = {}
 
-    def prune(self, keep: Keep, tick: Callable[[], None] = lambda: None) -> list[str]:
+    def prune(self, keep: CommitOrder, tick: Callable[[], None] = lambda: None) -> list[str]:
         """What could not be removed, and why. ``tick`` is called after every file.
 
         Raises:
@@ -479,7 +474,7 @@ class Pruner:
                 self._known[identity] = entry
         return unreadable, uncommitted
 
-    def _decide(self, keep: Keep, *, must_look: bool) -> Retention:
+    def _decide(self, keep: CommitOrder, *, must_look: bool) -> Retention:
         """Decide by the supervisor's present marks, where something may go: on the newest, and on those to go."""
         in_order = newest_first(self._known)
         retention = self._retention(in_order, keep)
@@ -491,7 +486,7 @@ class Pruner:
             retention = self._retention(in_order, keep)
         return retention
 
-    def _retention(self, in_order: Iterable[Identity], keep: Keep) -> Retention:
+    def _retention(self, in_order: Iterable[Identity], keep: CommitOrder) -> Retention:
         entries = [self._known[identity] for identity in in_order]
         distrusted = {self._directory / name for name in keep.distrusted}
         good = [entry for entry in entries if entry.path not in distrusted and not entry.quarantine]

@@ -35,7 +35,7 @@ from slurmft.checkpoint.agreement import (
     refuse_unlike,
     two_are_under_way,
 )
-from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
+from slurmft.checkpoint.catalog import Catalog, Entry, Pruner, own_generation, remove_left_overs
 from slurmft.checkpoint.image_file import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping, prepare
@@ -417,9 +417,9 @@ class CheckpointManager:
         team, guard, gone = Team(), Guard(), 0
         if team.is_lead:
             with guard:
-                keep = order_of(self.settings, {}, self._distrusted).keep
+                keep = order_of(self.settings, {}, self._distrusted)
                 before = len(Catalog(self.directory).committed())
-                prune(self.directory, replace(keep, keep_last_n=keep_last or keep.keep_last_n))
+                Pruner(self.directory).prune(replace(keep, keep_last_n=keep_last or keep.keep_last_n))
                 gone = before - len(Catalog(self.directory).committed())
         code, gone = team.from_lead([guard.code, gone])
         if code:

@@ -194,9 +194,10 @@ class SnapshotSlot:
         self._warming: threading.Thread | None = None
         self._is_wanted = False
         self._pinned: Pinned | None = None
-        self.layout: object = None
-        """The layout whose fixed bytes the image has already; set by the caller of ``begin``."""
+        self.layout: Layout | None = None
+        """The layout whose fixed bytes the image has already, and ``views``; set by the caller of ``begin``."""
 
+        self.views: list[torch.Tensor] = []
         self.holds: Identity | None = None
         with contextlib.suppress(StorageError):
             found = read_index(self.index)
@@ -247,6 +248,7 @@ class SnapshotSlot:
             self._pinned.release()
             self._pinned = None
         self.memory = self.layout = None
+        self.views = []
 
     @property
     def is_warming(self) -> bool:
@@ -359,30 +361,6 @@ class Arena:
             place.unmap()
         if self._private is not None:
             self._private.close()
-
-
-class Spill:
-    """The folder beside the checkpoints for snapshots that do not fit into memory: slower, but no OOM."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._may_hold = True
-
-    def arena(self, rank: int) -> Arena:
-        """Places in it.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        self._may_hold = True
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Arena(rank, self.folder)
-
-    def forget(self, rank: int, world_size: int) -> None:
-        """Remove this rank's snapshots there; on rank 0, also those of ranks that the run no longer has."""
-        if self._may_hold and self.folder.is_dir():
-            forget_staged(self.folder, lambda one: one == rank or (rank == 0 and one >= world_size))
-        self._may_hold = False
 
 
 def _open_image(path: Path) -> int:
@@ -502,14 +480,16 @@ class Snapshots:
         self, settings: CheckpointSettings, *, memory: Path | None, spill: Path,
         on_committed: Callable[[Identity, float], None], on_failed: Callable[[int, int, str], None],
     ) -> None:  # fmt: skip
-        self._settings, self._memory, self._spill = settings, memory, Spill(spill)
+        self._settings, self._memory, self._spill = settings, memory, spill
+        self._has_spilled = True
+        """Whether the folder beside the checkpoints may hold snapshots of this rank, or of an attempt before it."""
+
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
         self._writer: WriterClient | None = None
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
         self._is_memory_chosen = False
         self._layout: Layout | None = None
-        self._views: dict[SnapshotSlot, list[torch.Tensor]] = {}
         self._known: dict[Identity, Standing] = {}
         self._lock = threading.Lock()
         self._fenced: Fenced | None = None
@@ -546,7 +526,6 @@ class Snapshots:
             self._layout = Layout.plan(
                 flat.tensors, shard=rank, shards=world_size, paths=flat.paths, of_lead=flat.of_lead
             )
-            self._views.clear()
         packed = self._layout.pack(flat.objects)
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
@@ -681,11 +660,10 @@ class Snapshots:
         reached("slot emptied")
         if place.layout is not layout:
             layout.write_fixed(memory)
-            self._views[place] = layout.views(memory)
-            place.layout = layout
+            place.layout, place.views = layout, layout.views(memory)
         with self.arena.copying():
             sources = layout.sources(flat.tensors)
-            self._device = copy_into(self._views[place], sources, place.address, within_s=within_s)
+            self._device = copy_into(place.views, sources, place.address, within_s=within_s)
         reached("half staged")
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
 
@@ -715,11 +693,18 @@ class Snapshots:
     def leave_spill(self) -> None:
         """A checkpoint is durable that is newer than snapshots which earlier attempts staged beside the checkpoints."""
         if not self._is_spilling:
-            self._spill.forget(self._rank, self._world_size)
+            self._forget_spilled()
+
+    def _forget_spilled(self) -> None:
+        """Remove this rank's snapshots there; on rank 0, also those of ranks that the run no longer has."""
+        if self._has_spilled and self._spill.is_dir():
+            rank, world_size = self._rank, self._world_size
+            forget_staged(self._spill, lambda one: one == rank or (rank == 0 and one >= world_size))
+        self._has_spilled = False
 
     @property
     def _is_spilling(self) -> bool:
-        return self._arena is not None and self._arena.folder == self._spill.folder
+        return self._arena is not None and self._arena.folder == self._spill
 
     def hurry(self) -> None:
         """A caller waits: lift the cap of bandwidth."""
@@ -758,12 +743,11 @@ class Snapshots:
             self._writer.close(0.0)
             self._writer = None
         if self._arena is not None:
-            self._views.clear()
             was_spilling = self._is_spilling
             self._arena.close()
             self._arena = None
             if was_spilling and self._kept is None and self._settled in [*self._known][-1:]:
-                self._spill.forget(self._rank, self._world_size)
+                self._forget_spilled()
         self._layout = None
 
     def _finish(self, writer: WriterClient) -> None:
@@ -809,9 +793,11 @@ class Snapshots:
             self.copies.problem = problem
             del arena.places[len(PLACES) :]
         if problem and (problem := fits(max(0, len(PLACES) * bytes_needed - has_bytes) * ranks, arena.folder)):
-            log.warning("checkpoints are staged in %s, not in memory, which is slow: %s", self._spill.folder, problem)
+            log.warning("checkpoints are staged in %s, not in memory, which is slow: %s", self._spill, problem)
             arena.close()
-            self._arena = self._spill.arena(self._rank)
+            self._has_spilled = True
+            self._spill.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._arena = Arena(self._rank, self._spill)
 
     def _busy(self) -> list[Identity]:
         """Snapshots whose places the writer still reads."""

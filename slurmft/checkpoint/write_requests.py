@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -215,9 +215,12 @@ LIFETIME_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keep:
-    """Which checkpoints stay when a new one is committed; the newest two good ones do in any case."""
+class CommitOrder:
+    """The data for rank 0's writer to commit a checkpoint once all ranks have written, and which ones stay then; the
+    newest two good ones do in any case."""
 
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    attempt: str = ""
     keep_last_n: int = 3
     """Checkpoints of this many steps."""
 
@@ -228,27 +231,18 @@ class Keep:
     """Also the one that is best by this metric; empty: none for that reason."""
 
     best_mode: BestMode = "min"
-    distrusted: tuple[str, ...] = ()
+    distrusted: Sequence[str] = ()
     """Names of folders that a load found damaged."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommitOrder:
-    """The data for rank 0's writer to commit a checkpoint once all ranks have written."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    attempt: str = ""
-    keep: Keep = field(default_factory=Keep)
 
 
 def order_of(settings: CheckpointSettings, metrics: Mapping[str, float], distrusted: Iterable[Path]) -> CommitOrder:
     """The order for a commit in this attempt; ``distrusted`` are folders that a load found damaged."""
-    keep = Keep(
+    return CommitOrder(
+        metrics=dict(metrics), attempt=os.environ.get("SLURMFT_ATTEMPT", ""),
         keep_last_n=settings.keep_last_n, keep_every=settings.keep_every,
         best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
-        distrusted=tuple(sorted(path.name for path in distrusted)),
+        distrusted=sorted(path.name for path in distrusted),
     )  # fmt: skip
-    return CommitOrder(metrics=dict(metrics), attempt=os.environ.get("SLURMFT_ATTEMPT", ""), keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,7 +333,7 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
     objects = {
         "identity": Identity(*value["identity"]),
         "keeps": None if keeps is None else Identity(*keeps),
-        "commit": None if order is None else _order(**order),
+        "commit": None if order is None else CommitOrder(**order),
         **{name: Path(value[name]) for name in ("snapshot", "image", "folder")},
     }
     return WriteRequest(**{name: each for name, each in value.items() if name != "kind"} | objects)
@@ -354,11 +348,6 @@ def report_from(line: bytes) -> Report:
     """The reverse of ``line_of`` a report."""
     value = json.loads(line)
     return Report(**value | {"identity": Identity(*value["identity"])})
-
-
-def _order(metrics: Mapping[str, float], attempt: str, keep: Mapping[str, Any]) -> CommitOrder:
-    kept = Keep(**{**keep, "distrusted": tuple(keep["distrusted"])})
-    return CommitOrder(metrics=metrics, attempt=attempt, keep=kept)
 
 
 def _plain(value: Any) -> Any:

@@ -571,7 +571,7 @@ class CommitLane:
         pruner = self._pruners.setdefault(directory, Pruner(directory))
         try:
             reached("before pruning")
-            problems = pruner.prune(order.keep, lambda: self._page.tick(Lane.COMMIT))
+            problems = pruner.prune(order, lambda: self._page.tick(Lane.COMMIT))
             reached("pruned")
         except (OSError, StorageError) as error:
             problems = [str(error)]

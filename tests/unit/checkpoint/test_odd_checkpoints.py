@@ -23,7 +23,7 @@ from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import METADATA_FILE, Catalog, Pruner, remove_folder, remove_left_overs
 from slurmft.checkpoint.image_file import alone, holding, image_file, index_file, is_held
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.write_requests import Keep, SpawnedWriter
+from slurmft.checkpoint.write_requests import CommitOrder, SpawnedWriter
 from slurmft.checkpoint.writer import _committed_before, _opened, give_up, note_file, reason_of
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError
@@ -343,7 +343,7 @@ def test_what_another_user_has_planted_is_never_the_newest(template, kind, caplo
             catalog, found = Catalog(directory), Catalog(directory).scan()
             newest = catalog.newest_commit(), catalog.identities()[0], usable(directory)[0]
             verified = CliRunner().invoke(cli, ["checkpoint", "verify", "--newest", str(directory)])
-            Pruner(directory).prune(Keep(keep_last_n=2))
+            Pruner(directory).prune(CommitOrder(keep_last_n=2))
             remove_left_overs(directory)
             assert os.path.lexists(directory / PLANTED)
             return [newest, [entry.step for entry in found.committed], len(found.unreadable), len(found.foreign),

@@ -8,12 +8,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.image_file import Item, ShardIndex, image_file, index_file, read_index, write_index
-from slurmft.checkpoint.write_requests import CommitOrder, Keep, Report, WriterClient, WriteRequest
+from slurmft.checkpoint.write_requests import CommitOrder, Report, WriterClient, WriteRequest
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
 
 
@@ -26,8 +27,8 @@ class Memory:
 
     def stage(
         self, step: int, *, commit: int = 0, shard: int = 0, shards: int = 1, generation: int = 0,
-        size_bytes: int = 300_000, slot: str = "a", keep: Keep | None = None, metrics: dict[str, float] | None = None,
-        **details: object,
+        size_bytes: int = 300_000, slot: str = "a", keep: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None, **details: object,
     ) -> WriteRequest:  # fmt: skip
         identity = Identity(step, generation, commit or step)
         self.memory.mkdir(exist_ok=True)
@@ -43,7 +44,7 @@ class Memory:
         index = ShardIndex(identity=identity, shard=shard, shards=shards, size_bytes=size_bytes, items=items)
         snapshot = base.with_suffix(f".{slot}.json")
         write_index(snapshot, index, durable=False)
-        order = CommitOrder(metrics=metrics or {"loss": 1.0}, keep=keep or Keep())
+        order = CommitOrder(metrics=metrics or {"loss": 1.0}, **keep or {})
         return WriteRequest(
             identity=identity, shard=shard, shards=shards, snapshot=snapshot, image=image,
             folder=self.checkpoints / identity.folder_name, commit=order if shard == 0 else None, **details,

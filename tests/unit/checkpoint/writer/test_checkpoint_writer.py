@@ -23,7 +23,7 @@ from slurmft.checkpoint import write_requests
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.image_file import image_file, index_file, is_held, read_index, reading
 from slurmft.checkpoint.snapshots import Arena
-from slurmft.checkpoint.write_requests import NICE, Keep, ProgressPage, Report, WriterClient, WriteRequest
+from slurmft.checkpoint.write_requests import NICE, ProgressPage, Report, WriterClient, WriteRequest
 from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, note_file
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
@@ -375,7 +375,7 @@ def test_giving_up_touches_nothing_that_may_be_committed(memory, monkeypatch, ca
 
 def test_pruning_keeps_what_is_being_read_the_best_and_every_so_many_steps(memory, start):
     client = start()
-    keep = Keep(keep_last_n=1, keep_every=10, best_metric="loss")
+    keep = {"keep_last_n": 1, "keep_every": 10, "best_metric": "loss"}
 
     def commit(step: int, loss: float) -> WriteRequest:
         request = memory.stage(step, keep=keep, metrics={"loss": loss})
