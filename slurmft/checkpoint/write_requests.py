@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -544,7 +543,6 @@ MAX_STUCK = 2
 
 _LOOK_S = 0.5
 _PAUSE_S = 1.0
-_KEPT_ENDS = 256
 
 log = logging.getLogger(__name__)
 
@@ -577,8 +575,6 @@ class WriterClient:
         self._log = log
         self._changed = threading.Condition()
         self._saves: dict[Identity, _Save] = {}
-        self._ends: dict[Identity, Report] = {}
-        self._reports: deque[Report] = deque(maxlen=1000)
         self._unheard: list[Report] = []
         self._writer: SpawnedWriter | None = None
         self._stuck: list[SpawnedWriter] = []
@@ -632,28 +628,15 @@ class WriterClient:
             self._tell(HURRY_LINE)
         self._awaken()
 
-    def poll(self) -> list[Report]:
-        """The reports since the last call."""
-        with self._changed:
-            reports = list(self._reports)
-            self._reports.clear()
-        return reports
-
     def unfinished(self) -> list[Identity]:
         """Saves that have no final report yet, oldest first."""
         with self._changed:
             return list(self._saves)
 
-    def progress(self) -> Progress:
-        """Of the image that is being written, or was last."""
-        writer = self._writer
-        return writer.page.progress() if writer else Progress(0, 0)
-
-    def wait(self, identity: Identity, timeout_s: float) -> Report | None:
-        """The final report of a save; None when there is none after ``timeout_s`` seconds. Blocks until then."""
+    def wait(self, identity: Identity, timeout_s: float) -> None:
+        """Block until there is a final report on a save, or for ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: identity not in self._saves, timeout_s)
-            return self._ends.get(identity)
 
     def close(self, timeout_s: float) -> bool:
         """Whether everything was finished within ``timeout_s`` seconds; blocks no longer.
@@ -713,12 +696,8 @@ class WriterClient:
         if report.kind == "written" and not report.final:
             save = self._saves[report.identity]
             save.request = replace(save.request, is_written=True)
-        self._reports.append(report)
         self._unheard.append(report)
         if report.final and self._saves.pop(report.identity, None) is not None:
-            self._ends[report.identity] = report
-            while len(self._ends) > _KEPT_ENDS:
-                del self._ends[next(iter(self._ends))]
             self._changed.notify_all()
 
     def _hear(self) -> None:

@@ -5,7 +5,8 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import xxhash
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.image_file import Item, ShardIndex, image_file, index_file, read_index, write_index
-from slurmft.checkpoint.write_requests import CommitOrder, Report, WriterClient, WriteRequest
+from slurmft.checkpoint.write_requests import CommitOrder, Progress, Report, WriterClient, WriteRequest
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
 
 
@@ -83,9 +84,42 @@ def verify(entry: Entry) -> None:
     assert read_entry(entry.path) is not None
 
 
-def ended(client: WriterClient, request: WriteRequest) -> Report:
+class Client(WriterClient):
+    """A client that remembers what it heard."""
+
+    def __init__(self, *, on_report: Callable[[Report], None] = lambda _: None, **details: Any) -> None:
+        self.heard: list[Report] = []
+        self._polled = 0
+
+        def hear(report: Report) -> None:
+            self.heard.append(report)
+            on_report(report)
+
+        super().__init__(on_report=hear, **details)
+
+    def poll(self) -> list[Report]:
+        """What was heard since the last call."""
+        heard = self.heard[self._polled :]
+        self._polled += len(heard)
+        return heard
+
+    def end_of(self, identity: Identity, within_s: float = 30.0) -> Report | None:
+        """The final report on a save."""
+        deadline = time.monotonic() + within_s
+        while not (found := [one for one in self.heard if one.identity == identity and one.final]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.005)
+        return found[0]
+
+    def progress(self) -> Progress:
+        """Of the image that is being written."""
+        return writer.page.progress() if (writer := self._writer) else Progress(0, 0)
+
+
+def ended(client: Client, request: WriteRequest) -> Report:
     """What became of a save."""
-    report = client.wait(request.identity, 30)
+    report = client.end_of(request.identity)
     assert report is not None
     return report
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from staging import Memory, ended, quick_folder
+from staging import Client, Memory, ended, quick_folder
 from waiting import until
 
 from slurmft.checkpoint import write_requests
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.image_file import image_file, index_file, is_held, read_index, reading
 from slurmft.checkpoint.snapshots import Arena
-from slurmft.checkpoint.write_requests import NICE, ProgressPage, Report, WriterClient, WriteRequest
+from slurmft.checkpoint.write_requests import NICE, ProgressPage, Report, WriteRequest
 from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, note_file
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
@@ -38,26 +38,26 @@ def memory() -> Iterator[Memory]:
         yield Memory(folder / "memory", folder / "checkpoints")
 
 
-Start = Callable[..., WriterClient]
+Start = Callable[..., Client]
 
 
 @pytest.fixture
 def start(clients) -> Start:
     """Starts clients; their processes are ended."""
 
-    def begin(**details: object) -> WriterClient:
-        clients.append(WriterClient(**details))
+    def begin(**details: object) -> Client:
+        clients.append(Client(**details))
         return clients[-1]
 
     return begin
 
 
-def saved(client: WriterClient, request: WriteRequest) -> Report:
+def saved(client: Client, request: WriteRequest) -> Report:
     client.submit(request)
     return ended(client, request)
 
 
-def kinds(client: WriterClient) -> list[str]:
+def kinds(client: Client) -> list[str]:
     return [report.kind for report in client.poll()]
 
 
