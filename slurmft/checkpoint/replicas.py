@@ -24,7 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NoReturn
@@ -510,7 +510,7 @@ TRIES = 5
 _RETRY_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Peer:
     """A node whose keeper takes copies; ``place`` is the node's in the run (GROUP_RANK)."""
 
@@ -518,8 +518,9 @@ class Peer:
     announcement: Path
     """Where its agent writes host names and port of the keeper."""
 
-    addresses: tuple[tuple[str, int], ...] = ()
-    """What it said, where that is known: the announcement lies in a shared place, which is not asked at every step."""
+    addresses: Sequence[tuple[str, int]] = field(default=(), compare=False)
+    """What it said, until one of them is of no use: the announcement lies in a shared place, which is not asked for
+    every copy."""
 
 
 def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:
@@ -558,14 +559,8 @@ def send_copy(
     try:
         return _send(index_path, image_path, peer, read_bytes(key_file), pace, keep=keep)
     except (BadCopy, OSError, StorageError) as error:
+        peer.addresses = ()  # another agent may have taken its place in the meantime
         return str(error) or type(error).__name__
-
-
-def located(peer: Peer) -> Peer:
-    """The same with the addresses that its agent has announced so far."""
-    with contextlib.suppress(BadCopy, OSError):
-        return replace(peer, addresses=tuple(_announced(peer)))
-    return peer
 
 
 def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Event) -> Wire:
@@ -580,6 +575,7 @@ def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Eve
         return Wire(connection, read_bytes(key_file), is_keeper=False, deadline=pace.deadline)
     except BaseException:
         connection.close()
+        peer.addresses = ()
         raise
 
 
@@ -641,6 +637,7 @@ def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity 
             return wire, wire.receive().get("answer")
         except (BadCopy, ConnectionError) as error:
             connection.close()
+            peer.addresses = ()
             if number == TRIES:
                 raise
             log.debug("node %d closed the connection: %s", peer.place, error)
@@ -675,16 +672,16 @@ def _connect(peer: Peer, pace: _Pace) -> socket.socket:
     """
     problem = f"node {peer.place} has not said where its keeper listens"
     while True:
-        addresses: Sequence[tuple[str, int]] = peer.addresses
         try:
-            addresses = addresses or _announced(peer)
+            peer.addresses = peer.addresses or _announced(peer)
         except BadCopy as error:
             problem = str(error)
-        for address in addresses:
+        for address in peer.addresses:
             try:
                 return socket.create_connection(address, timeout=CONNECT_S)
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error}"
+        peer.addresses = ()
         try:
             pace.wait(_RETRY_S)
         except TimeoutError as error:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,7 +59,7 @@ from slurmft.checkpoint.image_file import (
     stamp_of,
     write_index,
 )
-from slurmft.checkpoint.replicas import Peer, find_peers, keep_local, key_file, local_folder, located, send_copy
+from slurmft.checkpoint.replicas import Peer, find_peers, keep_local, key_file, local_folder, send_copy
 from slurmft.checkpoint.write_requests import (
     Lane,
     LineSocket,
@@ -1183,18 +1183,15 @@ class StepCopyLane:
 
     def _send(self, task: Task) -> str:
         request, problems = task.request, list[str]()
-        for number, peer in enumerate(self._peers or ()):
-            known = peer if peer.addresses else located(peer)
+        for peer in self._peers or ():
             problem = send_copy(
-                request.snapshot, request.image, known, self._key, bytes_per_s=request.max_bytes_per_s or None,
+                request.snapshot, request.image, peer, self._key, bytes_per_s=request.max_bytes_per_s or None,
                 stop=task.woken, keep=request.keeps,
             )  # fmt: skip
             task.leave_if_stopped()
             if problem:
                 problems.append(f"node {peer.place}: {problem}")
                 log.warning("no copy of step %d with node %d: %s", request.identity.step, peer.place, problem)
-            if self._peers is not None:  # another agent may have taken its place in the meantime
-                self._peers[number] = replace(known, addresses=()) if problem else known
         reached("step sent")
         return "; ".join(problems)
 
