@@ -308,6 +308,8 @@ class Turn:
         """
         self.begin(max(self.commit, newest_commit) + 1 if self._has_agreed else newest_commit)
         self._has_agreed = True
+        with self._lock:  # a step that is done again is saved again
+            self._committed, self._told = (0, 0), set()
 
     def next_commit(self) -> int:
         """The number of a copy of a step, which every rank begins at the same place between two saves."""
