@@ -141,11 +141,18 @@ class Catalog:
             StorageError: the directory exists but cannot be listed.
         """
         names = self._names()
-        contents = Contents(unreadable=self._with_paths(names.damaged), foreign=self._with_paths(names.foreign))
-        for identity in names.believed:
+        contents = self.read(names.believed)
+        contents.unreadable[:0] = self._with_paths(names.damaged)
+        contents.foreign.extend(self._with_paths(names.foreign))
+        return contents
+
+    def read(self, identities: Iterable[Identity], known: Mapping[Identity, Entry] | None = None) -> Contents:
+        """What the markers in these folders say; those of ``known`` checkpoints are not read again."""
+        contents = Contents()
+        for identity in identities:
             path = self.folder / identity.folder_name
             try:
-                entry = read_entry(path)
+                entry = (known or {}).get(identity) or read_entry(path)
             except StorageError as error:
                 contents.unreadable.append((path, error.what))
                 continue
@@ -440,39 +447,20 @@ class Pruner:
         Raises:
             StorageError: the directory cannot be listed; nothing was removed.
         """
-        identities = Catalog(self._directory).identities()
-        unreadable, uncommitted = self._look(identities)
-        retention = self._decide(keep, must_look=bool(unreadable))
+        catalog = Catalog(self._directory)
+        found = catalog.read(catalog.identities(), self._known)
+        # ten thousand ranks make long lists
+        self._known = {entry.identity: replace(entry, files={}) for entry in found.committed}
+        retention = self._decide(keep, must_look=bool(found.unreadable))
         problems = [remove_folder(entry.path, tick) for entry in retention.remove]
         newest = max((identity.commit for identity in self._known), default=0)
-        problems += [remove_folder(path, tick) for path in self._useless(uncommitted, newest)]
-        for identity, reason in unreadable:
-            path = self._directory / identity.folder_name
-            if identity.commit < retention.oldest_kept_commit and not is_newer_format(path):
+        problems += [remove_folder(path, tick) for path in found.uncommitted if self._is_useless(path, newest)]
+        for path, reason in found.unreadable:
+            identity = Identity.parse(path.name)
+            if identity and identity.commit < retention.oldest_kept_commit and not is_newer_format(path):
                 log.info("removing %s: older than every kept checkpoint, and unusable: %s", path, reason)
                 problems.append(remove_folder(path, tick))
         return [problem for problem in problems if problem]
-
-    def _look(self, identities: Iterable[Identity]) -> tuple[list[tuple[Identity, str]], list[Identity]]:
-        """Read the markers that are new; returns those that cannot be read, and folders without one."""
-        unreadable: list[tuple[Identity, str]] = []
-        uncommitted: list[Identity] = []
-        known, self._known = self._known, {}
-        for identity in identities:
-            if (entry := known.get(identity)) is not None:
-                self._known[identity] = entry
-                continue
-            try:
-                if (entry := read_entry(self._directory / identity.folder_name)) is not None:
-                    entry = replace(entry, files={})  # ten thousand ranks make long lists
-            except StorageError as error:
-                unreadable.append((identity, error.what))
-                continue
-            if entry is None:
-                uncommitted.append(identity)
-            else:
-                self._known[identity] = entry
-        return unreadable, uncommitted
 
     def _decide(self, keep: CommitOrder, *, must_look: bool) -> Retention:
         """Decide by the supervisor's present marks, where something may go: on the newest, and on those to go."""
@@ -521,16 +509,12 @@ class Pruner:
                 changed = True
         return changed
 
-    def _useless(self, uncommitted: Iterable[Identity], newest_commit: int) -> list[Path]:
-        """Saves that never finished, and never will: a later one has, and no writer holds on to them."""
-        mine = own_generation()
-        return [
-            self._directory / identity.folder_name
-            for identity in uncommitted
-            if identity.commit < newest_commit
-            and (identity.generation <= mine or mine == 0)
-            and not is_claimed(self._directory / identity.folder_name)
-        ]
+    def _is_useless(self, uncommitted: Path, newest_commit: int) -> bool:
+        """A save that never finished, and never will: a later one has, and no writer holds on to it."""
+        mine, identity = own_generation(), Identity.parse(uncommitted.name)
+        if identity is None or identity.commit >= newest_commit or identity.generation > mine > 0:
+            return False
+        return not is_claimed(uncommitted)
 
 
 def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import xxhash
 
@@ -230,15 +230,6 @@ class ShardIndex:
         return replace(self, items=hashed, texts=tuple(map(text_of, hashed)))  # it is written more than once
 
 
-class Stamp(NamedTuple):
-    """What a ShardIndex is of, by its own fields; without its items."""
-
-    identity: Identity
-    shard: int
-    shards: int
-    size_bytes: int
-
-
 def text_of(item: Item) -> str:
     """An item as it stands in the file of its index."""
     return json.dumps({name: getattr(item, name) for name in Item.__slots__}, sort_keys=True)
@@ -320,8 +311,8 @@ _HEAD = re.compile(rb'\{"format": (\d+), "identity": \[(\d+), (\d+), (\d+)\], "i
 _TAIL = re.compile(rb'"shard": (\d+), "shards": (\d+), "size_bytes": (\d+)\}\n$')
 
 
-def stamp_of(raw: bytes, name: str) -> Stamp:
-    """The numbers around the items of an index, which are not looked at.
+def stamp_of(raw: bytes, name: str) -> ShardIndex:
+    """An index as that file has it, but for its items, which are not looked at.
 
     Raises:
         Damaged: it is no index of this format.
@@ -333,7 +324,7 @@ def stamp_of(raw: bytes, name: str) -> Stamp:
     if format_ > FORMAT:
         raise Damaged(Damage.NEWER, name)
     shard, shards, size_bytes = map(int, tail.groups())
-    return Stamp(Identity(*identity), shard, shards, size_bytes)
+    return ShardIndex(identity=Identity(*identity), shard=shard, shards=shards, size_bytes=size_bytes, items=())
 
 
 def _index(value: Mapping[str, Any]) -> ShardIndex:

@@ -577,7 +577,7 @@ class Snapshots:
         else:
             under_way = self._unfinished()  # the oldest may outlast any number of saves that gave way meanwhile
             with self._lock:
-                self._known[identity] = Standing(step=identity.step, since=time.monotonic())
+                self._known[identity] = Standing(since=time.monotonic())
                 for old in [one for one in self._known if one not in under_way][:-8]:
                     del self._known[old]
         self._writer_process().submit(
@@ -671,9 +671,7 @@ class Snapshots:
         """This rank could not copy its part; all others would wait for it without this note."""
         number = (isinstance(error, OSError) and error.errno) or 0
         with self._lock:
-            self._known[identity] = Standing(
-                step=identity.step, since=time.monotonic(), errno=number, problem=str(error)
-            )
+            self._known[identity] = Standing(since=time.monotonic(), errno=number, problem=str(error))
 
     def standing(self, identity: Identity) -> Standing | None:
         """How far a snapshot is; None for one that is not known here."""

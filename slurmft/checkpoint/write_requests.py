@@ -310,7 +310,6 @@ class Report:
 class Standing:
     """How far one snapshot is, as this rank knows."""
 
-    step: int
     since: float
     is_written: bool = False
     is_committed: bool = False
