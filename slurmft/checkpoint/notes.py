@@ -21,7 +21,6 @@ import torch
 from slurmft.checkpoint.agreement import Team
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.checkpoint.replicas import (
-    COPY_LIMIT_S,
     MAX_CAPACITY_BYTES,
     NOTES,
     OVERHEAD_BYTES,
@@ -517,7 +516,7 @@ class _Lane:
     def __init__(self, peer: Peer, key_file: Path) -> None:
         self._peer, self._key_file = peer, key_file
         self._waiting: deque[_Note] = deque(maxlen=2 * NOTES)
-        self._changed, self._never = threading.Condition(), threading.Event()
+        self._changed = threading.Condition()
         self._has_warned = False
         threading.Thread(target=self._run, name=f"slurmft-notes-{peer.place}", daemon=True).start()
 
@@ -536,7 +535,7 @@ class _Lane:
             try:
                 if note is not None:
                     unanswered.append(note)
-                    wire = wire or connected(self._peer, self._key_file, limit_s=COPY_LIMIT_S, stop=self._never)
+                    wire = wire or connected(self._peer, self._key_file)
                     _send(wire, note)
                 # a busy peer answers late: were each answer waited for, it would not get the newest note in time
                 while wire is not None and unanswered and (len(unanswered) > NOTES or wire.has_more()):

@@ -34,7 +34,6 @@ import xxhash
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
     Damaged,
-    Holding,
     Item,
     ShardIndex,
     fingerprint,
@@ -182,7 +181,7 @@ class Incoming:
             chunk = chunk[count:]
             self._ranges[:1] = [(offset + count, length - count)] if count < length else []
 
-    def finish(self) -> Holding:
+    def finish(self) -> None:
         """The image is whole: from now on it is offered.
 
         Raises:
@@ -195,7 +194,6 @@ class Incoming:
             raise FileNotFoundError(f"{image_of(self._path)} was replaced by another process")
         write_index(self._path, self._index, durable=False)
         self._finished = True
-        return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
 
 
 def ranges_of(items: Iterable[Item]) -> list[tuple[int, int]]:
@@ -473,7 +471,7 @@ def lineage_of(checkpoint_dir: Path) -> str:
     return lineage
 
 
-def keep_local(index_path: Path, image_path: Path, folder: Path, *, stop: threading.Event | None = None) -> str:
+def keep_local(index_path: Path, image_path: Path, folder: Path) -> str:
     """Copy a staged shard, hashed already, to the local disk; why it is not there, else empty. Never raises."""
     try:
         with opened(image_path) as image:
@@ -484,8 +482,6 @@ def keep_local(index_path: Path, image_path: Path, folder: Path, *, stop: thread
             with Incoming(folder, index) as incoming:
                 left = index.size_bytes
                 while left:
-                    if stop is not None and stop.is_set():
-                        return "given up"
                     if not (count := os.readv(image, [buffer[: min(left, CHUNK_BYTES)]])):
                         return "a newer snapshot is being staged"
                     incoming.write(buffer[:count])
@@ -563,13 +559,13 @@ def send_copy(
         return str(error) or type(error).__name__
 
 
-def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Event) -> Wire:
+def connected(peer: Peer, key_file: Path, *, limit_s: float = COPY_LIMIT_S) -> Wire:
     """A connection to the peer's keeper, which has proved that it belongs to the run.
 
     Raises:
         BadCopy, OSError: there is none.
     """
-    pace = _Pace(time.monotonic(), limit_s, None, stop)
+    pace = _Pace(time.monotonic(), limit_s, None, threading.Event())
     connection = _connect(peer, pace)
     try:
         return Wire(connection, read_bytes(key_file), is_keeper=False, deadline=pace.deadline)

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import xxhash
 
 from slurmft.checkpoint.agreement import MAX_UNCOMMITTED
 from slurmft.checkpoint.image import Layout, Packed
-from slurmft.checkpoint.image_file import ShardIndex, is_held, read_index, write_index
+from slurmft.checkpoint.image_file import ShardIndex, digest_of, is_held, read_index, write_index
 from slurmft.checkpoint.memory_sources import forget_staged
 from slurmft.checkpoint.state import FlatState
 from slurmft.checkpoint.write_requests import NICE, CommitOrder, Report, Standing, WriterClient, WriteRequest, reached
@@ -606,8 +605,7 @@ class Snapshots:
         laid_out = LaidOut(flat=flat, layout=layout, packed=packed, place=place)
         memory, index = self._copy(place, laid_out, identity, within_s=DEVICE_S)
         check()
-        digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
-        place.complete(index.with_digests(digests))
+        place.complete(index.with_digests([digest_of(memory, one) for one in index.items]))
         self._kept = identity
 
     def _ask_for_room(self, place: SnapshotSlot, bytes_needed: int, ranks: int) -> None:
