@@ -26,6 +26,7 @@ from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex
 from slurmft.checkpoint.state import KeyPath, Part, name_of_dtype
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.trainer.savers import local_part
 
 # --- Values that are not tensors, as the bytes of torch.save: small, and checked to load without running code ---
 
@@ -306,8 +307,7 @@ class Layout:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's own tensor for each of ``items``, in the same order; nothing is copied."""
-        with torch.no_grad():  # or a DTensor's part would become a node of the graph
-            return [local(tensors[item.key]) for item in self.items]
+        return [local_part(tensors[item.key]) for item in self.items]
 
     def with_objects(
         self,
@@ -347,11 +347,6 @@ class Layout:
     def _check_room(self, memory: Memory, needed_bytes: int) -> None:
         if memoryview(memory).nbytes < needed_bytes:
             raise NoRoom(f"the image takes {needed_bytes} bytes")
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def dtype_named(name: str) -> torch.dtype | None:

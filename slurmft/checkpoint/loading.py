@@ -25,9 +25,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
+from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
-from slurmft.checkpoint.image import local
 from slurmft.checkpoint.image_file import MAX_WORLD, Damage, Damaged, image_file, index_file, reading
 from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.notes import ERA, LeadNote, OwnNotes, gather
@@ -70,7 +69,7 @@ from slurmft.policy.checkpoints import Committed, Decision, Name
 from slurmft.storage.checkpoint_names import MANIFEST, Doubt, Identity, memory_folder_of, read_digests, read_quarantine
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, note_resuming
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS, Loaded
+from slurmft.trainer.savers import SAVERS, Loaded, Team, local_part
 from slurmft.trainer.streams import settle
 
 # --- Where the tensors of a stored state are read to, before any of the trainer's objects is touched ---
@@ -93,7 +92,7 @@ class Landing:
     def value(self) -> torch.Tensor:
         if self.into is not None:
             with torch.no_grad():
-                local(self.into).copy_(self.target.tensor)
+                local_part(self.into).copy_(self.target.tensor)
             return self.into
         if self.like is None:
             return self.target.tensor
@@ -136,7 +135,7 @@ def _own_box(like: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[tuple[i
 
 def landing_in_place(stored: Stored, key: str, here: torch.Tensor) -> Landing | None:
     """Into the optimizer's present tensor, which shares its memory with nothing; None where that is of another kind."""
-    there, inside = stored.tensors[key], local(here)
+    there, inside = stored.tensors[key], local_part(here)
     if not is_dense(here) or (tuple(here.shape), here.dtype) != (there.shape, there.dtype):
         return None
     starts, sizes = _own_box(here, there.shape)
@@ -159,12 +158,12 @@ class Apart:
         self._is_used = own and not hooks
         groups = (one for group in optimizer.param_groups for one in group[PARAMS])
         weights = (*unwrapped(trainee.model).parameters(), *unwrapped(trainee.model).buffers(), *groups)
-        self._taken = {one.untyped_storage().data_ptr() for each in weights if is_dense(one := local(each))}
+        self._taken = {one.untyped_storage().data_ptr() for each in weights if is_dense(one := local_part(each))}
         self._places: list[tuple[int, int]] = []
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether this one may, which takes its place."""
-        inside = local(tensor)
+        inside = local_part(tensor)
         if not self._is_used or not is_dense(inside) or inside.untyped_storage().data_ptr() in self._taken:
             return False
         begin, end = inside.data_ptr(), inside.data_ptr() + inside.nbytes

@@ -29,7 +29,6 @@ from slurmft.checkpoint.agreement import (
     Guard,
     LeadExtra,
     Row,
-    Team,
     Turn,
     failure,
     refuse_unlike,
@@ -63,7 +62,7 @@ from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity, memory_folder_of, ranks_of_this_node
 from slurmft.storage.verdicts import check_fence
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, weakly
+from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, Team, weakly
 
 # --- Checkpoints by their name, also of any plain state of a program that has no model ---
 

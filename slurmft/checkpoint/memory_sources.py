@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from slurmft.checkpoint.agreement import Team
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
     Damaged,
@@ -56,6 +55,7 @@ from slurmft.storage.checkpoint_names import (
 )
 from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes, read_json, write_json
 from slurmft.system.processes import fits
+from slurmft.trainer.savers import Team
 
 # --- offers ---
 # A node's shards of the run's snapshots, as rows of integers that ranks exchange.

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slurmft.checkpoint.agreement import Team
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.checkpoint.replicas import (
     MAX_CAPACITY_BYTES,
@@ -39,7 +38,7 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import PEERS, Identity, ranks_of_this_node, read_copies_key
 from slurmft.system.files import TAG_BYTES, PieceTags, derived_key
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS
+from slurmft.trainer.savers import SAVERS, Team
 from slurmft.trainer.streams import is_on_device
 
 # --- lead note ---

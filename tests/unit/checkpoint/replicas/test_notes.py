@@ -11,11 +11,11 @@ import torch
 from made_snapshots import KEY
 from waiting import until
 
-from slurmft.checkpoint import agreement
 from slurmft.checkpoint.notes import LeadRecord, NoteSender, OwnNotes, RankRecord, gather, read_record
 from slurmft.checkpoint.replicas import BadCopy, Keeper, NoteFile, Peer, Wire, connected, read_note
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 
 
@@ -141,7 +141,7 @@ class Team:
     def exchange(self, row):
         return self._ranks.all(self.rank, list(row))
 
-    exchange_with_nonces = agreement.Team.exchange_with_nonces
+    exchange_with_nonces = savers.Team.exchange_with_nonces
 
     def bytes_from(self, source, payload, length):
         found = self._ranks.all(self.rank, payload)[source]

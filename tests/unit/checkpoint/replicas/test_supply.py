@@ -16,7 +16,7 @@ import torch, torch.distributed as dist
 from made_snapshots import flip_byte, stage
 from slurmft.checkpoint import replicas as slots, memory_sources as supply
 from slurmft.checkpoint.memory_sources import from_rows, scan, to_row
-from slurmft.checkpoint.agreement import Team
+from slurmft.trainer.savers import Team
 from slurmft.policy.checkpoints import without
 from slurmft.policy.checkpoints import Committed, choose_snapshot
 
