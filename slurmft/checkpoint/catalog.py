@@ -648,13 +648,13 @@ _FILES = "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"
 """Of torch's format; since then, lists and dicts inside of a state are spread out."""
 
-Part = tuple[int, Item]
+_HeldItem = tuple[int, Item]
 """A shard's number, and one of its items."""
 
 
 def metadata_bytes(indexes: Sequence[ShardIndex]) -> bytes:
     """The content of ``.metadata`` beside the images of these shards, which are all of one checkpoint."""
-    stored: dict[str, list[Part]] = {}
+    stored: dict[str, list[_HeldItem]] = {}
     for index in indexes:
         for item in index.items:
             stored.setdefault(item.key, []).append((index.shard, item))
@@ -670,7 +670,7 @@ def metadata_bytes(indexes: Sequence[ShardIndex]) -> bytes:
     )  # fmt: skip
 
 
-def _kind(out: _Pickle, parts: Sequence[Part]) -> bytes:
+def _kind(out: _Pickle, parts: Sequence[_HeldItem]) -> bytes:
     first = parts[0][1]
     if first.kind == "object":
         return out.instance(_CLASSES, "BytesStorageMetadata")
@@ -684,7 +684,7 @@ def _kind(out: _Pickle, parts: Sequence[Part]) -> bytes:
     )  # fmt: skip
 
 
-def _places(out: _Pickle, parts: Sequence[Part]) -> list[tuple[bytes, bytes]]:
+def _places(out: _Pickle, parts: Sequence[_HeldItem]) -> list[tuple[bytes, bytes]]:
     """For each part where it begins in the whole, and where its bytes lie."""
     places = []
     for number, (shard, item) in enumerate(parts):

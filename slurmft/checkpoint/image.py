@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from torch.utils._pytree import tree_leaves
 
-from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex, text_of
+from slurmft.checkpoint.image_file import Holder, Holders, Item, ShardIndex, Spread, text_of
 from slurmft.checkpoint.state import KeyPath, Part, name_of_dtype
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
@@ -215,7 +215,7 @@ class Layout:
             if tensor.is_meta:
                 raise UsageError(f"{key} is on the meta device: it has no values to save")
             if isinstance(tensor, DTensor):
-                holders[key] = Row(0, 1, part.count, part.dimension_of(key, tensor))
+                holders[key] = Spread(0, 1, part.count, part.dimension_of(key, tensor))
             else:
                 holders[key] = 0
             if (holders[key] != 0 or part.number == 0) and (chunk := _chunk(key, tensor)) is not None:
@@ -355,7 +355,7 @@ def dtype_named(name: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _row_of(tensor: DTensor, replica: int, shards: int) -> Row | None:
+def _row_of(tensor: DTensor, replica: int, shards: int) -> Spread | None:
     """The shards with the parts of a DTensor, in order; None where they are more than a row."""
     cut = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(cut) > 1 or any(type(tensor.placements[number]) is not Shard for number in cut):
@@ -369,7 +369,7 @@ def _row_of(tensor: DTensor, replica: int, shards: int) -> Row | None:
     stride = ranks[1] - ranks[0] if width > 1 else 1
     if stride < 1 or ranks != list(range(ranks[0], ranks[0] + width * stride, stride)) or ranks[-1] >= shards:
         return None
-    return Row(ranks[0], stride, width, cast(Shard, tensor.placements[cut[0]]).dim if cut else 0)
+    return Spread(ranks[0], stride, width, cast(Shard, tensor.placements[cut[0]]).dim if cut else 0)
 
 
 def _own_chunks(

@@ -159,7 +159,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Spread:
     """The shards that have the parts of a tensor, which is cut along one dimension: every ``stride``-th from ``first``.
 
     Part ``n`` is what ``torch.chunk`` would make of it; parts at the end may be empty, and are not stored.
@@ -177,7 +177,7 @@ class Row:
         return range(self.first + begin * self.stride, self.first + min(end, self.count) * self.stride, self.stride)
 
 
-Holder = int | Row | None
+Holder = int | Spread | None
 """The shard of a whole tensor, the row of shards with its parts, or None where they can only be searched for."""
 
 
@@ -193,7 +193,7 @@ class Holders:
     def of(cls, by_key: Mapping[str, Holder]) -> Holders:
         """The same with its text."""
         values = {
-            key: [one.first, one.stride, one.count, one.dimension] if isinstance(one, Row) else one
+            key: [one.first, one.stride, one.count, one.dimension] if isinstance(one, Spread) else one
             for key, one in by_key.items()
         }
         return cls(by_key, json.dumps(values))
@@ -349,12 +349,12 @@ def _holders(value: Mapping[str, Any], shards: int) -> Holders:
     """Raises ValueError or TypeError where they lead out of the checkpoint."""
     found: dict[str, Holder] = {}
     for key, one in value.items():
-        holder = Row(*one) if isinstance(one, list) else one
+        holder = Spread(*one) if isinstance(one, list) else one
         numbers = one if isinstance(one, list) else [one] if one is not None else []
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"the holder of {key!r} makes no sense")
-        last = holder.first + (holder.count - 1) * holder.stride if isinstance(holder, Row) else holder or 0
-        if last >= shards or (isinstance(holder, Row) and not (holder.count and holder.stride)):
+        last = holder.first + (holder.count - 1) * holder.stride if isinstance(holder, Spread) else holder or 0
+        if last >= shards or (isinstance(holder, Spread) and not (holder.count and holder.stride)):
             raise ValueError(f"the holder of {key!r} is no shard")
         found[key] = holder
     return Holders.of(found)

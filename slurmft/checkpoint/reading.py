@@ -36,8 +36,8 @@ from slurmft.checkpoint.image_file import (
     Holder,
     ImageFile,
     Item,
-    Row,
     ShardIndex,
+    Spread,
     digest_of,
     fingerprint,
     holding,
@@ -231,7 +231,7 @@ class Stored:
         lacking = [one for key, one in self._holders.items() if key not in self._pieces]
         if any(one is None for one in lacking):
             self._take(range(self.shards))
-        self._take(sorted({one.first if isinstance(one, Row) else one or 0 for one in lacking}))
+        self._take(sorted({one.first if isinstance(one, Spread) else one or 0 for one in lacking}))
         if missing := [key for key in self._holders if key not in self.tensors]:
             raise Damaged(Damage.UNREADABLE, index_file(0), f"no shard has {missing[0]}")
         # in the same order on every rank, whatever it has read first: an optimizer keeps the order of what it loads
@@ -287,7 +287,7 @@ class Stored:
         if self._is_covered(key, box):
             return
         row, shape = (self._holders or {}).get(key), self.tensors[key].shape
-        if isinstance(row, Row) and box.count and row.dimension < len(shape):
+        if isinstance(row, Spread) and box.count and row.dimension < len(shape):
             size = shape[row.dimension]
             self._take(row.shards_of(size, box.starts[row.dimension], box.sizes[row.dimension]))
             if self._is_covered(key, box):
@@ -467,7 +467,7 @@ def _checked(key: str, pieces: Sequence[_Piece], holder: Holder, *, is_all: bool
             raise Damaged(Damage.UNREADABLE, name, f"the parts of {key} do not fit together")
     if is_all and sum(box.count for box in boxes) != whole.count:
         raise Damaged(Damage.UNREADABLE, name, f"parts of {key} are missing, or there twice")
-    return StoredTensor(dtype, first.shape, max(len(pieces), holder.count if isinstance(holder, Row) else 1))
+    return StoredTensor(dtype, first.shape, max(len(pieces), holder.count if isinstance(holder, Spread) else 1))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

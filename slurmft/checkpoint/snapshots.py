@@ -443,7 +443,7 @@ CLOSE_S = 600.0
 FAILING_S = 20.0
 """The same for one that the disk refuses."""
 
-Target = Literal["disk", "peers"]
+Destination = Literal["disk", "peers"]
 """Where a snapshot goes from its place in memory: a save to disk (and to peers, and the local disk), as configured; the
 copy of a step between two saves to peers alone, if there are any."""
 
@@ -510,7 +510,7 @@ class Snapshots:
             self._arena = Arena(self._rank, self._memory, PLACES_WITH_COPIES if has_copies else PLACES)
         return self._arena
 
-    def prepare(self, flat: FlatState, *, rank: int, world_size: int, to: Target = "disk") -> LaidOut:
+    def prepare(self, flat: FlatState, *, rank: int, world_size: int, to: Destination = "disk") -> LaidOut:
         """Lay ``flat`` out, and find a place for it.
 
         Raises:
@@ -552,7 +552,7 @@ class Snapshots:
                 self.give_up(identity)
 
     def stage(
-        self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Target = "disk",
+        self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Destination = "disk",
         order: CommitOrder | None = None, urgent: bool = False,
     ) -> None:  # fmt: skip
         """Copy the state into its place, and hand it to the writer. When this returns, the trainer may change it.
@@ -800,7 +800,7 @@ class Snapshots:
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def free(self, to: Target) -> SnapshotSlot | None:
+    def free(self, to: Destination) -> SnapshotSlot | None:
         """A place; None while all are in use, or, for a save, while too many older ones wait for their commit."""
         return None if to == "disk" and len(self._saves()) >= MAX_UNCOMMITTED else self.arena.free(self._taken())
 

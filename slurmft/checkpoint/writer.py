@@ -98,12 +98,12 @@ _SUFFIX = "_0.gone"
 _MAX_NOTE_BYTES = 64 * 1024
 
 
-def note_file(shard: int) -> str:
+def gone_file(shard: int) -> str:
     """The small file that says that a shard will not come."""
     return f"__{shard}{_SUFFIX}"
 
 
-def is_note(name: str) -> bool:
+def is_gone_file(name: str) -> bool:
     """Whether a file says so."""
     return name.startswith("__") and name.endswith(_SUFFIX)
 
@@ -125,10 +125,10 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
         names = os.listdir(held) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
         for name in names:
-            if not is_note(name):
+            if not is_gone_file(name):
                 with contextlib.suppress(OSError):
                     (held / name).unlink()
-        _leave_note(held / note_file(shard), reason[:1000])
+        _leave_note(held / gone_file(shard), reason[:1000])
         if shard == 0:
             _remove_given_up(folder)
 
@@ -141,7 +141,7 @@ def _remove_given_up(newest: Path) -> None:
     for one in identities:
         folder = newest.parent / one.folder_name
         is_older = given_up is not None and one.generation == given_up.generation and one.commit < given_up.commit
-        if is_older and (folder / note_file(0)).exists() and not (folder / MANIFEST).exists():
+        if is_older and (folder / gone_file(0)).exists() and not (folder / MANIFEST).exists():
             remove_folder(folder)
 
 
@@ -488,7 +488,7 @@ class CommitLane:
         except FileNotFoundError:
             names = []
         self._page.tick(Lane.COMMIT)
-        if notes := sorted(name for name in names if is_note(name)):
+        if notes := sorted(name for name in names if is_gone_file(name)):
             if (reason := reason_of(folder, notes[0])) == "superseded":
                 raise Left("superseded", f"another rank had something newer to write ({notes[0]})")
             raise OSError(errno.ECANCELED, f"another rank has failed ({notes[0]}): {reason or 'no space left'}")
@@ -769,7 +769,7 @@ def _write(task: Task, pace: Pacing, images: Mappings) -> int:
             with _opened(request.folder) as folder:
                 reached("folder made")
                 task.begin_claim()
-                if request.shard and (folder / note_file(0)).exists():
+                if request.shard and (folder / gone_file(0)).exists():
                     raise Left("superseded", "rank 0 has given it up", is_lost=True)
                 mode = folder.stat().st_mode & 0o666
                 with _beside(lambda look: _hash(task, index, view, version, look), pace.look) as hashing:

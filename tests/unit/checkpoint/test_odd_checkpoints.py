@@ -24,7 +24,7 @@ from slurmft.checkpoint.catalog import METADATA_FILE, Catalog, Pruner, remove_fo
 from slurmft.checkpoint.image_file import alone, holding, image_file, index_file, is_held
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.write_requests import CommitOrder, SpawnedWriter
-from slurmft.checkpoint.writer import _committed_before, _opened, give_up, note_file, reason_of
+from slurmft.checkpoint.writer import _committed_before, _opened, give_up, gone_file, reason_of
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, QUARANTINE, Identity, usable
@@ -102,7 +102,7 @@ def test_a_checkpoint_with_an_odd_file_is_passed_over_for_an_older_one(tmp_path,
 
 
 @pytest.mark.timeout(300)
-@of_each(name=[METADATA_FILE, note_file(0), "lineage.json", ".manifest.json.lock", QUARANTINE], kind=odd_files.NO_FILES)
+@of_each(name=[METADATA_FILE, gone_file(0), "lineage.json", ".manifest.json.lock", QUARANTINE], kind=odd_files.NO_FILES)
 def test_what_a_load_does_not_need_does_not_disturb_it(tmp_path, template, own_environment, kind, name):
     directory = copy_of(template, tmp_path)
     put(kind, directory, name)

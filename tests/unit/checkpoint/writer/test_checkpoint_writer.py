@@ -24,7 +24,7 @@ from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.image_file import image_file, index_file, is_held, read_index, reading
 from slurmft.checkpoint.snapshots import Arena
 from slurmft.checkpoint.write_requests import NICE, ProgressPage, Report, WriteRequest
-from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, note_file
+from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, gone_file
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
 
@@ -349,7 +349,7 @@ def test_who_gives_up_lets_nobody_wait(memory, start):
     requests[1].image.unlink()
     assert saved(other, requests[1]).errno == errno.ENOENT
     report = ended(lead, requests[0])
-    assert report.kind == "failed" and note_file(1) in report.text and "No such file" in report.text
+    assert report.kind == "failed" and gone_file(1) in report.text and "No such file" in report.text
     until(lambda: not (requests[0].folder / image_file(0)).exists())  # cleared after the report
     assert saved(lead, memory.stage(2, slot="b")).kind == "committed"
     until(lambda: not requests[0].folder.exists())
@@ -370,7 +370,7 @@ def test_giving_up_touches_nothing_that_may_be_committed(memory, monkeypatch, ca
         monkeypatch.setenv("SLURMFT_GENERATION", "7")
     give_up(folder, 1, "superseded")
     assert (folder / image_file(1)).exists() == (case != "neither")
-    assert (folder / note_file(1)).exists() == (case == "neither")
+    assert (folder / gone_file(1)).exists() == (case == "neither")
 
 
 def test_pruning_keeps_what_is_being_read_the_best_and_every_so_many_steps(memory, start):
