@@ -25,7 +25,7 @@ from folders import DENSE, LAYERS, write_dense, write_spread
 from measures import IDENTITY
 
 import slurmft
-from slurmft.checkpoint.image_file import METADATA_FILE
+from slurmft.checkpoint.catalog import METADATA_FILE
 from slurmft.storage.checkpoint_names import MANIFEST
 
 RANKS, ON_NODE = 16_384, 8

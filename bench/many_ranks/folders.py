@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from slurmft.checkpoint.image import Layout
-from slurmft.checkpoint.image_file import Holders, Item, Row, ShardIndex, image_file, index_file, write_index
+from slurmft.checkpoint.image_file import Holders, Item, ShardIndex, Spread, image_file, index_file, write_index
 from slurmft.checkpoint.state import FACTS, rank_key
 from slurmft.storage.checkpoint_names import Identity
 
@@ -52,7 +52,7 @@ def write_spread(folder: Path, identity: Identity, ranks: int, with_image: Itera
         layout = Layout.plan(tensors, shard=0, shards=1)  # its own part; where that lies in the whole is put in below
         rows: Holders | None = None
         if rank == 0:
-            rows = Holders.of({**dict.fromkeys(parts, Row(0, 1, ranks, 0)), **dict.fromkeys(steps, 0)})
+            rows = Holders.of({**dict.fromkeys(parts, Spread(0, 1, ranks, 0)), **dict.fromkeys(steps, 0)})
         _write(folder, layout, tensors, rank, identity, spread=(ranks, rows), with_image=rank in wanted)
 
 

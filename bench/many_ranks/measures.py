@@ -61,13 +61,13 @@ def load(folder: Path, kind: str, rank: int, ranks: int) -> dict[str, Any]:
     import torch
     from folders import DENSE_VALUES, VALUES, dense_tensors, spread_tensors
 
-    from slurmft.checkpoint import loading
-    from slurmft.checkpoint.reading import Stored, Target
+    from slurmft.checkpoint.loading import _believed_entry
+    from slurmft.checkpoint.reading import DiskSources, Stored, Target
 
     dense, keys = dense_tensors(), list(spread_tensors(0))
 
     def work() -> int:
-        sources = loading._DiskSources(folder)
+        sources = DiskSources(_believed_entry(folder))
         share = len(sources) // ranks
         stored = Stored(sources, own=rank)
         if kind == "dense":
@@ -89,7 +89,7 @@ def decide(ranks: int, on_node: int) -> dict[str, Any]:
     """From the offers of all nodes' memories to one decision, as every rank computes it."""
     import torch  # noqa: F401 - a rank has it: what is measured comes on top
 
-    from slurmft.checkpoint.holding import ROW_LENGTH, from_rows
+    from slurmft.checkpoint.memory_sources import ROW_LENGTH, from_rows
     from slurmft.policy.checkpoints import Committed, Tier, choose_snapshot
 
     row_words = [100, 0, 1, ranks, 1]

@@ -1,5 +1,5 @@
 """The content of a checkpoint directory: names, markers, order; which checkpoints are kept, and the removal of others;
-and reading one to the last byte, to see whether everything matches its marker. No torch.
+reading one to the last byte, to see whether everything matches its marker; and the index that torch reads. No torch.
 
     <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
         .metadata          the index of torch.distributed.checkpoint, which torch reads and slurmft never does
@@ -19,30 +19,37 @@ import errno
 import logging
 import math
 import os
+import pickle
 import shutil
+import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from stat import S_ISLNK
 from typing import Any
 
 import xxhash
 
-from slurmft.checkpoint.holding import MAX_WORLD, alone, is_claimed, reading
 from slurmft.checkpoint.image_file import (
+    MAX_WORLD,
     Damage,
     Damaged,
     ImageFile,
     Item,
     ShardIndex,
+    alone,
+    damage_in,
     image_file,
     index_file,
+    is_claimed,
+    reading,
     verified_index,
 )
-from slurmft.checkpoint.write_requests import LIFETIME_S, BestMode, Keep
+from slurmft.checkpoint.write_requests import LIFETIME_S, BestMode, CommitOrder
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.checkpoint_names import (
     MANIFEST,
@@ -134,11 +141,18 @@ class Catalog:
             StorageError: the directory exists but cannot be listed.
         """
         names = self._names()
-        contents = Contents(unreadable=self._with_paths(names.damaged), foreign=self._with_paths(names.foreign))
-        for identity in names.believed:
+        contents = self.read(names.believed)
+        contents.unreadable[:0] = self._with_paths(names.damaged)
+        contents.foreign.extend(self._with_paths(names.foreign))
+        return contents
+
+    def read(self, identities: Iterable[Identity], known: Mapping[Identity, Entry] | None = None) -> Contents:
+        """What the markers in these folders say; those of ``known`` checkpoints are not read again."""
+        contents = Contents()
+        for identity in identities:
             path = self.folder / identity.folder_name
             try:
-                entry = read_entry(path)
+                entry = (known or {}).get(identity) or read_entry(path)
             except StorageError as error:
                 contents.unreadable.append((path, error.what))
                 continue
@@ -291,6 +305,21 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
     )
 
 
+def index_of(entry: Entry, shard: int) -> ShardIndex:
+    """The index of one of its shards, as it was committed.
+
+    Raises:
+        Damaged: its bytes are not those that the marker names, or it belongs to another checkpoint.
+    """
+    name = index_file(shard)
+    if name not in entry.files or image_file(shard) not in entry.files:
+        raise Damaged(Damage.MISSING, name, "the marker does not list it")
+    index = verified_index(entry.path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
+    if (index.identity, index.shard, index.shards) != (entry.identity, shard, entry.world_size):
+        raise Damaged(Damage.UNREADABLE, name, f"it is of shard {index.shard} of {index.identity.folder_name}")
+    return index
+
+
 def _integer(value: Mapping[str, Any], key: str) -> int:
     number = value[key]
     if type(number) is not int or number < 0:
@@ -402,11 +431,6 @@ def _is_untouched(folder: Path) -> bool:
     return time.time() - newest > LIFETIME_S
 
 
-def prune(directory: Path, keep: Keep) -> None:
-    """Remove what retention no longer keeps, once; to do so after every save, keep a ``Pruner``."""
-    Pruner(directory).prune(keep)
-
-
 class Pruner:
     """Removes what retention no longer keeps; reads each marker once, so that a save costs the same after a thousand.
 
@@ -417,47 +441,28 @@ class Pruner:
         self._directory = directory
         self._known: dict[Identity, Entry] = {}
 
-    def prune(self, keep: Keep, tick: Callable[[], None] = lambda: None) -> list[str]:
+    def prune(self, keep: CommitOrder, tick: Callable[[], None] = lambda: None) -> list[str]:
         """What could not be removed, and why. ``tick`` is called after every file.
 
         Raises:
             StorageError: the directory cannot be listed; nothing was removed.
         """
-        identities = Catalog(self._directory).identities()
-        unreadable, uncommitted = self._look(identities)
-        retention = self._decide(keep, must_look=bool(unreadable))
+        catalog = Catalog(self._directory)
+        found = catalog.read(catalog.identities(), self._known)
+        # ten thousand ranks make long lists
+        self._known = {entry.identity: replace(entry, files={}) for entry in found.committed}
+        retention = self._decide(keep, must_look=bool(found.unreadable))
         problems = [remove_folder(entry.path, tick) for entry in retention.remove]
         newest = max((identity.commit for identity in self._known), default=0)
-        problems += [remove_folder(path, tick) for path in self._useless(uncommitted, newest)]
-        for identity, reason in unreadable:
-            path = self._directory / identity.folder_name
-            if identity.commit < retention.oldest_kept_commit and not is_newer_format(path):
+        problems += [remove_folder(path, tick) for path in found.uncommitted if self._is_useless(path, newest)]
+        for path, reason in found.unreadable:
+            identity = Identity.parse(path.name)
+            if identity and identity.commit < retention.oldest_kept_commit and not is_newer_format(path):
                 log.info("removing %s: older than every kept checkpoint, and unusable: %s", path, reason)
                 problems.append(remove_folder(path, tick))
         return [problem for problem in problems if problem]
 
-    def _look(self, identities: Iterable[Identity]) -> tuple[list[tuple[Identity, str]], list[Identity]]:
-        """Read the markers that are new; returns those that cannot be read, and folders without one."""
-        unreadable: list[tuple[Identity, str]] = []
-        uncommitted: list[Identity] = []
-        known, self._known = self._known, {}
-        for identity in identities:
-            if (entry := known.get(identity)) is not None:
-                self._known[identity] = entry
-                continue
-            try:
-                if (entry := read_entry(self._directory / identity.folder_name)) is not None:
-                    entry = replace(entry, files={})  # ten thousand ranks make long lists
-            except StorageError as error:
-                unreadable.append((identity, error.what))
-                continue
-            if entry is None:
-                uncommitted.append(identity)
-            else:
-                self._known[identity] = entry
-        return unreadable, uncommitted
-
-    def _decide(self, keep: Keep, *, must_look: bool) -> Retention:
+    def _decide(self, keep: CommitOrder, *, must_look: bool) -> Retention:
         """Decide by the supervisor's present marks, where something may go: on the newest, and on those to go."""
         in_order = newest_first(self._known)
         retention = self._retention(in_order, keep)
@@ -469,7 +474,7 @@ class Pruner:
             retention = self._retention(in_order, keep)
         return retention
 
-    def _retention(self, in_order: Iterable[Identity], keep: Keep) -> Retention:
+    def _retention(self, in_order: Iterable[Identity], keep: CommitOrder) -> Retention:
         entries = [self._known[identity] for identity in in_order]
         distrusted = {self._directory / name for name in keep.distrusted}
         good = [entry for entry in entries if entry.path not in distrusted and not entry.quarantine]
@@ -504,16 +509,12 @@ class Pruner:
                 changed = True
         return changed
 
-    def _useless(self, uncommitted: Iterable[Identity], newest_commit: int) -> list[Path]:
-        """Saves that never finished, and never will: a later one has, and no writer holds on to them."""
-        mine = own_generation()
-        return [
-            self._directory / identity.folder_name
-            for identity in uncommitted
-            if identity.commit < newest_commit
-            and (identity.generation <= mine or mine == 0)
-            and not is_claimed(self._directory / identity.folder_name)
-        ]
+    def _is_useless(self, uncommitted: Path, newest_commit: int) -> bool:
+        """A save that never finished, and never will: a later one has, and no writer holds on to it."""
+        mine, identity = own_generation(), Identity.parse(uncommitted.name)
+        if identity is None or identity.commit >= newest_commit or identity.generation > mine > 0:
+            return False
+        return not is_claimed(uncommitted)
 
 
 def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
@@ -568,75 +569,60 @@ PROBLEMS_SHOWN = 5
 _BLOCK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One damaged file."""
-
-    file: str
-    text: str
-    """A sentence about the file that begins with its name."""
-
-
-def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None) -> list[Problem]:
-    """Everything that is wrong with a checkpoint; empty when all of it can be loaded. Nothing is changed.
+def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None) -> list[str]:
+    """Everything that is wrong with a checkpoint: sentences that begin with a file's name; empty when all of it can be
+    loaded. Nothing is changed.
 
     Args:
         tick: called with the bytes that have been read since the last call; from several threads.
     """
     shards = {name for shard in range(entry.world_size) for name in (image_file(shard), index_file(shard))}
     missing = sorted(shards - entry.files.keys())
-    problems = [Problem(name, f"{name} is not listed by the marker") for name in missing[:PROBLEMS_SHOWN]]
+    problems = [f"{name} is not listed by the marker" for name in missing[:PROBLEMS_SHOWN]]
     with reading(entry.path):
         for shard in range(entry.world_size):
-            problems += _check_shard(entry, shard, tick)
+            if {image_file(shard), index_file(shard)} <= entry.files.keys():
+                problems += _check_shard(entry, shard, tick)
         for name in sorted(entry.files.keys() - shards):
             problems += _check_whole(entry, name, tick)
     return problems
 
 
-def _check_shard(entry: Entry, shard: int, tick: Callable[[int], None]) -> list[Problem]:
-    image, name = image_file(shard), index_file(shard)
-    if name not in entry.files or image not in entry.files:
-        return []  # reported already
+def _check_shard(entry: Entry, shard: int, tick: Callable[[int], None]) -> list[str]:
+    image = image_file(shard)
     try:
-        index = verified_index(entry.path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-        identity = index.identity
-        if (identity.folder_name, index.shard, index.shards) != (entry.path.name, shard, entry.world_size):
-            raise Damaged(Damage.UNREADABLE, name, f"it is of shard {index.shard} of {identity.folder_name}")
-        tick(entry.files[name].size_bytes)
-        if not index.size_bytes == entry.files[image].size_bytes == (entry.path / image).stat().st_size:
+        index = index_of(entry, shard)
+        tick(entry.files[index_file(shard)].size_bytes)
+        with damage_in(image):
+            size_bytes = (entry.path / image).stat().st_size
+        if not index.size_bytes == entry.files[image].size_bytes == size_bytes:
             raise Damaged(Damage.TRUNCATED, image)
         with ImageFile(entry.path / image, index) as file:
             return _check_items(file, index, tick)
-    except FileNotFoundError:
-        return [Problem(image, str(Damaged(Damage.MISSING, image)))]
-    except OSError as error:
-        return [Problem(image, str(Damaged(Damage.UNREADABLE, image, str(error))))]
     except Damaged as damaged:
-        return [Problem(damaged.file_name, str(damaged))]
+        return [str(damaged)]
 
 
-def _check_items(file: ImageFile, index: ShardIndex, tick: Callable[[int], None]) -> list[Problem]:
-    def check(item: Item) -> Problem | None:
+def _check_items(file: ImageFile, index: ShardIndex, tick: Callable[[int], None]) -> list[str]:
+    def check(item: Item) -> str:
         try:
             file.read(item)
         except Damaged as damaged:
-            return Problem(damaged.file_name, str(damaged))
+            return str(damaged)
         tick(item.length)
-        return None
+        return ""
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="slurmft-verify") as pool:
-        found = [problem for problem in pool.map(check, index.items) if problem is not None]
+        found = [problem for problem in pool.map(check, index.items) if problem]
     if len(found) > PROBLEMS_SHOWN:
-        name = file.path.name
-        return [*found[:PROBLEMS_SHOWN], Problem(name, f"{name} has {len(found) - PROBLEMS_SHOWN} more damaged items")]
+        return [*found[:PROBLEMS_SHOWN], f"{file.path.name} has {len(found) - PROBLEMS_SHOWN} more damaged items"]
     return found
 
 
-def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> Iterable[Problem]:
+def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> list[str]:
     record, hasher, size_bytes = entry.files[name], xxhash.xxh3_128(), 0
     try:
-        with opened(entry.path / name) as descriptor:
+        with damage_in(name), opened(entry.path / name) as descriptor:
             while size_bytes <= record.size_bytes and (block := os.read(descriptor, _BLOCK_BYTES)):
                 hasher.update(block)
                 size_bytes += len(block)
@@ -645,10 +631,145 @@ def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> Iterab
             raise Damaged(Damage.TRUNCATED, name)
         if record.xxh3 and hasher.hexdigest() != record.xxh3:
             raise Damaged(Damage.CHANGED, name)
-    except FileNotFoundError:
-        return [Problem(name, str(Damaged(Damage.MISSING, name)))]
-    except OSError as error:
-        return [Problem(name, str(Damaged(Damage.UNREADABLE, name, error.strerror or str(error))))]
     except Damaged as damaged:
-        return [Problem(name, str(damaged))]
+        return [str(damaged)]
     return []
+
+
+# --- metadata ---
+# The ``.metadata`` of a checkpoint: torch.distributed.checkpoint's own index, made from the indexes of all shards.
+# It is a pickle of torch's classes. It is written out here by hand, so that the process that commits a checkpoint needs
+# no torch (it costs seconds and hundreds of megabytes); slurmft itself never reads it.
+
+METADATA_FILE = ".metadata"
+
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"
+"""Of torch's format; since then, lists and dicts inside of a state are spread out."""
+
+_HeldItem = tuple[int, Item]
+"""A shard's number, and one of its items."""
+
+
+def metadata_bytes(indexes: Sequence[ShardIndex]) -> bytes:
+    """The content of ``.metadata`` beside the images of these shards, which are all of one checkpoint."""
+    stored: dict[str, list[_HeldItem]] = {}
+    for index in indexes:
+        for item in index.items:
+            stored.setdefault(item.key, []).append((index.shard, item))
+    out = _Pickle()
+    kinds = _dict([(out.text(key), _kind(out, parts)) for key, parts in stored.items()])
+    paths = _dict([(out.text(key), out.path(parts[0][1].path or (key,))) for key, parts in stored.items()])
+    places = _dict([place for parts in stored.values() for place in _places(out, parts)])
+    return out.done(
+        out.instance(
+            _CLASSES, "Metadata", state_dict_metadata=kinds, planner_data=paths, storage_data=places,
+            storage_meta=pickle.NONE, version=out.text(_VERSION),
+        )
+    )  # fmt: skip
+
+
+def _kind(out: _Pickle, parts: Sequence[_HeldItem]) -> bytes:
+    first = parts[0][1]
+    if first.kind == "object":
+        return out.instance(_CLASSES, "BytesStorageMetadata")
+    chunks = [
+        out.instance(_CLASSES, "ChunkStorageMetadata", offsets=out.size(item.starts), sizes=out.size(item.sizes))
+        for _, item in parts
+    ]
+    return out.instance(
+        _CLASSES, "TensorStorageMetadata", properties=out.properties(first.dtype), size=out.size(first.shape),
+        chunks=_list(chunks),
+    )  # fmt: skip
+
+
+def _places(out: _Pickle, parts: Sequence[_HeldItem]) -> list[tuple[bytes, bytes]]:
+    """For each part where it begins in the whole, and where its bytes lie."""
+    places = []
+    for number, (shard, item) in enumerate(parts):
+        is_tensor = item.kind == "tensor"
+        address = out.instance(
+            _CLASSES, "MetadataIndex", fqn=out.text(item.key), index=_number(number) if is_tensor else pickle.NONE,
+            offset=out.size(item.starts) if is_tensor else pickle.NONE,
+        )  # fmt: skip
+        name = out.text(image_file(shard))
+        where = out.instance(
+            _FILES, "_StorageInfo", relative_path=name, offset=_number(item.offset), length=_number(item.length)
+        )
+        places.append((address, where))
+    return places
+
+
+def _number(value: int) -> bytes:
+    if value < 2**31:
+        return pickle.BININT + struct.pack("<i", value)
+    data = pickle.encode_long(value)
+    return pickle.LONG1 + bytes([len(data)]) + data
+
+
+def _dict(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return pickle.EMPTY_DICT + pickle.MARK + b"".join([key + value for key, value in entries]) + pickle.SETITEMS
+
+
+def _list(values: Iterable[bytes]) -> bytes:
+    return pickle.EMPTY_LIST + pickle.MARK + b"".join(values) + pickle.APPENDS
+
+
+def _tuple(values: Iterable[bytes]) -> bytes:
+    return pickle.MARK + b"".join(values) + pickle.TUPLE
+
+
+class _Pickle:
+    """Pieces of a pickle of protocol 2. Frequent values are written once, in front, and then named by a number."""
+
+    def __init__(self) -> None:
+        self._front: list[bytes] = []
+        self.text = cache(self._text)
+        self.size = cache(self._size)
+        self.properties = cache(self._properties)
+        self._class = cache(self._find_class)
+
+    def done(self, value: bytes) -> bytes:
+        """The whole pickle of ``value``."""
+        return b"".join([pickle.PROTO, b"\x02", *self._front, value, pickle.STOP])
+
+    def path(self, pieces: Iterable[str | int]) -> bytes:
+        return _tuple([self.text(piece) if isinstance(piece, str) else _number(piece) for piece in pieces])
+
+    def instance(self, module: str, name: str, **attributes: bytes) -> bytes:
+        """An object of one of torch's classes, made without its ``__init__``."""
+        made = self._class(module, name) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        if not attributes:
+            return made
+        return made + _dict([(self.text(key), value) for key, value in attributes.items()]) + pickle.BUILD
+
+    def _once(self, value: bytes) -> bytes:
+        number = struct.pack("<I", len(self._front))
+        self._front.append(value + pickle.LONG_BINPUT + number + pickle.POP)
+        return pickle.LONG_BINGET + number
+
+    def _text(self, value: str) -> bytes:
+        data = value.encode("utf-8", "surrogatepass")
+        return self._once(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
+
+    def _find_class(self, module: str, name: str) -> bytes:
+        return self._once(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+
+    def _call(self, module: str, name: str, argument: bytes) -> bytes:
+        return self._class(module, name) + argument + pickle.TUPLE1 + pickle.REDUCE
+
+    def _size(self, sizes: tuple[int, ...]) -> bytes:
+        return self._once(self._call("torch", "Size", _tuple(map(_number, sizes))))
+
+    def _properties(self, dtype: str) -> bytes:
+        """A TensorProperties: dense, row by row, on the host."""
+        state = [
+            self._class("torch", dtype),
+            self._call("torch.serialization", "_get_layout", self.text("torch.strided")),
+            pickle.NEWFALSE,
+            self._call(_CLASSES, "_MEM_FORMAT_ENCODING", _number(0)),
+            pickle.NEWFALSE,
+        ]
+        made = self._class(_CLASSES, "TensorProperties") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        return self._once(made + _tuple(state) + pickle.BUILD)

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from torch.utils._pytree import tree_leaves
 
-from slurmft.checkpoint.image_file import Holder, Holders, Item, Row, ShardIndex, text_of
+from slurmft.checkpoint.image_file import Holder, Holders, Item, ShardIndex, Spread, text_of
 from slurmft.checkpoint.state import KeyPath, Part, name_of_dtype
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.trainer.savers import local_part
 
 # --- Values that are not tensors, as the bytes of torch.save: small, and checked to load without running code ---
 
@@ -195,9 +196,9 @@ class Layout:
         Raises:
             UsageError: a tensor has no values that could be saved (partial sums, the meta device).
         """
-        holders = _Holders(shards) if shard == 0 else None
+        holders: dict[str, Holder] | None = {} if shard == 0 else None
         chunks = _own_chunks(tensors, shard=shard, shards=shards, of_lead=of_lead, holders=holders)
-        known = Holders.of({key: holders.found[key] for key in tensors}) if holders is not None else None
+        known = Holders.of({key: holders[key] for key in tensors}) if holders is not None else None
         return cls._of_chunks(tensors, chunks, known, shard=shard, shards=shards, paths=paths)
 
     @classmethod
@@ -214,7 +215,7 @@ class Layout:
             if tensor.is_meta:
                 raise UsageError(f"{key} is on the meta device: it has no values to save")
             if isinstance(tensor, DTensor):
-                holders[key] = Row(0, 1, part.count, part.dimension_of(key, tensor))
+                holders[key] = Spread(0, 1, part.count, part.dimension_of(key, tensor))
             else:
                 holders[key] = 0
             if (holders[key] != 0 or part.number == 0) and (chunk := _chunk(key, tensor)) is not None:
@@ -306,8 +307,7 @@ class Layout:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's own tensor for each of ``items``, in the same order; nothing is copied."""
-        with torch.no_grad():  # or a DTensor's part would become a node of the graph
-            return [local(tensors[item.key]) for item in self.items]
+        return [local_part(tensors[item.key]) for item in self.items]
 
     def with_objects(
         self,
@@ -349,37 +349,13 @@ class Layout:
             raise NoRoom(f"the image takes {needed_bytes} bytes")
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def dtype_named(name: str) -> torch.dtype | None:
     """``torch.float32`` for ``float32``; None for a type that this torch does not know."""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-class _Holders:
-    """Collects which shards have which tensors, while a layout is planned."""
-
-    def __init__(self, shards: int) -> None:
-        self.found: dict[str, Holder] = {}
-        self._shards = shards
-        self._rows: dict[tuple[Any, int], Row | None] = {}
-
-    def note(self, key: str, tensor: torch.Tensor, chosen: int) -> None:
-        """``chosen`` is the shard, or of a DTensor the number of the replica that is stored."""
-        if not isinstance(tensor, DTensor):
-            self.found[key] = chosen
-            return
-        place = (tensor.device_mesh, tensor.placements), chosen
-        if place not in self._rows:
-            self._rows[place] = _row_of(tensor, chosen, self._shards)
-        self.found[key] = self._rows[place]
-
-
-def _row_of(tensor: DTensor, replica: int, shards: int) -> Row | None:
+def _row_of(tensor: DTensor, replica: int, shards: int) -> Spread | None:
     """The shards with the parts of a DTensor, in order; None where they are more than a row."""
     cut = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(cut) > 1 or any(type(tensor.placements[number]) is not Shard for number in cut):
@@ -393,14 +369,14 @@ def _row_of(tensor: DTensor, replica: int, shards: int) -> Row | None:
     stride = ranks[1] - ranks[0] if width > 1 else 1
     if stride < 1 or ranks != list(range(ranks[0], ranks[0] + width * stride, stride)) or ranks[-1] >= shards:
         return None
-    return Row(ranks[0], stride, width, cast(Shard, tensor.placements[cut[0]]).dim if cut else 0)
+    return Spread(ranks[0], stride, width, cast(Shard, tensor.placements[cut[0]]).dim if cut else 0)
 
 
 def _own_chunks(
     tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, of_lead: Collection[str],
-    holders: _Holders | None = None,
+    holders: dict[str, Holder] | None,
 ) -> dict[str, _Chunk]:  # fmt: skip
-    """Key -> where this shard's part begins, and its sizes; in the order of ``tensors``."""
+    """Key -> where this shard's part begins, and its sizes; in the order of ``tensors``; fills ``holders``."""
     alike: dict[Any, list[str]] = {None: []}
     small_bytes = SMALL_BYTES if shards > SPREAD_SHARDS else -1
     own = set[str]()
@@ -411,16 +387,17 @@ def _own_chunks(
         if group is None and (key in of_lead or tensor.nbytes <= small_bytes):
             own |= {key} if shard == 0 else set()
             if holders is not None:
-                holders.note(key, tensor, 0)
+                holders[key] = 0
         else:
             alike.setdefault(group, []).append(key)
     for group, keys in alike.items():
-        holder, count = (shard, shards) if group is None else _replica(cast(DTensor, tensors[keys[0]]))
+        first = None if group is None else cast(DTensor, tensors[keys[0]])
+        holder, count = (shard, shards) if first is None else _replica(first)
         chosen = spread([tensors[key].nbytes for key in keys], count)
         own |= {key for key, one in zip(keys, chosen, strict=True) if one == holder}
         if holders is not None:
-            for key, one in zip(keys, chosen, strict=True):
-                holders.note(key, tensors[key], one)
+            rows = {one: one if first is None else _row_of(first, one, shards) for one in set(chosen)}
+            holders.update((key, rows[one]) for key, one in zip(keys, chosen, strict=True))
     return {key: chunk for key in tensors if key in own and (chunk := _chunk(key, tensors[key])) is not None}
 
 

@@ -1,5 +1,5 @@
-"""An image as a file: its index, its writing, and damage in it; and torch.distributed.checkpoint's own index, made
-from the indexes of all shards. No torch.
+"""An image as a file: its index, its writing, and damage in it; who uses one at the moment, and which ones lie in a
+folder of a node's memory. No torch.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ import ctypes
 import errno
 import fcntl
 import json
+import logging
 import mmap
 import os
-import pickle
 import re
-import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from stat import S_ISREG
+from typing import Any, Literal
 
 import xxhash
 
 from slurmft.errors import StorageError
-from slurmft.storage.checkpoint_names import Identity
+from slurmft.policy.checkpoints import Name, Tier
+from slurmft.storage.checkpoint_names import MANIFEST, MAX_STEP, Identity
 from slurmft.system.files import (
     FORMAT,
     UnsafeFile,
@@ -85,6 +86,24 @@ class Damaged(Exception):
         self.hint = hint
 
 
+@contextlib.contextmanager
+def damage_in(name: str) -> Iterator[None]:
+    """Around what reads a file of this name: errors of the system are damage to it.
+
+    Raises:
+        Damaged: it cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise Damaged(Damage.MISSING, name) from None
+    except UnsafeFile as error:
+        damage = Damage.TRUNCATED if error.errno == errno.EFBIG else Damage.UNREADABLE
+        raise Damaged(damage, name, f"it {error.strerror}") from error
+    except OSError as error:
+        raise Damaged(Damage.UNREADABLE, name, str(error)) from error
+
+
 # --- shard index ---
 # The layout of one shard of a checkpoint. No torch: the writer process and a login node read it too.
 #
@@ -140,7 +159,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Spread:
     """The shards that have the parts of a tensor, which is cut along one dimension: every ``stride``-th from ``first``.
 
     Part ``n`` is what ``torch.chunk`` would make of it; parts at the end may be empty, and are not stored.
@@ -158,7 +177,7 @@ class Row:
         return range(self.first + begin * self.stride, self.first + min(end, self.count) * self.stride, self.stride)
 
 
-Holder = int | Row | None
+Holder = int | Spread | None
 """The shard of a whole tensor, the row of shards with its parts, or None where they can only be searched for."""
 
 
@@ -174,7 +193,7 @@ class Holders:
     def of(cls, by_key: Mapping[str, Holder]) -> Holders:
         """The same with its text."""
         values = {
-            key: [one.first, one.stride, one.count, one.dimension] if isinstance(one, Row) else one
+            key: [one.first, one.stride, one.count, one.dimension] if isinstance(one, Spread) else one
             for key, one in by_key.items()
         }
         return cls(by_key, json.dumps(values))
@@ -209,15 +228,6 @@ class ShardIndex:
         """The same index, its items with these digests, in order."""
         hashed = tuple(replace(item, digest=digest) for item, digest in zip(self.items, digests, strict=True))
         return replace(self, items=hashed, texts=tuple(map(text_of, hashed)))  # it is written more than once
-
-
-class Stamp(NamedTuple):
-    """What a ShardIndex is of, by its own fields; without its items."""
-
-    identity: Identity
-    shard: int
-    shards: int
-    size_bytes: int
 
 
 def text_of(item: Item) -> str:
@@ -273,15 +283,8 @@ def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
     Raises:
         Damaged: they are not, or cannot be read.
     """
-    try:
+    with damage_in(path.name):
         raw = read_bytes(path, limit_bytes=min(size_bytes, MAX_INDEX_BYTES), owners=trusted_owners(path.parent))
-    except FileNotFoundError:
-        raise Damaged(Damage.MISSING, path.name) from None
-    except UnsafeFile as error:
-        damage = Damage.TRUNCATED if error.errno == errno.EFBIG else Damage.UNREADABLE
-        raise Damaged(damage, path.name, f"it {error.strerror}") from error
-    except OSError as error:
-        raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
     if len(raw) != size_bytes:
         raise Damaged(Damage.TRUNCATED, path.name)
     if xxhash.xxh3_128_hexdigest(raw) != digest:
@@ -308,8 +311,8 @@ _HEAD = re.compile(rb'\{"format": (\d+), "identity": \[(\d+), (\d+), (\d+)\], "i
 _TAIL = re.compile(rb'"shard": (\d+), "shards": (\d+), "size_bytes": (\d+)\}\n$')
 
 
-def stamp_of(raw: bytes, name: str) -> Stamp:
-    """The numbers around the items of an index, which are not looked at.
+def stamp_of(raw: bytes, name: str) -> ShardIndex:
+    """An index as that file has it, but for its items, which are not looked at.
 
     Raises:
         Damaged: it is no index of this format.
@@ -321,7 +324,7 @@ def stamp_of(raw: bytes, name: str) -> Stamp:
     if format_ > FORMAT:
         raise Damaged(Damage.NEWER, name)
     shard, shards, size_bytes = map(int, tail.groups())
-    return Stamp(Identity(*identity), shard, shards, size_bytes)
+    return ShardIndex(identity=Identity(*identity), shard=shard, shards=shards, size_bytes=size_bytes, items=())
 
 
 def _index(value: Mapping[str, Any]) -> ShardIndex:
@@ -346,12 +349,12 @@ def _holders(value: Mapping[str, Any], shards: int) -> Holders:
     """Raises ValueError or TypeError where they lead out of the checkpoint."""
     found: dict[str, Holder] = {}
     for key, one in value.items():
-        holder = Row(*one) if isinstance(one, list) else one
+        holder = Spread(*one) if isinstance(one, list) else one
         numbers = one if isinstance(one, list) else [one] if one is not None else []
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"the holder of {key!r} makes no sense")
-        last = holder.first + (holder.count - 1) * holder.stride if isinstance(holder, Row) else holder or 0
-        if last >= shards or (isinstance(holder, Row) and not (holder.count and holder.stride)):
+        last = holder.first + (holder.count - 1) * holder.stride if isinstance(holder, Spread) else holder or 0
+        if last >= shards or (isinstance(holder, Spread) and not (holder.count and holder.stride)):
             raise ValueError(f"the holder of {key!r} is no shard")
         found[key] = holder
     return Holders.of(found)
@@ -406,14 +409,8 @@ class ImageFile:
 
     def __init__(self, path: Path, index: ShardIndex) -> None:
         self.path, self.index = path, index
-        try:
+        with damage_in(path.name):
             self._descriptor = open_regular(path, owners=trusted_owners(path.parent))
-        except FileNotFoundError:
-            raise Damaged(Damage.MISSING, path.name) from None
-        except UnsafeFile as error:
-            raise Damaged(Damage.UNREADABLE, path.name, f"it {error.strerror}") from error
-        except OSError as error:
-            raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
         if os.fstat(self._descriptor).st_size < index.size_bytes:
             self.close()
             raise Damaged(Damage.TRUNCATED, path.name)
@@ -650,139 +647,200 @@ def _sync_range(descriptor: int, start: int, length: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-# The ``.metadata`` of a checkpoint: torch.distributed.checkpoint's own index, made from the indexes of all shards.
-# It is a pickle of torch's classes. It is written out here by hand, so that the process that commits a checkpoint needs
-# no torch (it costs seconds and hundreds of megabytes); slurmft itself never reads it.
+# --- in use ---
+# Which files are in use at the moment: the image that a writer reads, the checkpoint that is being loaded. No torch.
+#
+# Built on flock, whose lock ends with its holder, however that dies. Holders share; to change or remove the file a
+# process must lock it alone. Between processes of one node this always holds. Between nodes it holds where the
+# filesystem carries flock to its server: NFS from version 4 or Linux 2.6.12 on, Lustre mounted with ``flock``, GPFS,
+# BeeGFS and CephFS with locks switched on; not with NFS ``local_lock=flock`` or ``nolock``, nor Lustre ``localflock``.
+# Where there are no locks at all, no process counts as a holder: the newest two good checkpoints are never removed all
+# the same, so that a reader of the newest is safe until two more have been committed.
 
-METADATA_FILE = ".metadata"
-
-_CLASSES = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_VERSION = "1.0.0"
-"""Of torch's format; since then, lists and dicts inside of a state are spread out."""
-
-Part = tuple[int, Item]
-"""A shard's number, and one of its items."""
-
-
-def metadata_bytes(indexes: Sequence[ShardIndex]) -> bytes:
-    """The content of ``.metadata`` beside the images of these shards, which are all of one checkpoint."""
-    stored: dict[str, list[Part]] = {}
-    for index in indexes:
-        for item in index.items:
-            stored.setdefault(item.key, []).append((index.shard, item))
-    out = _Pickle()
-    kinds = _dict([(out.text(key), _kind(out, parts)) for key, parts in stored.items()])
-    paths = _dict([(out.text(key), out.path(parts[0][1].path or (key,))) for key, parts in stored.items()])
-    places = _dict([place for parts in stored.values() for place in _places(out, parts)])
-    return out.done(
-        out.instance(
-            _CLASSES, "Metadata", state_dict_metadata=kinds, planner_data=paths, storage_data=places,
-            storage_meta=pickle.NONE, version=out.text(_VERSION),
-        )
-    )  # fmt: skip
+_PATIENCE_S = 1.0
+_CLAIM = ".claim."
 
 
-def _kind(out: _Pickle, parts: Sequence[Part]) -> bytes:
-    first = parts[0][1]
-    if first.kind == "object":
-        return out.instance(_CLASSES, "BytesStorageMetadata")
-    chunks = [
-        out.instance(_CLASSES, "ChunkStorageMetadata", offsets=out.size(item.starts), sizes=out.size(item.sizes))
-        for _, item in parts
-    ]
-    return out.instance(
-        _CLASSES, "TensorStorageMetadata", properties=out.properties(first.dtype), size=out.size(first.shape),
-        chunks=_list(chunks),
-    )  # fmt: skip
+@contextlib.contextmanager
+def holding(path: Path) -> Iterator[int]:
+    """A descriptor to read ``path`` with; while it is open, others see that the file is in use.
+
+    Raises:
+        BlockingIOError: another process has it alone, to change or remove it.
+        FileNotFoundError: it is gone, or was replaced meanwhile.
+        OSError: it cannot be opened.
+    """
+    descriptor = open_regular(path)
+    with _locked(path, descriptor, lambda: patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
+        yield descriptor
 
 
-def _places(out: _Pickle, parts: Sequence[Part]) -> list[tuple[bytes, bytes]]:
-    """For each part where it begins in the whole, and where its bytes lie."""
-    places = []
-    for number, (shard, item) in enumerate(parts):
-        is_tensor = item.kind == "tensor"
-        address = out.instance(
-            _CLASSES, "MetadataIndex", fqn=out.text(item.key), index=_number(number) if is_tensor else pickle.NONE,
-            offset=out.size(item.starts) if is_tensor else pickle.NONE,
-        )  # fmt: skip
-        name = out.text(image_file(shard))
-        where = out.instance(
-            _FILES, "_StorageInfo", relative_path=name, offset=_number(item.offset), length=_number(item.length)
-        )
-        places.append((address, where))
-    return places
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[int]:
+    """A descriptor of ``path`` that no other process holds; new holders are refused until the end.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: it is gone, or was replaced meanwhile.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = open_regular(path, os.O_RDWR)
+    except UnsafeFile:
+        raise
+    except PermissionError:
+        descriptor = open_regular(path)  # enough on a local filesystem
+    with _locked(path, descriptor, lambda: _lock(descriptor, fcntl.LOCK_EX)):
+        yield descriptor
 
 
-def _number(value: int) -> bytes:
-    if value < 2**31:
-        return pickle.BININT + struct.pack("<i", value)
-    data = pickle.encode_long(value)
-    return pickle.LONG1 + bytes([len(data)]) + data
+def is_held(path: Path) -> bool:
+    """Whether any process holds ``path`` now; False where it is gone, or cannot be locked."""
+    try:
+        with alone(path):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
-def _dict(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return pickle.EMPTY_DICT + pickle.MARK + b"".join([key + value for key, value in entries]) + pickle.SETITEMS
+class Claim:
+    """Until it is released, or its process ends, others see that a save in ``folder`` goes on.
+
+    The file is one of the temporary files of a save: should it be left behind, it goes with the commit or the folder.
+
+    Raises:
+        OSError: it cannot be claimed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{_CLAIM}{os.getpid()}-{os.urandom(4).hex()}.tmp"
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(self._descriptor, fcntl.LOCK_SH)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """The save has ended. Idempotent."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-def _list(values: Iterable[bytes]) -> bytes:
-    return pickle.EMPTY_LIST + pickle.MARK + b"".join(values) + pickle.APPENDS
+def is_claimed(folder: Path) -> bool:
+    """Whether a live process has claimed ``folder``."""
+    return any(is_held(path) for path in folder.glob(f"{_CLAIM}*"))
 
 
-def _tuple(values: Iterable[bytes]) -> bytes:
-    return pickle.MARK + b"".join(values) + pickle.TUPLE
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Around the reading of a committed checkpoint: it is not removed meanwhile. One rank may do it for all.
+
+    Where its marker cannot be held, others do not see that it is in use: the newest two stay in any case.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(holding(folder / MANIFEST))
+        yield
 
 
-class _Pickle:
-    """Pieces of a pickle of protocol 2. Frequent values are written once, in front, and then named by a number."""
+@contextlib.contextmanager
+def _locked(path: Path, descriptor: int, lock: Callable[[], None]) -> Iterator[None]:
+    """Closes ``descriptor`` at the end."""
+    try:
+        lock()
+        # it may have been unlinked between open and lock; then the lock protects nothing
+        if not os.path.samestat(path.stat(), os.fstat(descriptor)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+    finally:
+        # before the descriptor: a child that was forked meanwhile has it, too, and would go on holding the file
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
-    def __init__(self) -> None:
-        self._front: list[bytes] = []
-        self.text = cache(self._text)
-        self.size = cache(self._size)
-        self.properties = cache(self._properties)
-        self._class = cache(self._find_class)
 
-    def done(self, value: bytes) -> bytes:
-        """The whole pickle of ``value``."""
-        return b"".join([pickle.PROTO, b"\x02", *self._front, value, pickle.STOP])
+def _lock(descriptor: int, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF):
+            raise
 
-    def path(self, pieces: Iterable[str | int]) -> bytes:
-        return _tuple([self.text(piece) if isinstance(piece, str) else _number(piece) for piece in pieces])
 
-    def instance(self, module: str, name: str, **attributes: bytes) -> bytes:
-        """An object of one of torch's classes, made without its ``__init__``."""
-        made = self._class(module, name) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        if not attributes:
-            return made
-        return made + _dict([(self.text(key), value) for key, value in attributes.items()]) + pickle.BUILD
+def patiently(lock: Callable[[], None], within_s: float = _PATIENCE_S) -> None:
+    """Call ``lock`` until it gets the lock: ``is_held`` has a file alone for a moment, and so does who removes it.
 
-    def _once(self, value: bytes) -> bytes:
-        number = struct.pack("<I", len(self._front))
-        self._front.append(value + pickle.LONG_BINPUT + number + pickle.POP)
-        return pickle.LONG_BINGET + number
+    Raises:
+        BlockingIOError: it did not in time.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return lock()
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
-    def _text(self, value: str) -> bytes:
-        data = value.encode("utf-8", "surrogatepass")
-        return self._once(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
 
-    def _find_class(self, module: str, name: str) -> bytes:
-        return self._once(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+# --- shards in a folder ---
+# Complete images in a folder of a node's memory, or in one of copies. No torch.
 
-    def _call(self, module: str, name: str, argument: bytes) -> bytes:
-        return self._class(module, name) + argument + pickle.TUPLE1 + pickle.REDUCE
+MAX_WORLD = 1 << 20
+"""Shards of one snapshot; half a word holds a shard's number with its tier (``memory_sources``)."""
 
-    def _size(self, sizes: tuple[int, ...]) -> bytes:
-        return self._once(self._call("torch", "Size", _tuple(map(_number, sizes))))
+log = logging.getLogger(__name__)
 
-    def _properties(self, dtype: str) -> bytes:
-        """A TensorProperties: dense, row by row, on the host."""
-        state = [
-            self._class("torch", dtype),
-            self._call("torch.serialization", "_get_layout", self.text("torch.strided")),
-            pickle.NEWFALSE,
-            self._call(_CLASSES, "_MEM_FORMAT_ENCODING", _number(0)),
-            pickle.NEWFALSE,
-        ]
-        made = self._class(_CLASSES, "TensorProperties") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        return self._once(made + _tuple(state) + pickle.BUILD)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """One shard of one snapshot that lies on this node, complete."""
+
+    index: ShardIndex
+    image: Path
+    index_path: Path
+    tier: Tier
+
+    @property
+    def name(self) -> Name:
+        return self.index.identity
+
+
+def image_of(index_path: Path) -> Path:
+    """The image that belongs to an index in a memory folder."""
+    return index_path.with_suffix(".image")
+
+
+def holdings_in(folder: Path, tier: Tier) -> list[Holding]:
+    """The complete shards in one folder."""
+    try:
+        paths = sorted(folder.glob("shard-*.json"))
+    except OSError:
+        return []
+    return [one for path in paths if (one := _holding(path, tier)) is not None]
+
+
+def _holding(path: Path, tier: Tier) -> Holding | None:
+    image = image_of(path)
+    try:
+        status = path.lstat()
+        if not S_ISREG(status.st_mode) or status.st_size > MAX_INDEX_BYTES:
+            return None
+        index = read_index(path)
+        status = image.lstat()
+    except (OSError, StorageError) as error:
+        log.debug("passing over %s: %s", path, error)
+        return None
+    if index is None or not S_ISREG(status.st_mode) or status.st_size < index.size_bytes:
+        return None
+    if index.shards > MAX_WORLD or max(index.identity) > MAX_STEP:
+        return None
+    return Holding(index=index, image=image, index_path=path, tier=tier)

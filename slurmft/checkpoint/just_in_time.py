@@ -37,7 +37,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from slurmft.checkpoint.catalog import own_generation
-from slurmft.checkpoint.holding import patiently
+from slurmft.checkpoint.image_file import patiently
 from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
 from slurmft.checkpoint.state import (
     BUFFERS_OF,

@@ -25,14 +25,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from slurmft.checkpoint.agreement import Guard, Team, damage_report, failure
+from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, by_merit, own_generation, read_entry
-from slurmft.checkpoint.holding import MAX_WORLD, reading
-from slurmft.checkpoint.image import local
-from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, verified_index
+from slurmft.checkpoint.image_file import MAX_WORLD, Damage, Damaged, image_file, index_file, reading
 from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.notes import ERA, LeadNote, OwnNotes, gather
-from slurmft.checkpoint.reading import Source, Stored, Target, fresh
+from slurmft.checkpoint.reading import DiskSources, Stored, Target, fresh
 from slurmft.checkpoint.state import (
     BUFFERS_OF,
     EXTRA,
@@ -71,7 +69,7 @@ from slurmft.policy.checkpoints import Committed, Decision, Name
 from slurmft.storage.checkpoint_names import MANIFEST, Doubt, Identity, memory_folder_of, read_digests, read_quarantine
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, note_resuming
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS, Loaded
+from slurmft.trainer.savers import SAVERS, Loaded, Team, local_part
 from slurmft.trainer.streams import settle
 
 # --- Where the tensors of a stored state are read to, before any of the trainer's objects is touched ---
@@ -94,7 +92,7 @@ class Landing:
     def value(self) -> torch.Tensor:
         if self.into is not None:
             with torch.no_grad():
-                local(self.into).copy_(self.target.tensor)
+                local_part(self.into).copy_(self.target.tensor)
             return self.into
         if self.like is None:
             return self.target.tensor
@@ -137,7 +135,7 @@ def _own_box(like: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[tuple[i
 
 def landing_in_place(stored: Stored, key: str, here: torch.Tensor) -> Landing | None:
     """Into the optimizer's present tensor, which shares its memory with nothing; None where that is of another kind."""
-    there, inside = stored.tensors[key], local(here)
+    there, inside = stored.tensors[key], local_part(here)
     if not is_dense(here) or (tuple(here.shape), here.dtype) != (there.shape, there.dtype):
         return None
     starts, sizes = _own_box(here, there.shape)
@@ -160,12 +158,12 @@ class Apart:
         self._is_used = own and not hooks
         groups = (one for group in optimizer.param_groups for one in group[PARAMS])
         weights = (*unwrapped(trainee.model).parameters(), *unwrapped(trainee.model).buffers(), *groups)
-        self._taken = {one.untyped_storage().data_ptr() for each in weights if is_dense(one := local(each))}
+        self._taken = {one.untyped_storage().data_ptr() for each in weights if is_dense(one := local_part(each))}
         self._places: list[tuple[int, int]] = []
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether this one may, which takes its place."""
-        inside = local(tensor)
+        inside = local_part(tensor)
         if not self._is_used or not is_dense(inside) or inside.untyped_storage().data_ptr() in self._taken:
             return False
         begin, end = inside.data_ptr(), inside.data_ptr() + inside.nbytes
@@ -697,7 +695,7 @@ class Loading:
         with contextlib.ExitStack() as stack:
             with guard:
                 held = memory.sources(identity)
-                sources = _DiskSources(path, held=held) if decision.is_committed else held
+                sources = DiskSources(_believed_entry(path), held) if decision.is_committed else held
                 own = self._part.number if wanted == self._own_part(decision) else self._team.rank
                 stored = stack.enter_context(contextlib.closing(Stored(sources, own=own)))
                 if len(decision.suppliers) < self._team.world_size:  # with a rank's own state in any of them
@@ -754,7 +752,7 @@ class Loading:
             self._note(path, reason or "disk")
             with guard, reading(path):
                 entry = _believed_entry(path)
-                stored = Stored(_DiskSources(path, entry), own=self._team.rank)
+                stored = Stored(DiskSources(entry), own=self._team.rank)
                 prepared = self._prepared(stored, OwnNotes())
             rows = self._exchange(guard, prepared)
             if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, *_ in rows):
@@ -895,36 +893,3 @@ def _believed_entry(path: Path) -> Entry:
     if not 1 <= entry.world_size <= MAX_WORLD:  # it has no checksum, and memory is asked for by this number
         raise Damaged(Damage.UNREADABLE, MANIFEST, f"it names {entry.world_size} ranks")
     return entry
-
-
-class _DiskSources(Mapping[int, Source]):
-    """The shards of a committed checkpoint; the index of each is read and verified when it is asked for.
-
-    Args:
-        held: shards that lie in this node's memory, which go before those on disk.
-
-    Raises:
-        Damaged: its marker cannot be believed, or the index that is asked for.
-    """
-
-    def __init__(self, path: Path, entry: Entry | None = None, held: Mapping[int, Source] | None = None) -> None:
-        self._path, self._entry, self._held = path, entry or _believed_entry(path), held or {}
-
-    def __getitem__(self, shard: int) -> Source:
-        if shard in self._held:
-            return self._held[shard]
-        entry, name = self._entry, index_file(shard)
-        if not 0 <= shard < entry.world_size:
-            raise KeyError(shard)
-        if name not in entry.files or image_file(shard) not in entry.files:
-            raise Damaged(Damage.MISSING, name, "the marker does not list it")
-        index = verified_index(self._path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
-        if (index.identity, index.shard) != (entry.identity, shard):
-            raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
-        return Source(image=self._path / image_file(shard), index=index)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._entry.world_size))
-
-    def __len__(self) -> int:
-        return self._entry.world_size

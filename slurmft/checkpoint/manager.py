@@ -29,18 +29,16 @@ from slurmft.checkpoint.agreement import (
     Guard,
     LeadExtra,
     Row,
-    Team,
     Turn,
     failure,
     refuse_unlike,
     two_are_under_way,
 )
-from slurmft.checkpoint.catalog import Catalog, Entry, own_generation, prune, remove_left_overs
-from slurmft.checkpoint.holding import forget_others
+from slurmft.checkpoint.catalog import Catalog, Entry, Pruner, own_generation, remove_left_overs
 from slurmft.checkpoint.image_file import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading, ReadsAsMapping, prepare
-from slurmft.checkpoint.memory_sources import same_state
+from slurmft.checkpoint.memory_sources import forget_others, same_state
 from slurmft.checkpoint.notes import Extra, note_sender
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
@@ -64,7 +62,7 @@ from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity, memory_folder_of, ranks_of_this_node
 from slurmft.storage.verdicts import check_fence
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, weakly
+from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, Team, weakly
 
 # --- Checkpoints by their name, also of any plain state of a program that has no model ---
 
@@ -418,9 +416,9 @@ class CheckpointManager:
         team, guard, gone = Team(), Guard(), 0
         if team.is_lead:
             with guard:
-                keep = order_of(self.settings, {}, self._distrusted).keep
+                keep = order_of(self.settings, {}, self._distrusted)
                 before = len(Catalog(self.directory).committed())
-                prune(self.directory, replace(keep, keep_last_n=keep_last or keep.keep_last_n))
+                Pruner(self.directory).prune(replace(keep, keep_last_n=keep_last or keep.keep_last_n))
                 gone = before - len(Catalog(self.directory).committed())
         code, gone = team.from_lead([guard.code, gone])
         if code:

@@ -8,27 +8,25 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slurmft.checkpoint.agreement import Team
-from slurmft.checkpoint.holding import (
-    ROW_LENGTH,
+from slurmft.checkpoint.image_file import (
+    MAX_INDEX_BYTES,
+    Damaged,
     Holding,
-    Staging,
-    from_rows,
+    Item,
+    ShardIndex,
     holdings_in,
-    inherit_tries,
-    note_try,
-    scan,
-    to_row,
-    tries_of,
+    is_held,
+    parse_index,
 )
-from slurmft.checkpoint.image_file import MAX_INDEX_BYTES, Damaged, Item, ShardIndex, parse_index
 from slurmft.checkpoint.reading import Source
 from slurmft.checkpoint.replicas import Incoming, Mismatch, local_folder, ranges_of
 from slurmft.errors import CheckpointError, StorageError
@@ -47,6 +45,7 @@ from slurmft.policy.checkpoints import (
 )
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import (
+    PEERS,
     STAGING,
     Doubt,
     Identity,
@@ -54,8 +53,228 @@ from slurmft.storage.checkpoint_names import (
     own_memory_folder,
     read_copies_key,
 )
-from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes
+from slurmft.system.files import TAG_BYTES, PieceTags, derived_key, open_regular, read_bytes, read_json, write_json
 from slurmft.system.processes import fits
+from slurmft.trainer.savers import Team
+
+# --- offers ---
+# A node's shards of the run's snapshots, as rows of integers that ranks exchange.
+#
+#     $SLURMFT_MEMORY_DIR/                the agent's, in shared memory
+#         shard-<rank>.<a|b|c>.image/.json  what this node's ranks staged: image and index
+#         peers/shard-<shard>.<a|b>.*       copies of other nodes' shards (replicas.Keeper), or what was fetched
+#         tries.json                        how often a run began with a snapshot of the memory
+#
+# A folder on the node's local disk looks like ``peers``, and the staging folder beside the checkpoints like the
+# agent's, with the shards of all nodes. An index whose image is missing or too short, a file that is not an index, a
+# link, and any other file there are skipped.
+
+MAX_SNAPSHOTS = 6
+MAX_SHARDS = 64
+"""Of one snapshot on one node: its own ranks' and its peers'."""
+
+ROW_LENGTH = MAX_SNAPSHOTS * (5 + MAX_SHARDS // 2)
+
+DIGEST_PATIENCE_S = 10.0
+WRITER_STARTS_S = 2.0
+"""From a snapshot until its writer holds it, where that has to be started first."""
+
+_LOOK_S = 0.05
+_TRIES = "tries.json"
+MAX_COUNTED = 100
+_HALF = 32
+_TIER_BITS = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staging:
+    """The staging folder, as a node sees it."""
+
+    folder: Path
+    ranks: range
+    """Of this node, whose own files go before those of others."""
+
+
+def scan(
+    memory: Path | None, local_disk: Path | None = None, staging: Staging | None = None, *,
+    patience_s: float = DIGEST_PATIENCE_S,
+) -> list[Holding]:  # fmt: skip
+    """Every shard that this node holds, newest first; one that lies there twice is listed once, memory before disk.
+
+    A writer may still be at work on the digests of what its rank has staged: this waits for them, for ``patience_s``
+    seconds at most, where nothing newer is complete, and only while there is such a writer. Shards without digests are
+    listed all the same then.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = _look(memory, local_disk, staging)
+        unhashed = [one for one in found if not one.index.is_hashed]
+        whole = {one.name for one in found} - {one.name for one in unhashed}
+        newest = max(map(_age, whole), default=(-1, 0, 0))
+        if time.monotonic() >= deadline or not any(_age(one.name) > newest and _may_be_hashed(one) for one in unhashed):
+            return found
+        time.sleep(_LOOK_S)
+
+
+def _age(name: Name) -> tuple[int, int, int]:
+    step, generation, commit = name
+    return commit, generation, step
+
+
+def _may_be_hashed(one: Holding) -> bool:
+    """Whether its rank's writer lives, as far as one can see: it holds what it works on, and may come to this next.
+
+    A writer that has been replaced, or never got the request, holds nothing.
+    """
+    shard = one.image.name.split(".")[0]
+    try:
+        is_young = time.time() - one.index_path.stat().st_mtime < WRITER_STARTS_S
+        return is_young or any(is_held(image) for image in one.image.parent.glob(f"{shard}.*.image"))
+    except OSError:
+        return False
+
+
+def to_row(holdings: Iterable[Holding], tries: Callable[[Name], int] = lambda _name: 0) -> list[int]:
+    """ROW_LENGTH integers: the newest MAX_SNAPSHOTS snapshots, each with its first MAX_SHARDS shards.
+
+    A snapshot whose digests are incomplete is offered without the shards that lack them.
+    """
+    by_name: defaultdict[Name, list[Holding]] = defaultdict(list)
+    for one in holdings:
+        by_name[one.name].append(one)
+    row: list[int] = []
+    for name in sorted(by_name, key=_age, reverse=True)[:MAX_SNAPSHOTS]:
+        ones = by_name[name]
+        hashed = [one for one in ones if one.index.is_hashed] or ones
+        row += [*name, ones[0].index.shards, tries(name) << 1 | hashed[0].index.is_hashed]
+        row += _packed([(one.index.shard, one.tier) for one in hashed if one.index.shards == ones[0].index.shards])
+    return row + [0] * (ROW_LENGTH - len(row))
+
+
+def from_rows(rows: Sequence[Sequence[int]]) -> list[Offer]:
+    """The offers in all ranks' rows, in rank order."""
+    length = ROW_LENGTH // MAX_SNAPSHOTS
+    offers: list[Offer] = []
+    for rank, row in enumerate(rows):
+        for start in range(0, ROW_LENGTH, length):
+            step, generation, commit, shards, flags, *packed = row[start : start + length]
+            if shards:
+                name, held = (step, generation, commit), _unpacked(packed)
+                verified, tries = bool(flags & 1), flags >> 1
+                offers.append(Offer(rank=rank, name=name, shards=shards, held=held, verified=verified, tries=tries))
+    return offers
+
+
+def tries_of(memory: Path | None) -> Callable[[Name], int]:
+    """How often a run has begun with a snapshot, as this node remembers."""
+    counted = _read_tries(memory)
+    return lambda name: len(counted.get(Identity(*name).folder_name, []))
+
+
+def note_try(memory: Path, name: Name, *, generation: int) -> None:
+    """Remember that a run begins with this snapshot, which is on no disk; call before anything is loaded.
+
+    Each ``generation`` counts once.
+    """
+    counted, key = _read_tries(memory), Identity(*name).folder_name
+    _note_tries(memory, counted, key, [*counted.get(key, []), generation])
+
+
+def inherit_tries(memory: Path, old: str, new: str) -> None:
+    """Remember that ``new`` is the same state as ``old``; both are names of checkpoint folders."""
+    counted = _read_tries(memory)
+    _note_tries(memory, counted, new, [*counted.get(old, []), *counted.get(new, [])])
+
+
+def _note_tries(memory: Path, counted: Mapping[str, list[int]], key: str, generations: Sequence[int]) -> None:
+    others = {name: numbers for name, numbers in counted.items() if name != key}
+    newest = dict(list(others.items())[-2 * MAX_SNAPSHOTS :])
+    each_once = list(dict.fromkeys(generations))
+    try:
+        write_json(memory / _TRIES, {"tries": {**newest, key: each_once[-MAX_COUNTED:]}}, durable=False)
+    except OSError as error:
+        log.warning("cannot note that a run begins with %s in memory: %s", key, error)
+
+
+def forget_others(memory: Path, ranks: Collection[int], *, older_than: int) -> None:
+    """Give back the memory of ranks that are not on this node any more, once a newer commit is durable.
+
+    Args:
+        ranks: of this node now.
+        older_than: the number of that commit; snapshots of it and later ones stay.
+    """
+    own = {f"shard-{rank}." for rank in ranks}
+    for one in holdings_in(memory, Tier.MEMORY):
+        if not one.index_path.name.startswith(tuple(own)) and one.name[2] < older_than:
+            one.index_path.unlink(missing_ok=True)
+            one.image.unlink(missing_ok=True)
+
+
+def _read_tries(memory: Path | None) -> dict[str, list[int]]:
+    """The generations that began with each snapshot."""
+    try:
+        value = (read_json(memory / _TRIES) or {}).get("tries") if memory is not None else None
+    except StorageError:
+        return {}
+    known = value if isinstance(value, dict) else {}
+    lists = {key: one for key, one in known.items() if isinstance(one, list)}
+    return {key: [number for number in one if type(number) is int] for key, one in lists.items()}
+
+
+def _packed(shards: Iterable[tuple[int, Tier]]) -> list[int]:
+    """Two shards in a word, each as its number plus one and its tier."""
+    words = [shard + 1 << _TIER_BITS | tier for shard, tier in sorted(shards)[:MAX_SHARDS]]
+    words += [0] * (MAX_SHARDS - len(words))
+    return [low | high << _HALF for low, high in zip(words[::2], words[1::2], strict=True)]
+
+
+def _unpacked(words: Iterable[int]) -> dict[int, Tier]:
+    mask = (1 << _HALF) - 1
+    halves = [half for word in words for half in (word & mask, word >> _HALF) if half]
+    return {(half >> _TIER_BITS) - 1: Tier(half & (1 << _TIER_BITS) - 1) for half in halves}
+
+
+def _look(memory: Path | None, local_disk: Path | None, staging: Staging | None) -> list[Holding]:
+    places = [(memory, Tier.MEMORY), (memory / PEERS if memory else None, Tier.PEER), (local_disk, Tier.LOCAL_DISK)]
+    found = [one for folder, tier in places if folder is not None for one in holdings_in(folder, tier)]
+    best: dict[tuple[Name, int], Holding] = {}
+    for one in (*found, *(_staged(staging) if staging is not None else ())):
+        known = best.get((one.name, one.index.shard))
+        if known is None or (one.index.is_hashed and not known.index.is_hashed):
+            best[one.name, one.index.shard] = one
+    return sorted(best.values(), key=lambda one: (-one.name[2], -one.name[1], -one.name[0], one.index.shard))
+
+
+def _staged(staging: Staging) -> list[Holding]:
+    """The shards in the staging folder, this node's own first; of large worlds nothing else, as a row is short."""
+    found = holdings_in(staging.folder, Tier.STAGING)
+    own = [one for one in found if _rank_of(one.index_path) in staging.ranks]
+    return own + [one for one in found if one not in own and one.index.shards <= MAX_SHARDS]
+
+
+def forget_staged(folder: Path, ranks: Callable[[int], bool]) -> None:
+    """Remove snapshots that such ranks have staged beside the checkpoints, and the folder when it is empty.
+
+    Snapshots that a writer still reads stay.
+    """
+    for path in folder.glob("shard-*"):
+        if ranks(_rank_of(path)) and not is_held(path):
+            path.unlink(missing_ok=True)
+    try:
+        if {path.name for path in folder.iterdir()} <= {_TRIES}:
+            (folder / _TRIES).unlink(missing_ok=True)
+            folder.rmdir()
+    except OSError as error:
+        log.debug("%s stays: %s", folder, error)
+
+
+def _rank_of(path: Path) -> int:
+    """Of the rank that staged it; -1 where the name is none of ours."""
+    number = path.name.split(".")[0].removeprefix("shard-")
+    return int(number) if number.isdecimal() else -1
+
 
 # --- Shards of a restart that lie in another node's memory travel to where they are needed, from memory to memory ---
 # Bytes in tensors of bounded size from one rank to another, one rank for each node; no pickles. Received shards lie in
@@ -69,8 +288,6 @@ FETCHED = "fetched"
 CHUNK_BYTES = 16 << 20
 _HEADER = struct.Struct("!qq")
 _CONTEXT = struct.Struct("!qqqqqq?")
-_NONCE_WORDS = 2
-_WORD_BITS = 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,14 +327,14 @@ class _Tags:
 
 def supply(
     team: Team, decision: Decision, offers: Sequence[Offer], mine: Mapping[int, Holding], *,
-    wanted: Collection[int], memory: Path | None, node_lead: int,
+    wanted: range, memory: Path | None, node_lead: int,
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Bring the shards of ``decision`` that this rank's node lacks into its memory folder; a collective.
 
     Afterwards ``fetched(memory, name)`` finds them, on every rank of the node.
 
     Args:
-        mine: this node's own shards of that snapshot (``holding.scan``); only asked of ranks that offered them.
+        mine: this node's own shards of that snapshot (``scan``); only asked of ranks that offered them.
         wanted: the shards that this rank needs every item of. Of all others it gets what is not spread over ranks:
             with FSDP on as many ranks as saved, its own shard is enough.
         node_lead: the rank that offers and fetches for this rank's node: its local rank 0.
@@ -129,13 +346,9 @@ def supply(
     Raises:
         CheckpointError: the ranks are out of step with each other.
     """
-    nonce = [secrets.randbits(_WORD_BITS) for _ in range(_NONCE_WORDS)]
-    rows = team.exchange([*nonce, node_lead, *_bits(wanted, len(decision.suppliers))])
-    rows[team.rank][:_NONCE_WORDS] = nonce  # never a value for ours that another rank sends
-    wishes = [row[_NONCE_WORDS:] for row in rows]
-    transfers = transfers_of(decision, offers, [(row[0], _shards(row[1:])) for row in wishes])
+    wishes, nonces = team.exchange_with_nonces([node_lead, wanted.start, wanted.stop])
+    transfers = transfers_of(decision, offers, [(node, range(first, end)) for node, first, end in wishes])
     failed: list[Transfer] = []
-    nonces = [struct.pack("!2q", *row[:_NONCE_WORDS]) for row in rows]
     node = _Node(name=decision.name, mine=mine, memory=memory, key=_key(memory) if transfers else None, nonces=nonces)
     if memory is not None and any(transfer.target == team.rank for transfer in transfers):
         with contextlib.suppress(OSError):  # where there is no room for it, each shard fails, and no rank waits
@@ -338,22 +551,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _bits(shards: Collection[int], count: int) -> list[int]:
-    words = [0] * -(-count // _WORD_BITS)
-    for shard in shards:
-        words[shard // _WORD_BITS] |= 1 << shard % _WORD_BITS
-    return words
-
-
-def _shards(words: Sequence[int]) -> set[int]:
-    return {
-        number * _WORD_BITS + bit for number, word in enumerate(words) for bit in range(_WORD_BITS) if word >> bit & 1
-    }
-
-
 # --- memory sources ---
-
-log = logging.getLogger(__name__)
 
 
 def same_state(directory: Path, old: str, new: str) -> None:
@@ -413,7 +611,7 @@ class MemorySources:
             return None
         return decision
 
-    def bring(self, decision: Decision, wanted: Collection[int]) -> bool:
+    def bring(self, decision: Decision, wanted: range) -> bool:
         """Have every node fetch what it lacks; False where something did not arrive, and all must decide anew.
 
         Args:

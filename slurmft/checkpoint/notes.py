@@ -14,14 +14,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from slurmft.checkpoint.agreement import Team
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.checkpoint.replicas import (
-    COPY_LIMIT_S,
     MAX_CAPACITY_BYTES,
     NOTES,
     OVERHEAD_BYTES,
@@ -40,7 +38,7 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import PEERS, Identity, ranks_of_this_node, read_copies_key
 from slurmft.system.files import TAG_BYTES, PieceTags, derived_key
 from slurmft.trainer import savers
-from slurmft.trainer.savers import SAVERS
+from slurmft.trainer.savers import SAVERS, Team
 from slurmft.trainer.streams import is_on_device
 
 # --- lead note ---
@@ -293,7 +291,6 @@ MAX_ASKED = 256
 """Ranks whose notes are looked for with other nodes; of more lost ones nothing is to be found."""
 
 _LEAD = -1
-_NONCE_WORDS, _WORD_BITS = 2, 62
 _CONTEXT = struct.Struct("!qqqq")
 
 
@@ -317,13 +314,11 @@ def gather(team: Team, memory: Path | None, identity: Identity, *, is_node_lead:
     """The notes of this rank, and of rank 0, on the step of ``identity``."""
     mine = _read(memory, team.rank, identity)
     lead = _read(memory, _LEAD, identity)
-    nonce = [secrets.randbits(_WORD_BITS) for _ in range(_NONCE_WORDS)]
-    rows = team.exchange([mine is None, lead is None, *nonce])
-    rows[team.rank][2:] = nonce  # never a value for ours that another rank sends
+    rows, nonces = team.exchange_with_nonces([mine is None, lead is None])
     asked = [rank for rank, row in enumerate(rows) if row[0]][:MAX_ASKED]
     asked += [_LEAD] if any(row[1] for row in rows) else []
     if asked and team.world_size > 1:
-        tags = _Tags(memory, identity, b"".join(struct.pack("!2q", *row[2:]) for row in rows))
+        tags = _Tags(memory, identity, b"".join(nonces))
         found = {one: tags.added(one, _read(memory, one, identity)) for one in asked} if is_node_lead else {}
         lengths = team.exchange([len(found.get(one, b"")) for one in asked])
         for place, one in enumerate(asked):
@@ -490,12 +485,10 @@ SENDER_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    name: str
-    step: int
-    generation: int
-    capacity_bytes: int
+class _Note(NamedTuple):
+    message: dict[str, Any]
+    """What goes ahead of it (``replicas``)."""
+
     payload: bytes
 
 
@@ -507,22 +500,22 @@ class NoteSender:
 
     def offer(self, name: str, step: int, file: NoteFile, payload: bytes) -> None:
         """Send this one as soon as possible."""
-        note = _Note(name, step, file.generation, file.capacity_bytes, payload)
+        message = {"note": step, "name": name, "generation": file.generation, "capacity": file.capacity_bytes}
+        note = _Note(message | {"bytes": len(payload)}, payload)
         for lane in self._lanes:
             lane.put(note)
 
 
 def note_sender() -> Send | None:
     """Sends this rank's notes to the peers of its node; None where it has none."""
-    key, peers = key_file(), find_peers()
-    return NoteSender(peers, key).offer if key is not None and peers else None
+    return NoteSender(peers, key_file() or Path()).offer if (peers := find_peers()) else None
 
 
 class _Lane:
     def __init__(self, peer: Peer, key_file: Path) -> None:
         self._peer, self._key_file = peer, key_file
         self._waiting: deque[_Note] = deque(maxlen=2 * NOTES)
-        self._changed, self._never = threading.Condition(), threading.Event()
+        self._changed = threading.Condition()
         self._has_warned = False
         threading.Thread(target=self._run, name=f"slurmft-notes-{peer.place}", daemon=True).start()
 
@@ -541,7 +534,7 @@ class _Lane:
             try:
                 if note is not None:
                     unanswered.append(note)
-                    wire = wire or connected(self._peer, self._key_file, limit_s=COPY_LIMIT_S, stop=self._never)
+                    wire = wire or connected(self._peer, self._key_file)
                     _send(wire, note)
                 # a busy peer answers late: were each answer waited for, it would not get the newest note in time
                 while wire is not None and unanswered and (len(unanswered) > NOTES or wire.has_more()):
@@ -563,17 +556,16 @@ class _Lane:
         if problem and not self._has_warned:
             log.warning(
                 "node %d has no notes of this rank from step %d on, so a step may be lost with this node: %s",
-                self._peer.place, note.step, problem,
+                self._peer.place, note.message["note"], problem,
             )  # fmt: skip
         elif self._has_warned and not problem:
-            log.info("node %d has notes of this rank again, from step %d on", self._peer.place, note.step)
+            log.info("node %d has notes of this rank again, from step %d on", self._peer.place, note.message["note"])
         self._has_warned = bool(problem)
 
 
 def _send(wire: Wire, note: _Note) -> None:
     wire.deadline = time.monotonic() + SILENCE_S
-    wire.send({"note": note.step, "name": note.name, "generation": note.generation,
-               "capacity": note.capacity_bytes, "bytes": len(note.payload)})  # fmt: skip
+    wire.send(note.message)
     wire.send_blob(note.payload)
 
 

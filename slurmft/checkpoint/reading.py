@@ -28,8 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.holding import holding, reading
+from slurmft.checkpoint.catalog import Entry, index_of
 from slurmft.checkpoint.image import dtype_named, from_bytes
 from slurmft.checkpoint.image_file import (
     Damage,
@@ -37,13 +36,14 @@ from slurmft.checkpoint.image_file import (
     Holder,
     ImageFile,
     Item,
-    Row,
     ShardIndex,
+    Spread,
     digest_of,
     fingerprint,
+    holding,
     image_file,
     index_file,
-    verified_index,
+    reading,
 )
 from slurmft.checkpoint.state import GROUPS, MODEL, OPTIMIZER, STATE, KeyPath, key_of, unflatten
 from slurmft.errors import CheckpointError, UsageError
@@ -132,6 +132,33 @@ class Source:
     """The file of the index, where the image lies in a rank's own place in memory; None elsewhere."""
 
 
+class DiskSources(Mapping[int, Source]):
+    """The shards of a committed checkpoint; the index of each is read and verified when it is asked for.
+
+    Args:
+        held: shards that lie in this node's memory, which go before those on disk.
+
+    Raises:
+        Damaged: the index that is asked for is not the one that was committed.
+    """
+
+    def __init__(self, entry: Entry, held: Mapping[int, Source] | None = None) -> None:
+        self._entry, self._held = entry, held or {}
+
+    def __getitem__(self, shard: int) -> Source:
+        if shard in self._held:
+            return self._held[shard]
+        if not 0 <= shard < self._entry.world_size:
+            raise KeyError(shard)
+        return Source(image=self._entry.path / image_file(shard), index=index_of(self._entry, shard))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._entry.world_size))
+
+    def __len__(self) -> int:
+        return self._entry.world_size
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Memory that is to be filled with a part of a stored tensor."""
@@ -204,17 +231,11 @@ class Stored:
         lacking = [one for key, one in self._holders.items() if key not in self._pieces]
         if any(one is None for one in lacking):
             self._take(range(self.shards))
-        self._take(sorted({one.first if isinstance(one, Row) else one or 0 for one in lacking}))
+        self._take(sorted({one.first if isinstance(one, Spread) else one or 0 for one in lacking}))
         if missing := [key for key in self._holders if key not in self.tensors]:
             raise Damaged(Damage.UNREADABLE, index_file(0), f"no shard has {missing[0]}")
         # in the same order on every rank, whatever it has read first: an optimizer keeps the order of what it loads
         self.tensors = {key: self.tensors[key] for key in {**self._holders, **self.tensors}}
-
-    @classmethod
-    def in_folder(cls, folder: Path, indexes: Iterable[ShardIndex]) -> Stored:
-        """All shards in one checkpoint folder."""
-        sources = (Source(image=folder / image_file(index.shard), index=index) for index in indexes)
-        return cls({source.index.shard: source for source in sources})
 
     @property
     def seen(self) -> Collection[int]:
@@ -266,7 +287,7 @@ class Stored:
         if self._is_covered(key, box):
             return
         row, shape = (self._holders or {}).get(key), self.tensors[key].shape
-        if isinstance(row, Row) and box.count and row.dimension < len(shape):
+        if isinstance(row, Spread) and box.count and row.dimension < len(shape):
             size = shape[row.dimension]
             self._take(row.shards_of(size, box.starts[row.dimension], box.sizes[row.dimension]))
             if self._is_covered(key, box):
@@ -446,7 +467,7 @@ def _checked(key: str, pieces: Sequence[_Piece], holder: Holder, *, is_all: bool
             raise Damaged(Damage.UNREADABLE, name, f"the parts of {key} do not fit together")
     if is_all and sum(box.count for box in boxes) != whole.count:
         raise Damaged(Damage.UNREADABLE, name, f"parts of {key} are missing, or there twice")
-    return StoredTensor(dtype, first.shape, max(len(pieces), holder.count if isinstance(holder, Row) else 1))
+    return StoredTensor(dtype, first.shape, max(len(pieces), holder.count if isinstance(holder, Spread) else 1))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -574,10 +595,7 @@ def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
     parts = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
     try:
         with reading(entry.path):
-            names = map(index_file, range(entry.world_size))
-            records = [(entry.path / name, entry.files[name]) for name in names]
-            indexes = [verified_index(path, record.size_bytes, record.xxh3) for path, record in records]
-            stored = Stored.in_folder(entry.path, indexes)
+            stored = Stored(DiskSources(entry))
             targets = {
                 key: Target(fresh(tensor.shape, tensor.dtype), (0,) * len(tensor.shape))
                 for key, tensor in stored.tensors.items()
@@ -585,7 +603,7 @@ def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
             }
             stored.fill(targets)
             objects = stored.load_objects([key for key in stored.objects if stored.path(key)[0] in parts])
-    except (Damaged, KeyError) as error:
+    except Damaged as error:
         raise CheckpointError(f"{entry.path} cannot be exported: {error}", hint="try an older one") from error
     values: Mapping[str, Any] = {key: target.tensor for key, target in targets.items()} | objects
     return {stored.path(key): value for key, value in values.items()}

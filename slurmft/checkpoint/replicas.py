@@ -24,20 +24,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NoReturn
 
 import xxhash
 
-from slurmft.checkpoint.holding import Holding, holdings_in, image_of
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
     Damaged,
     Item,
     ShardIndex,
     fingerprint,
+    holdings_in,
+    image_of,
     parse_index,
     read_index,
     write_index,
@@ -180,7 +181,7 @@ class Incoming:
             chunk = chunk[count:]
             self._ranges[:1] = [(offset + count, length - count)] if count < length else []
 
-    def finish(self) -> Holding:
+    def finish(self) -> None:
         """The image is whole: from now on it is offered.
 
         Raises:
@@ -193,7 +194,6 @@ class Incoming:
             raise FileNotFoundError(f"{image_of(self._path)} was replaced by another process")
         write_index(self._path, self._index, durable=False)
         self._finished = True
-        return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
 
 
 def ranges_of(items: Iterable[Item]) -> list[tuple[int, int]]:
@@ -471,7 +471,7 @@ def lineage_of(checkpoint_dir: Path) -> str:
     return lineage
 
 
-def keep_local(index_path: Path, image_path: Path, folder: Path, *, stop: threading.Event | None = None) -> str:
+def keep_local(index_path: Path, image_path: Path, folder: Path) -> str:
     """Copy a staged shard, hashed already, to the local disk; why it is not there, else empty. Never raises."""
     try:
         with opened(image_path) as image:
@@ -482,8 +482,6 @@ def keep_local(index_path: Path, image_path: Path, folder: Path, *, stop: thread
             with Incoming(folder, index) as incoming:
                 left = index.size_bytes
                 while left:
-                    if stop is not None and stop.is_set():
-                        return "given up"
                     if not (count := os.readv(image, [buffer[: min(left, CHUNK_BYTES)]])):
                         return "a newer snapshot is being staged"
                     incoming.write(buffer[:count])
@@ -508,7 +506,7 @@ TRIES = 5
 _RETRY_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Peer:
     """A node whose keeper takes copies; ``place`` is the node's in the run (GROUP_RANK)."""
 
@@ -516,12 +514,15 @@ class Peer:
     announcement: Path
     """Where its agent writes host names and port of the keeper."""
 
-    addresses: tuple[tuple[str, int], ...] = ()
-    """What it said, where that is known: the announcement lies in a shared place, which is not asked at every step."""
+    addresses: Sequence[tuple[str, int]] = field(default=(), compare=False)
+    """What it said, until one of them is of no use: the announcement lies in a shared place, which is not asked for
+    every copy."""
 
 
 def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:
-    """The nodes that hold copies of this node's shards, in this attempt; none outside of a run."""
+    """The nodes that hold copies of this node's shards, in this attempt; none outside of a run, and without its key."""
+    if key_file(environment) is None:
+        return []
     try:
         copies = WorkerSettings.from_environment(environment).checkpoint.peer_copies
         nodes = int(environment["GROUP_WORLD_SIZE"])
@@ -554,28 +555,23 @@ def send_copy(
     try:
         return _send(index_path, image_path, peer, read_bytes(key_file), pace, keep=keep)
     except (BadCopy, OSError, StorageError) as error:
+        peer.addresses = ()  # another agent may have taken its place in the meantime
         return str(error) or type(error).__name__
 
 
-def located(peer: Peer) -> Peer:
-    """The same with the addresses that its agent has announced so far."""
-    with contextlib.suppress(BadCopy, OSError):
-        return replace(peer, addresses=tuple(_announced(peer)))
-    return peer
-
-
-def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Event) -> Wire:
+def connected(peer: Peer, key_file: Path, *, limit_s: float = COPY_LIMIT_S) -> Wire:
     """A connection to the peer's keeper, which has proved that it belongs to the run.
 
     Raises:
         BadCopy, OSError: there is none.
     """
-    pace = _Pace(time.monotonic(), limit_s, None, stop)
+    pace = _Pace(time.monotonic(), limit_s, None, threading.Event())
     connection = _connect(peer, pace)
     try:
         return Wire(connection, read_bytes(key_file), is_keeper=False, deadline=pace.deadline)
     except BaseException:
         connection.close()
+        peer.addresses = ()
         raise
 
 
@@ -637,6 +633,7 @@ def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity 
             return wire, wire.receive().get("answer")
         except (BadCopy, ConnectionError) as error:
             connection.close()
+            peer.addresses = ()
             if number == TRIES:
                 raise
             log.debug("node %d closed the connection: %s", peer.place, error)
@@ -671,16 +668,16 @@ def _connect(peer: Peer, pace: _Pace) -> socket.socket:
     """
     problem = f"node {peer.place} has not said where its keeper listens"
     while True:
-        addresses: Sequence[tuple[str, int]] = peer.addresses
         try:
-            addresses = addresses or _announced(peer)
+            peer.addresses = peer.addresses or _announced(peer)
         except BadCopy as error:
             problem = str(error)
-        for address in addresses:
+        for address in peer.addresses:
             try:
                 return socket.create_connection(address, timeout=CONNECT_S)
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error}"
+        peer.addresses = ()
         try:
             pace.wait(_RETRY_S)
         except TimeoutError as error:

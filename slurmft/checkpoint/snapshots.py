@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import xxhash
 
 from slurmft.checkpoint.agreement import MAX_UNCOMMITTED
-from slurmft.checkpoint.holding import forget_staged, is_held
 from slurmft.checkpoint.image import Layout, Packed
-from slurmft.checkpoint.image_file import ShardIndex, read_index, write_index
+from slurmft.checkpoint.image_file import ShardIndex, digest_of, is_held, read_index, write_index
+from slurmft.checkpoint.memory_sources import forget_staged
 from slurmft.checkpoint.state import FlatState
 from slurmft.checkpoint.write_requests import NICE, CommitOrder, Report, Standing, WriterClient, WriteRequest, reached
 from slurmft.errors import CheckpointError, Fenced, StorageError, UsageError
@@ -194,9 +193,10 @@ class SnapshotSlot:
         self._warming: threading.Thread | None = None
         self._is_wanted = False
         self._pinned: Pinned | None = None
-        self.layout: object = None
-        """The layout whose fixed bytes the image has already; set by the caller of ``begin``."""
+        self.layout: Layout | None = None
+        """The layout whose fixed bytes the image has already, and ``views``; set by the caller of ``begin``."""
 
+        self.views: list[torch.Tensor] = []
         self.holds: Identity | None = None
         with contextlib.suppress(StorageError):
             found = read_index(self.index)
@@ -247,6 +247,7 @@ class SnapshotSlot:
             self._pinned.release()
             self._pinned = None
         self.memory = self.layout = None
+        self.views = []
 
     @property
     def is_warming(self) -> bool:
@@ -361,30 +362,6 @@ class Arena:
             self._private.close()
 
 
-class Spill:
-    """The folder beside the checkpoints for snapshots that do not fit into memory: slower, but no OOM."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._may_hold = True
-
-    def arena(self, rank: int) -> Arena:
-        """Places in it.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        self._may_hold = True
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Arena(rank, self.folder)
-
-    def forget(self, rank: int, world_size: int) -> None:
-        """Remove this rank's snapshots there; on rank 0, also those of ranks that the run no longer has."""
-        if self._may_hold and self.folder.is_dir():
-            forget_staged(self.folder, lambda one: one == rank or (rank == 0 and one >= world_size))
-        self._may_hold = False
-
-
 def _open_image(path: Path) -> int:
     return open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners={os.geteuid()})
 
@@ -466,7 +443,7 @@ CLOSE_S = 600.0
 FAILING_S = 20.0
 """The same for one that the disk refuses."""
 
-Target = Literal["disk", "peers"]
+Destination = Literal["disk", "peers"]
 """Where a snapshot goes from its place in memory: a save to disk (and to peers, and the local disk), as configured; the
 copy of a step between two saves to peers alone, if there are any."""
 
@@ -502,14 +479,16 @@ class Snapshots:
         self, settings: CheckpointSettings, *, memory: Path | None, spill: Path,
         on_committed: Callable[[Identity, float], None], on_failed: Callable[[int, int, str], None],
     ) -> None:  # fmt: skip
-        self._settings, self._memory, self._spill = settings, memory, Spill(spill)
+        self._settings, self._memory, self._spill = settings, memory, spill
+        self._has_spilled = True
+        """Whether the folder beside the checkpoints may hold snapshots of this rank, or of an attempt before it."""
+
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
         self._writer: WriterClient | None = None
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
         self._is_memory_chosen = False
         self._layout: Layout | None = None
-        self._views: dict[SnapshotSlot, list[torch.Tensor]] = {}
         self._known: dict[Identity, Standing] = {}
         self._lock = threading.Lock()
         self._fenced: Fenced | None = None
@@ -531,7 +510,7 @@ class Snapshots:
             self._arena = Arena(self._rank, self._memory, PLACES_WITH_COPIES if has_copies else PLACES)
         return self._arena
 
-    def prepare(self, flat: FlatState, *, rank: int, world_size: int, to: Target = "disk") -> LaidOut:
+    def prepare(self, flat: FlatState, *, rank: int, world_size: int, to: Destination = "disk") -> LaidOut:
         """Lay ``flat`` out, and find a place for it.
 
         Raises:
@@ -546,7 +525,6 @@ class Snapshots:
             self._layout = Layout.plan(
                 flat.tensors, shard=rank, shards=world_size, paths=flat.paths, of_lead=flat.of_lead
             )
-            self._views.clear()
         packed = self._layout.pack(flat.objects)
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
@@ -574,7 +552,7 @@ class Snapshots:
                 self.give_up(identity)
 
     def stage(
-        self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Target = "disk",
+        self, prepared: LaidOut, identity: Identity, folder: Path, *, to: Destination = "disk",
         order: CommitOrder | None = None, urgent: bool = False,
     ) -> None:  # fmt: skip
         """Copy the state into its place, and hand it to the writer. When this returns, the trainer may change it.
@@ -598,7 +576,7 @@ class Snapshots:
         else:
             under_way = self._unfinished()  # the oldest may outlast any number of saves that gave way meanwhile
             with self._lock:
-                self._known[identity] = Standing(step=identity.step, since=time.monotonic())
+                self._known[identity] = Standing(since=time.monotonic())
                 for old in [one for one in self._known if one not in under_way][:-8]:
                     del self._known[old]
         self._writer_process().submit(
@@ -627,8 +605,7 @@ class Snapshots:
         laid_out = LaidOut(flat=flat, layout=layout, packed=packed, place=place)
         memory, index = self._copy(place, laid_out, identity, within_s=DEVICE_S)
         check()
-        digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
-        place.complete(index.with_digests(digests))
+        place.complete(index.with_digests([digest_of(memory, one) for one in index.items]))
         self._kept = identity
 
     def _ask_for_room(self, place: SnapshotSlot, bytes_needed: int, ranks: int) -> None:
@@ -681,11 +658,10 @@ class Snapshots:
         reached("slot emptied")
         if place.layout is not layout:
             layout.write_fixed(memory)
-            self._views[place] = layout.views(memory)
-            place.layout = layout
+            place.layout, place.views = layout, layout.views(memory)
         with self.arena.copying():
             sources = layout.sources(flat.tensors)
-            self._device = copy_into(self._views[place], sources, place.address, within_s=within_s)
+            self._device = copy_into(place.views, sources, place.address, within_s=within_s)
         reached("half staged")
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
 
@@ -693,9 +669,7 @@ class Snapshots:
         """This rank could not copy its part; all others would wait for it without this note."""
         number = (isinstance(error, OSError) and error.errno) or 0
         with self._lock:
-            self._known[identity] = Standing(
-                step=identity.step, since=time.monotonic(), errno=number, problem=str(error)
-            )
+            self._known[identity] = Standing(since=time.monotonic(), errno=number, problem=str(error))
 
     def standing(self, identity: Identity) -> Standing | None:
         """How far a snapshot is; None for one that is not known here."""
@@ -715,11 +689,18 @@ class Snapshots:
     def leave_spill(self) -> None:
         """A checkpoint is durable that is newer than snapshots which earlier attempts staged beside the checkpoints."""
         if not self._is_spilling:
-            self._spill.forget(self._rank, self._world_size)
+            self._forget_spilled()
+
+    def _forget_spilled(self) -> None:
+        """Remove this rank's snapshots there; on rank 0, also those of ranks that the run no longer has."""
+        if self._has_spilled and self._spill.is_dir():
+            rank, world_size = self._rank, self._world_size
+            forget_staged(self._spill, lambda one: one == rank or (rank == 0 and one >= world_size))
+        self._has_spilled = False
 
     @property
     def _is_spilling(self) -> bool:
-        return self._arena is not None and self._arena.folder == self._spill.folder
+        return self._arena is not None and self._arena.folder == self._spill
 
     def hurry(self) -> None:
         """A caller waits: lift the cap of bandwidth."""
@@ -758,12 +739,11 @@ class Snapshots:
             self._writer.close(0.0)
             self._writer = None
         if self._arena is not None:
-            self._views.clear()
             was_spilling = self._is_spilling
             self._arena.close()
             self._arena = None
             if was_spilling and self._kept is None and self._settled in [*self._known][-1:]:
-                self._spill.forget(self._rank, self._world_size)
+                self._forget_spilled()
         self._layout = None
 
     def _finish(self, writer: WriterClient) -> None:
@@ -809,16 +789,18 @@ class Snapshots:
             self.copies.problem = problem
             del arena.places[len(PLACES) :]
         if problem and (problem := fits(max(0, len(PLACES) * bytes_needed - has_bytes) * ranks, arena.folder)):
-            log.warning("checkpoints are staged in %s, not in memory, which is slow: %s", self._spill.folder, problem)
+            log.warning("checkpoints are staged in %s, not in memory, which is slow: %s", self._spill, problem)
             arena.close()
-            self._arena = self._spill.arena(self._rank)
+            self._has_spilled = True
+            self._spill.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._arena = Arena(self._rank, self._spill)
 
     def _busy(self) -> list[Identity]:
         """Snapshots whose places the writer still reads."""
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
 
-    def free(self, to: Target) -> SnapshotSlot | None:
+    def free(self, to: Destination) -> SnapshotSlot | None:
         """A place; None while all are in use, or, for a save, while too many older ones wait for their commit."""
         return None if to == "disk" and len(self._saves()) >= MAX_UNCOMMITTED else self.arena.free(self._taken())
 

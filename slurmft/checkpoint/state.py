@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -192,6 +192,8 @@ class _Encoder:
             return {TAG: kind.__name__, "items": [self.encode(part) for part in (value.start, value.stop, value.step)]}
         if isinstance(value, PurePath):
             return {TAG: "path", "items": [str(value)]}
+        if self._is_json and kind is Counter:  # torch takes it as it is; JSON would make texts of its keys
+            return {TAG: "Counter", "items": [[self.encode(key), number] for key, number in value.items()]}
         if self._is_json and kind is complex:
             return {TAG: "complex", "items": [value.real, value.imag]}
         if kind in (bytes, bytearray) and (self._is_json or not value):  # torch's own load refuses empty ones
@@ -267,6 +269,7 @@ _FROM_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "dict": dict,
     "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
     "set": set,
     "frozenset": frozenset,
     "range": lambda items: range(*items),

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
-from slurmft.checkpoint.agreement import Team, Turn
+from slurmft.checkpoint.agreement import Turn
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.checkpoint.notes import Extra
 from slurmft.checkpoint.snapshots import Snapshots
@@ -27,7 +27,7 @@ from slurmft.checkpoint.state import Trainee, for_save
 from slurmft.policy.checkpoints import CopyInterval
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.trainer.savers import SAVERS
+from slurmft.trainer.savers import SAVERS, Team
 from slurmft.trainer.streams import settle
 
 LOOKS = 20

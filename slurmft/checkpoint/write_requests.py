@@ -24,8 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -215,9 +214,12 @@ LIFETIME_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keep:
-    """Which checkpoints stay when a new one is committed; the newest two good ones do in any case."""
+class CommitOrder:
+    """The data for rank 0's writer to commit a checkpoint once all ranks have written, and which ones stay then; the
+    newest two good ones do in any case."""
 
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    attempt: str = ""
     keep_last_n: int = 3
     """Checkpoints of this many steps."""
 
@@ -228,27 +230,18 @@ class Keep:
     """Also the one that is best by this metric; empty: none for that reason."""
 
     best_mode: BestMode = "min"
-    distrusted: tuple[str, ...] = ()
+    distrusted: Sequence[str] = ()
     """Names of folders that a load found damaged."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommitOrder:
-    """The data for rank 0's writer to commit a checkpoint once all ranks have written."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    attempt: str = ""
-    keep: Keep = field(default_factory=Keep)
 
 
 def order_of(settings: CheckpointSettings, metrics: Mapping[str, float], distrusted: Iterable[Path]) -> CommitOrder:
     """The order for a commit in this attempt; ``distrusted`` are folders that a load found damaged."""
-    keep = Keep(
+    return CommitOrder(
+        metrics=dict(metrics), attempt=os.environ.get("SLURMFT_ATTEMPT", ""),
         keep_last_n=settings.keep_last_n, keep_every=settings.keep_every,
         best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
-        distrusted=tuple(sorted(path.name for path in distrusted)),
+        distrusted=sorted(path.name for path in distrusted),
     )  # fmt: skip
-    return CommitOrder(metrics=dict(metrics), attempt=os.environ.get("SLURMFT_ATTEMPT", ""), keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,7 +310,6 @@ class Report:
 class Standing:
     """How far one snapshot is, as this rank knows."""
 
-    step: int
     since: float
     is_written: bool = False
     is_committed: bool = False
@@ -339,7 +331,7 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
     objects = {
         "identity": Identity(*value["identity"]),
         "keeps": None if keeps is None else Identity(*keeps),
-        "commit": None if order is None else _order(**order),
+        "commit": None if order is None else CommitOrder(**order),
         **{name: Path(value[name]) for name in ("snapshot", "image", "folder")},
     }
     return WriteRequest(**{name: each for name, each in value.items() if name != "kind"} | objects)
@@ -354,11 +346,6 @@ def report_from(line: bytes) -> Report:
     """The reverse of ``line_of`` a report."""
     value = json.loads(line)
     return Report(**value | {"identity": Identity(*value["identity"])})
-
-
-def _order(metrics: Mapping[str, float], attempt: str, keep: Mapping[str, Any]) -> CommitOrder:
-    kept = Keep(**{**keep, "distrusted": tuple(keep["distrusted"])})
-    return CommitOrder(metrics=metrics, attempt=attempt, keep=kept)
 
 
 def _plain(value: Any) -> Any:
@@ -555,7 +542,6 @@ MAX_STUCK = 2
 
 _LOOK_S = 0.5
 _PAUSE_S = 1.0
-_KEPT_ENDS = 256
 
 log = logging.getLogger(__name__)
 
@@ -588,8 +574,6 @@ class WriterClient:
         self._log = log
         self._changed = threading.Condition()
         self._saves: dict[Identity, _Save] = {}
-        self._ends: dict[Identity, Report] = {}
-        self._reports: deque[Report] = deque(maxlen=1000)
         self._unheard: list[Report] = []
         self._writer: SpawnedWriter | None = None
         self._stuck: list[SpawnedWriter] = []
@@ -643,28 +627,15 @@ class WriterClient:
             self._tell(HURRY_LINE)
         self._awaken()
 
-    def poll(self) -> list[Report]:
-        """The reports since the last call."""
-        with self._changed:
-            reports = list(self._reports)
-            self._reports.clear()
-        return reports
-
     def unfinished(self) -> list[Identity]:
         """Saves that have no final report yet, oldest first."""
         with self._changed:
             return list(self._saves)
 
-    def progress(self) -> Progress:
-        """Of the image that is being written, or was last."""
-        writer = self._writer
-        return writer.page.progress() if writer else Progress(0, 0)
-
-    def wait(self, identity: Identity, timeout_s: float) -> Report | None:
-        """The final report of a save; None when there is none after ``timeout_s`` seconds. Blocks until then."""
+    def wait(self, identity: Identity, timeout_s: float) -> None:
+        """Block until there is a final report on a save, or for ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: identity not in self._saves, timeout_s)
-            return self._ends.get(identity)
 
     def close(self, timeout_s: float) -> bool:
         """Whether everything was finished within ``timeout_s`` seconds; blocks no longer.
@@ -724,12 +695,8 @@ class WriterClient:
         if report.kind == "written" and not report.final:
             save = self._saves[report.identity]
             save.request = replace(save.request, is_written=True)
-        self._reports.append(report)
         self._unheard.append(report)
         if report.final and self._saves.pop(report.identity, None) is not None:
-            self._ends[report.identity] = report
-            while len(self._ends) > _KEPT_ENDS:
-                del self._ends[next(iter(self._ends))]
             self._changed.notify_all()
 
     def _hear(self) -> None:

@@ -21,18 +21,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import xxhash
 
-from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Pruner, read_entry, remove_folder, write_marker
-from slurmft.checkpoint.holding import Claim, holding
+from slurmft.checkpoint.catalog import (
+    METADATA_FILE,
+    Catalog,
+    Entry,
+    FileRecord,
+    Pruner,
+    metadata_bytes,
+    read_entry,
+    remove_folder,
+    write_marker,
+)
 from slurmft.checkpoint.image_file import (
     MAX_INDEX_BYTES,
-    METADATA_FILE,
+    Claim,
     Damaged,
     Fingerprint,
     Mappings,
@@ -41,16 +50,16 @@ from slurmft.checkpoint.image_file import (
     ShardIndex,
     digests,
     fingerprint,
+    holding,
     image_file,
     index_file,
     is_temporary,
-    metadata_bytes,
     parse_index,
     read_index,
     stamp_of,
     write_index,
 )
-from slurmft.checkpoint.replicas import Peer, find_peers, keep_local, key_file, local_folder, located, send_copy
+from slurmft.checkpoint.replicas import Peer, find_peers, keep_local, key_file, local_folder, send_copy
 from slurmft.checkpoint.write_requests import (
     Lane,
     LineSocket,
@@ -89,12 +98,12 @@ _SUFFIX = "_0.gone"
 _MAX_NOTE_BYTES = 64 * 1024
 
 
-def note_file(shard: int) -> str:
+def gone_file(shard: int) -> str:
     """The small file that says that a shard will not come."""
     return f"__{shard}{_SUFFIX}"
 
 
-def is_note(name: str) -> bool:
+def is_gone_file(name: str) -> bool:
     """Whether a file says so."""
     return name.startswith("__") and name.endswith(_SUFFIX)
 
@@ -116,10 +125,10 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
         names = os.listdir(held) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
         for name in names:
-            if not is_note(name):
+            if not is_gone_file(name):
                 with contextlib.suppress(OSError):
                     (held / name).unlink()
-        _leave_note(held / note_file(shard), reason[:1000])
+        _leave_note(held / gone_file(shard), reason[:1000])
         if shard == 0:
             _remove_given_up(folder)
 
@@ -132,7 +141,7 @@ def _remove_given_up(newest: Path) -> None:
     for one in identities:
         folder = newest.parent / one.folder_name
         is_older = given_up is not None and one.generation == given_up.generation and one.commit < given_up.commit
-        if is_older and (folder / note_file(0)).exists() and not (folder / MANIFEST).exists():
+        if is_older and (folder / gone_file(0)).exists() and not (folder / MANIFEST).exists():
             remove_folder(folder)
 
 
@@ -171,10 +180,8 @@ class CopyLane:
     """Copies offered shards. Without peers and local disk it starts no thread, and is idle for ever."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._environment = environment
-        key = key_file(environment)
-        self._key: Path = key or Path()
-        self._peers: list[Peer] = find_peers(environment) if key is not None else []
+        self._environment, self._key = environment, key_file(environment) or Path()
+        self._peers = find_peers(environment)
         told = WorkerSettings.from_environment(environment).checkpoint.local_directory
         self._local = Path(told) if told else None
         self._changed = threading.Condition()
@@ -481,7 +488,7 @@ class CommitLane:
         except FileNotFoundError:
             names = []
         self._page.tick(Lane.COMMIT)
-        if notes := sorted(name for name in names if is_note(name)):
+        if notes := sorted(name for name in names if is_gone_file(name)):
             if (reason := reason_of(folder, notes[0])) == "superseded":
                 raise Left("superseded", f"another rank had something newer to write ({notes[0]})")
             raise OSError(errno.ECANCELED, f"another rank has failed ({notes[0]}): {reason or 'no space left'}")
@@ -564,7 +571,7 @@ class CommitLane:
         pruner = self._pruners.setdefault(directory, Pruner(directory))
         try:
             reached("before pruning")
-            problems = pruner.prune(order.keep, lambda: self._page.tick(Lane.COMMIT))
+            problems = pruner.prune(order, lambda: self._page.tick(Lane.COMMIT))
             reached("pruned")
         except (OSError, StorageError) as error:
             problems = [str(error)]
@@ -762,7 +769,7 @@ def _write(task: Task, pace: Pacing, images: Mappings) -> int:
             with _opened(request.folder) as folder:
                 reached("folder made")
                 task.begin_claim()
-                if request.shard and (folder / note_file(0)).exists():
+                if request.shard and (folder / gone_file(0)).exists():
                     raise Left("superseded", "rank 0 has given it up", is_lost=True)
                 mode = folder.stat().st_mode & 0o666
                 with _beside(lambda look: _hash(task, index, view, version, look), pace.look) as hashing:
@@ -1088,12 +1095,6 @@ class ImageLane:
 # It works beside the durable write, which may take a hundred times as long. No torch.
 
 
-@dataclass(eq=False, slots=True)
-class _Copy:
-    task: Task
-    stop: threading.Event = field(default_factory=threading.Event)
-
-
 class StepCopyLane:
     """Hashes each offered step and sends it to this node's peers; the worker offers the next one when it has ended.
 
@@ -1101,29 +1102,28 @@ class StepCopyLane:
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._environment = environment
+        self._environment, self._key = environment, key_file(environment) or Path()
         self._peers: list[Peer] | None = None
         self._changed = threading.Condition()
-        self._waiting: list[_Copy] = []
-        self._current: _Copy | None = None
+        self._waiting: deque[Task] = deque()
+        self._current: Task | None = None
         self._images = Mappings()
 
     def offer(self, task: Task) -> None:
         """Copy this one after those that were offered before."""
         with self._changed:
             if self._peers is None:
-                self._peers = find_peers(self._environment) if key_file(self._environment) is not None else []
+                self._peers = find_peers(self._environment)
                 threading.Thread(target=self._run, name="step copies", daemon=True).start()
-            self._waiting.append(_Copy(task))
+            self._waiting.append(task)
             self._changed.notify()
 
     def abandon(self, identity: Identity) -> bool:
         """Whether this lane had it."""
         with self._changed:
-            for one in (*self._waiting, self._current):
-                if one is not None and one.task.request.identity == identity:
-                    one.task.stop("abandoned")
-                    one.stop.set()
+            for task in (*self._waiting, self._current):
+                if task is not None and task.request.identity == identity:
+                    task.stop("abandoned")
                     return True
         return False
 
@@ -1132,9 +1132,9 @@ class StepCopyLane:
 
         def leave() -> None:
             with self._changed:
-                left = [one for one in (*self._waiting, self._current) if one is not None]
-            for one in left:
-                self.abandon(one.task.request.identity)
+                for task in (*self._waiting, self._current):
+                    if task is not None:
+                        task.stop("abandoned")
 
         timer = threading.Timer(seconds, leave)
         timer.daemon = True
@@ -1149,55 +1149,49 @@ class StepCopyLane:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                self._current = one = self._waiting.pop(0)
-            if size_of(one.task.request.image) < POLITE_BYTES:
-                self._finish(one)
+                self._current = task = self._waiting.popleft()
+            if size_of(task.request.image) < POLITE_BYTES:
+                self._finish(task)
             else:
-                do_politely(functools.partial(self._finish, one))
+                do_politely(functools.partial(self._finish, task))
             with self._changed:
                 self._current = None
 
-    def _finish(self, one: _Copy) -> None:
+    def _finish(self, task: Task) -> None:
         try:
-            problem = self._copy(one)
-            one.task.tell("copied", final=True, phase=one.task.phase, text=problem)
+            problem = self._copy(task)
+            task.tell("copied", final=True, phase=task.phase, text=problem)
         except Left as left:
-            one.task.tell(left.kind, final=True, phase=one.task.phase)
+            task.tell(left.kind, final=True, phase=task.phase)
         except Exception as error:  # a bug here must not end all copies of this process
-            log.exception("step %d was not copied", one.task.request.identity.step)
-            one.task.tell_failure(error, final=True)
+            log.exception("step %d was not copied", task.request.identity.step)
+            task.tell_failure(error, final=True)
 
-    def _copy(self, one: _Copy) -> str:
+    def _copy(self, task: Task) -> str:
         """Why a peer does not have it; empty where all do."""
-        task, request = one.task, one.task.request
+        request = task.request
         task.phase = "reading the image"
         with holding(request.image) as source:
-            index = read_index(request.snapshot)
-            if index is None or (index.identity, index.shard) != (request.identity, request.shard):
-                raise StorageError(f"{request.snapshot} holds another snapshot than {request.identity.folder_name}")
+            _, index = _staged(task)
             if not index.is_hashed:
                 with self._images.of(source, index.size_bytes) as view:
                     hashed = index.with_digests(digests(view, index, lambda _: task.leave_if_stopped()))
                 write_index(request.snapshot, hashed, durable=False)
             reached("step hashed")
             task.phase = "sending it"
-            return self._send(one)
+            return self._send(task)
 
-    def _send(self, one: _Copy) -> str:
-        request, problems = one.task.request, list[str]()
-        key = key_file(self._environment) or Path()
-        for number, peer in enumerate(self._peers or ()):
-            known = peer if peer.addresses else located(peer)
+    def _send(self, task: Task) -> str:
+        request, problems = task.request, list[str]()
+        for peer in self._peers or ():
             problem = send_copy(
-                request.snapshot, request.image, known, key, bytes_per_s=request.max_bytes_per_s or None,
-                stop=one.stop, keep=request.keeps,
+                request.snapshot, request.image, peer, self._key, bytes_per_s=request.max_bytes_per_s or None,
+                stop=task.woken, keep=request.keeps,
             )  # fmt: skip
-            one.task.leave_if_stopped()
+            task.leave_if_stopped()
             if problem:
                 problems.append(f"node {peer.place}: {problem}")
                 log.warning("no copy of step %d with node %d: %s", request.identity.step, peer.place, problem)
-            if self._peers is not None:  # another agent may have taken its place in the meantime
-                self._peers[number] = replace(known, addresses=()) if problem else known
         reached("step sent")
         return "; ".join(problems)
 

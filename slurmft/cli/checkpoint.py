@@ -15,8 +15,8 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, Problem, by_merit, remove_folder, verify
-from slurmft.checkpoint.holding import reading
+from slurmft.checkpoint.catalog import NEVER_REMOVED, Catalog, Contents, Entry, by_merit, remove_folder, verify
+from slurmft.checkpoint.image_file import reading
 from slurmft.cli.arguments import STEP, json_option, refuse_foreign, runs_root
 from slurmft.cli.main import Verbs, console, say, say_error, say_json, table
 from slurmft.errors import CheckpointError, StorageError, UsageError
@@ -196,7 +196,7 @@ def verify_(*, where: CheckpointDirectory, as_json: bool, step: int | None, only
         if not as_json:
             _tell(entry, problems)
     if as_json:
-        checks = [_entry_json(entry) | {"problems": [p.text for p in problems]} for entry, problems in checked]
+        checks = [_entry_json(entry) | {"problems": problems} for entry, problems in checked]
         _print_json(directory=str(where.directory), checkpoints=checks,
                     unreadable=[{"path": str(path), "reason": reason} for path, reason in unreadable])  # fmt: skip
     else:
@@ -216,14 +216,14 @@ def _is_newest(path: Path, others: Sequence[Path]) -> bool:
     return newest_first(_identity(one) for one in [path, *others])[0] == _identity(path)
 
 
-def _tell(entry: Entry, problems: Sequence[Problem] | None) -> None:
+def _tell(entry: Entry, problems: Sequence[str] | None) -> None:
     if problems is None:
         say(f"{entry.path.name}: removed meanwhile")
         return
     state = f"damaged, {len(problems)} problem(s)" if problems else "intact"
     say(f"{entry.path.name}: {state} ({_size(entry.size_bytes)}, {entry.world_size} ranks)")
     for problem in problems:
-        say(f"  {problem.text}")
+        say(f"  {problem}")
 
 
 @checkpoint.command()
@@ -354,7 +354,7 @@ def _check_removal(
     raise UsageError("that would remove the last good checkpoint", hint="slurmft checkpoint verify lists good ones")
 
 
-def _verified(entry: Entry, *, quiet: bool) -> list[Problem] | None:
+def _verified(entry: Entry, *, quiet: bool) -> list[str] | None:
     """The problems of a checkpoint; None when it is gone meanwhile."""
     with _kept(entry) as is_there:
         if not is_there:

@@ -545,17 +545,23 @@ class Restored:
     aside: str = ""
 
 
+def _stored(store: Store) -> list[tuple[Version, str]]:
+    """The versions in a store, whole or not, and what they are called there; newest first."""
+    names = store.names(VERSIONS)
+    found = ((version, f"{VERSIONS}/{name}") for name in names if (version := version_of(name)) is not None)
+    return sorted(found, reverse=True)
+
+
 def newest(store: Store, run: str) -> Manifest | None:
     """The newest version that is complete; None where there is none.
 
     Raises:
         StorageError: it cannot be found out. Nothing is said then, rather than that there is none.
     """
-    names = store.names(VERSIONS)
-    versions = sorted(((version, name) for name in names if (version := version_of(name)) is not None), reverse=True)
+    versions = _stored(store)
     blobs = store.names(DATA) if versions else {}
     for version, name in versions:
-        content = store.read(f"{VERSIONS}/{name}", limit_bytes=MAX_MANIFEST_BYTES)
+        content = store.read(name, limit_bytes=MAX_MANIFEST_BYTES)
         try:
             found = parse(content, run=run, version=version)
         except NewerFormat:
@@ -742,7 +748,7 @@ class Uploader:
         self._run, self._generation, self._keep, self._exclude = run, generation, keep, tuple(exclude)
         self._throttle = Throttle(bytes_per_s)
         self._newest, self._moves = newest, moves
-        self._sequence = max((each.sequence for each in self._versions() if each.generation == generation), default=0)
+        self._sequence = max((each.sequence for each, _ in _stored(store) if each.generation == generation), default=0)
         self._blobs = dict(store.names(DATA))
         self._digests: dict[str, tuple[Look, str]] = {}
         self._stored_tree: Tree | None = None
@@ -904,9 +910,6 @@ class Uploader:
         if max(begun, default=0) > self._generation:
             raise Fenced(f"{self._path} is not uploaded: a newer attempt of the run has begun")
 
-    def _versions(self) -> list[Version]:
-        return [each for each in map(version_of, self._store.names(VERSIONS)) if each is not None]
-
 
 def begin(store: Store, generation: int) -> None:
     """Note that an attempt has begun, so that older ones, cut off and still alive, store and remove nothing more.
@@ -930,20 +933,16 @@ def collect_garbage(store: Store, run: str, *, keep: int) -> None:
         StorageError: it could not be done.
     """
     blobs = store.names(DATA)  # first: what is stored later belongs to a version that is not seen here
-    versions = sorted((version, name) for name in store.names(VERSIONS) if (version := version_of(name)) is not None)
     kept: list[Manifest] = []
-    old: list[str] = []
-    for version, name in reversed(versions):
-        if len(kept) >= keep:
-            old.append(f"{VERSIONS}/{name}")
-            continue
-        content = store.read(f"{VERSIONS}/{name}", limit_bytes=MAX_MANIFEST_BYTES)
+    versions = _stored(store)
+    for version, name in versions[:keep]:
+        content = store.read(name, limit_bytes=MAX_MANIFEST_BYTES)
         try:
             kept.append(parse(content, run=run, version=version))
         except StorageError as error:
             log.warning("nothing is removed beside a version that cannot be read: %s", error.what)
             return
-    store.remove(old)
+    store.remove(name for _, name in versions[keep:])
     needed = {each.sha256 for manifest in kept for each in manifest.files}
     store.remove(f"{DATA}/{name}" for name in blobs if is_blob(name) and name not in needed)
 

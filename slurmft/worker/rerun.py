@@ -43,7 +43,7 @@ from slurmft.policy.reruns import (
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, WorkerVerdict, add_evidence, write_verdict
-from slurmft.trainer.savers import host_group
+from slurmft.trainer.savers import any_rank, host_group
 from slurmft.worker.rerun_data import IterationStart, RerunDataIterator
 
 # --- How every rank learns that one of them has rejected a result, without a collective of its own while none has ---
@@ -82,14 +82,9 @@ class Alone(Agreement):
 class ByCollective(Agreement):
     """The last resort: one small all-reduce in every iteration."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
     def alarm(self, resolve: Resolve) -> bool:
-        """The maximum over all ranks."""
-        flag = torch.tensor([int(resolve())])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
+        """Whether it is so on some rank."""
+        return any_rank(resolve())
 
 
 class ByLoop(Agreement):
@@ -223,7 +218,7 @@ def agreement_for(model: nn.Module | None, ranks: Ranks, *, on_device: bool) -> 
     if inner is not None and dist.get_world_size(inner.process_group) == ranks.size and _trainable(inner):
         return ByGradients(inner, on_device=on_device)
     log.info("reruns: no DDP over all ranks to ride on; one small all-reduce in every iteration")
-    return ByCollective(ranks.group)
+    return ByCollective()
 
 
 def _trainable(model: nn.Module) -> Sequence[nn.Parameter]:

@@ -15,9 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from slurmft.errors import CheckpointError, Fenced, StorageError
 from slurmft.ipc.pages import NOTHING, Page, Phase, SectionStack, Slot, State
 from slurmft.policy import checkpoints as policy
@@ -26,7 +23,7 @@ from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back
 from slurmft.storage.patience import PASSING
 from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE, check_fence
-from slurmft.trainer.savers import SAVERS, SaveOutcome, host_group
+from slurmft.trainer.savers import SAVERS, SaveOutcome, Team
 from slurmft.worker.digests import ReplicaDigests
 
 # --- The numbers that a trainer reports, as one curve over all restarts: ``metrics.jsonl`` in the run folder ---
@@ -376,8 +373,8 @@ class SavePace:
             start,
             keeps_steps=settings.just_in_time and MEMORY_VARIABLE in environment and bool(SAVERS.savers),
             nodes=_count(environment.get("GROUP_WORLD_SIZE", "")),
-            is_lead=not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0,
-            tell=_from_rank_0,
+            is_lead=Team().is_lead,
+            tell=lambda row: Team().from_lead(row),
             is_writing=is_writing,
             on_cost=on_cost,
         )
@@ -411,15 +408,6 @@ class SavePace:
 
 def _count(text: str) -> int:
     return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 8 else 1
-
-
-def _from_rank_0(row: Sequence[int]) -> list[int]:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return list(row)
-    tensor = torch.tensor(list(row), dtype=torch.int64)
-    dist.broadcast(tensor, src=0, group=host_group())
-    values: list[int] = tensor.tolist()
-    return values
 
 
 # --- How a session saves: by the trainer's own function, reported to the agent, retried where waiting may help ---

@@ -132,8 +132,7 @@ class ProcessGroups:
 
     def __init__(self, device: torch.device, init_timeout: timedelta, step_timeout: timedelta) -> None:
         self.device = device
-        self._init_timeout, self._step_timeout = init_timeout, step_timeout
-        self._timeout = init_timeout
+        self._timeout, self._step_timeout = init_timeout, step_timeout
 
     @classmethod
     def join(cls, backend: str | None = None) -> ProcessGroups:

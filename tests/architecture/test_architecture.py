@@ -354,7 +354,6 @@ OPENERS = {
     "checkpoint/write_requests.py": "/proc; creates exclusively",
     "checkpoint/just_in_time.py": "a worker's pipe, which it has just made in the agent's private folder",
     "checkpoint/image_file.py": "creates exclusively",
-    "checkpoint/holding.py": "creates exclusively",
     "checkpoint/writer.py": "a folder, opened as one and without following links",
 }
 """Who may open files without ``system.files``, and why that is safe. A shared folder may hold a FIFO or a device

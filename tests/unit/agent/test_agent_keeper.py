@@ -13,7 +13,7 @@ from made_snapshots import stage
 
 from slurmft.agent import agent as agent_keeper
 from slurmft.agent.agent import Keeping
-from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.image_file import holdings_in
 from slurmft.checkpoint.replicas import Peer, send_copy
 from slurmft.policy.checkpoints import Tier
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, announcement, copies_key, read_generation

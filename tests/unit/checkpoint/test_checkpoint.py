@@ -22,8 +22,7 @@ from waiting import until
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
-from slurmft.checkpoint.holding import Claim, is_claimed
-from slurmft.checkpoint.image_file import image_file, index_file
+from slurmft.checkpoint.image_file import Claim, image_file, index_file, is_claimed
 from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError, DataError, DirectoryInUse, Fenced, UsageError
 from slurmft.policy.reruns import RerunSettings
@@ -601,6 +600,15 @@ def test_a_save_in_flight_survives_a_load_of_the_same_manager(tmp_path, run, mon
     assert checkpoints.load_best(best.model, best.optimizer, **best.parts).step == 1
     checkpoints.wait()
     assert steps(tmp_path) == [2, 1]
+
+
+def test_a_step_that_is_saved_again_after_a_load_is_told_again(three, run, listener):
+    """A run that goes back to an earlier state and on from there, in one process."""
+    assert three.load_best(run.model, run.optimizer, **run.parts).step == 1
+    for step in (2, 3):
+        run.train(1)
+        three.save(run.model, run.optimizer, step=step, metrics={"loss": step}, **run.parts)
+        assert listener.saved == [*range(2, step + 1)]
 
 
 def test_left_overs_go_at_the_first_save_where_no_save_can_live(three, run, eventually):

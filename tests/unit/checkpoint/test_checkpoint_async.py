@@ -194,7 +194,7 @@ def test_a_save_that_waits_for_the_disk_gives_way_to_a_newer_one(
     set_settings(monkeypatch, checkpoint={"async_save": True, "bandwidth": 20})  # so that one save takes minutes
     checkpoints = CheckpointManager(folder)
     assert checkpoints.save(*run.objects, step=1)
-    eventually(lambda: checkpoints._snapshots._writer.progress().done_bytes)
+    eventually(lambda: checkpoints._snapshots._writer._writer.page.progress().done_bytes)
     states = {}
     for step in range(2, 20):
         run.train(1)

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 import stored_state
 from slurmft.checkpoint.state import capture
 from slurmft.checkpoint.image import Layout
-from slurmft.checkpoint.image_file import Row, read_index
+from slurmft.checkpoint.image_file import Spread, read_index
 from slurmft.checkpoint.loading import prepare
 from slurmft.checkpoint.state import Trainee
 
@@ -80,7 +80,7 @@ def play(rank, source, target, mesh):
         prepared = prepare(trainee, stored, rank=rank, world_size=ranks)
         prepared.apply()
         holders = read_index(root / source / "__0_0.json").holders.by_key
-        report["rows"] = sorted(key for key, holder in holders.items() if isinstance(holder, Row))
+        report["rows"] = sorted(key for key, holder in holders.items() if isinstance(holder, Spread))
         report["is_own"] = prepared.is_own
     state = capture(trainee, None, rank=rank)
     report["digest"] = hashed(state.tensors)

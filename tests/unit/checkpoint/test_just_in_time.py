@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_state import IDENTITY, load, stage, write
+from stored_state import IDENTITY, load, stage, stored_in, write
 
 from slurmft.checkpoint import CheckpointManager, just_in_time
 from slurmft.checkpoint.agreement import LeadExtra
@@ -448,7 +448,7 @@ def kept_by_the_second_node(folder: Path, one: Trainee) -> Stored:
         flat.put(rank_key(rank), own)
     flat.put(FACTS, {"metrics": {}, "world_size": 4, "just_in_time": True})
     write(folder, *stage(flat))
-    return Stored.in_folder(folder, [read_index(folder / "__0_0.json")])
+    return stored_in(folder, read_index(folder / "__0_0.json"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -478,7 +478,7 @@ def test_buffers_of_another_rank_are_not_taken_for_those_of_rank_0(tmp_path, lis
     rescue.arm(one, step=4)
     rescue.rescue()
     assert listener.rescued == [4]
-    stored = Stored.in_folder(tmp_path / "kept", [read_index(tmp_path / "kept/__0_0.json")])
+    stored = stored_in(tmp_path / "kept", read_index(tmp_path / "kept/__0_0.json"))
     notes = OwnNotes(one.rank_payload() | {"era": SAVERS.loads})  # other tests of this process may have loaded before
     for rank in (1, 2):
         assert prepare(one, stored, rank=rank, world_size=3, notes=notes).is_own
@@ -590,7 +590,7 @@ def kept_elsewhere(folder: Path, monkeypatch) -> tuple[Trainee, Stored]:
     rescue = JustInTime(folder, lambda _step, flat, _check: write(folder / "kept", *stage(flat)))
     rescue.arm(one, step=4, extra=lambda: {"of rank": 2})
     rescue.rescue()
-    return one, Stored.in_folder(folder / "kept", [read_index(folder / "kept/__0_0.json")])
+    return one, stored_in(folder / "kept", read_index(folder / "kept/__0_0.json"))
 
 
 def test_what_another_node_kept_gets_the_part_of_rank_0_from_its_notes(tmp_path, listener, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.holding import is_held
+from slurmft.checkpoint.image_file import is_held
 from slurmft.checkpoint.loading import Prepared
 from slurmft.checkpoint.reading import MappedImage
 from slurmft.errors import CheckpointError

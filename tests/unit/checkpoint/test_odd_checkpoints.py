@@ -20,12 +20,11 @@ from of_each import of_each
 from waiting import slowness, until
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.catalog import Catalog, Pruner, remove_folder, remove_left_overs
-from slurmft.checkpoint.holding import alone, holding, is_held
-from slurmft.checkpoint.image_file import METADATA_FILE, image_file, index_file
+from slurmft.checkpoint.catalog import METADATA_FILE, Catalog, Pruner, remove_folder, remove_left_overs
+from slurmft.checkpoint.image_file import alone, holding, image_file, index_file, is_held
 from slurmft.checkpoint.state import Trainee
-from slurmft.checkpoint.write_requests import Keep, SpawnedWriter
-from slurmft.checkpoint.writer import _committed_before, _opened, give_up, note_file, reason_of
+from slurmft.checkpoint.write_requests import CommitOrder, SpawnedWriter
+from slurmft.checkpoint.writer import _committed_before, _opened, give_up, gone_file, reason_of
 from slurmft.cli.main import cli
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, QUARANTINE, Identity, usable
@@ -103,7 +102,7 @@ def test_a_checkpoint_with_an_odd_file_is_passed_over_for_an_older_one(tmp_path,
 
 
 @pytest.mark.timeout(300)
-@of_each(name=[METADATA_FILE, note_file(0), "lineage.json", ".manifest.json.lock", QUARANTINE], kind=odd_files.NO_FILES)
+@of_each(name=[METADATA_FILE, gone_file(0), "lineage.json", ".manifest.json.lock", QUARANTINE], kind=odd_files.NO_FILES)
 def test_what_a_load_does_not_need_does_not_disturb_it(tmp_path, template, own_environment, kind, name):
     directory = copy_of(template, tmp_path)
     put(kind, directory, name)
@@ -344,7 +343,7 @@ def test_what_another_user_has_planted_is_never_the_newest(template, kind, caplo
             catalog, found = Catalog(directory), Catalog(directory).scan()
             newest = catalog.newest_commit(), catalog.identities()[0], usable(directory)[0]
             verified = CliRunner().invoke(cli, ["checkpoint", "verify", "--newest", str(directory)])
-            Pruner(directory).prune(Keep(keep_last_n=2))
+            Pruner(directory).prune(CommitOrder(keep_last_n=2))
             remove_left_overs(directory)
             assert os.path.lexists(directory / PLANTED)
             return [newest, [entry.step for entry in found.committed], len(found.unreadable), len(found.foreign),

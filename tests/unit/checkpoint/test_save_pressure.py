@@ -88,7 +88,7 @@ for name, slow_ranks in (("all", (0, 1)), ("one", (1,)), ("lead", (0,))):
         if rank not in slow_ranks and step <= 2:  # written, and waits for the other rank
             until(lambda: not checkpoints._snapshots._busy())
         elif step == 1:  # being written; else its writer, which is still starting, takes the newer of two
-            until(lambda: checkpoints._snapshots._writer.progress().done_bytes)
+            until(lambda: checkpoints._snapshots._writer._writer.page.progress().done_bytes)
         dist.barrier()
         most = max(most, folders(root / name))
     seconds = stop(checkpoints, 9)
@@ -150,7 +150,7 @@ def test_ranks_of_any_pace_leave_out_the_same_saves_and_wait_for_none_of_them(re
 KILLED = """
 checkpoints = CheckpointManager(root / "checkpoints")
 for step in (1, 2, 3):
-    while step == 2 and not checkpoints._snapshots._writer.progress().done_bytes:
+    while step == 2 and not checkpoints._snapshots._writer._writer.page.progress().done_bytes:
         time.sleep(0.01)
     if step == 3:
         (root / "writer").write_text(str(checkpoints._snapshots._writer.pid))

@@ -9,7 +9,7 @@ from listener import Listener
 from made_snapshots import stage
 
 from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
-from slurmft.checkpoint.holding import MAX_SHARDS, Staging, scan
+from slurmft.checkpoint.memory_sources import MAX_SHARDS, Staging, scan
 from slurmft.checkpoint.write_requests import VARIABLE
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints import Tier

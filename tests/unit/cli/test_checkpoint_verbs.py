@@ -13,8 +13,7 @@ import stored_state
 import torch
 from click.testing import CliRunner, Result
 
-from slurmft.checkpoint.holding import reading
-from slurmft.checkpoint.image_file import image_file, index_file
+from slurmft.checkpoint.image_file import image_file, index_file, reading
 from slurmft.checkpoint.state import Trainee
 from slurmft.cli.checkpoint import checkpoint
 from slurmft.cli.control import inject

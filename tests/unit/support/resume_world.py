@@ -34,7 +34,7 @@ from worker_variable import worker_variable
 
 from slurmft.checkpoint import CheckpointManager, writer
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.image_file import holdings_in
 from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, SpawnedWriter
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints import Tier

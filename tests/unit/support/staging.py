@@ -5,15 +5,17 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.image_file import Item, ShardIndex, image_file, index_file, read_index, write_index
-from slurmft.checkpoint.write_requests import CommitOrder, Keep, Report, WriterClient, WriteRequest
+from slurmft.checkpoint.write_requests import CommitOrder, Progress, Report, WriterClient, WriteRequest
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
 
 
@@ -26,8 +28,8 @@ class Memory:
 
     def stage(
         self, step: int, *, commit: int = 0, shard: int = 0, shards: int = 1, generation: int = 0,
-        size_bytes: int = 300_000, slot: str = "a", keep: Keep | None = None, metrics: dict[str, float] | None = None,
-        **details: object,
+        size_bytes: int = 300_000, slot: str = "a", keep: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None, **details: object,
     ) -> WriteRequest:  # fmt: skip
         identity = Identity(step, generation, commit or step)
         self.memory.mkdir(exist_ok=True)
@@ -43,7 +45,7 @@ class Memory:
         index = ShardIndex(identity=identity, shard=shard, shards=shards, size_bytes=size_bytes, items=items)
         snapshot = base.with_suffix(f".{slot}.json")
         write_index(snapshot, index, durable=False)
-        order = CommitOrder(metrics=metrics or {"loss": 1.0}, keep=keep or Keep())
+        order = CommitOrder(metrics=metrics or {"loss": 1.0}, **keep or {})
         return WriteRequest(
             identity=identity, shard=shard, shards=shards, snapshot=snapshot, image=image,
             folder=self.checkpoints / identity.folder_name, commit=order if shard == 0 else None, **details,
@@ -82,9 +84,42 @@ def verify(entry: Entry) -> None:
     assert read_entry(entry.path) is not None
 
 
-def ended(client: WriterClient, request: WriteRequest) -> Report:
+class Client(WriterClient):
+    """A client that remembers what it heard."""
+
+    def __init__(self, *, on_report: Callable[[Report], None] = lambda _: None, **details: Any) -> None:
+        self.heard: list[Report] = []
+        self._polled = 0
+
+        def hear(report: Report) -> None:
+            self.heard.append(report)
+            on_report(report)
+
+        super().__init__(on_report=hear, **details)
+
+    def poll(self) -> list[Report]:
+        """What was heard since the last call."""
+        heard = self.heard[self._polled :]
+        self._polled += len(heard)
+        return heard
+
+    def end_of(self, identity: Identity, within_s: float = 30.0) -> Report | None:
+        """The final report on a save."""
+        deadline = time.monotonic() + within_s
+        while not (found := [one for one in self.heard if one.identity == identity and one.final]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.005)
+        return found[0]
+
+    def progress(self) -> Progress:
+        """Of the image that is being written."""
+        return writer.page.progress() if (writer := self._writer) else Progress(0, 0)
+
+
+def ended(client: Client, request: WriteRequest) -> Report:
     """What became of a save."""
-    report = client.wait(request.identity, 30)
+    report = client.end_of(request.identity)
     assert report is not None
     return report
 

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import xxhash
 
-from slurmft.checkpoint.catalog import Entry, FileRecord, write_marker
+from slurmft.checkpoint.catalog import METADATA_FILE, Entry, FileRecord, metadata_bytes, write_marker
 from slurmft.checkpoint.image import Layout
-from slurmft.checkpoint.image_file import (
-    METADATA_FILE,
-    ShardIndex,
-    image_file,
-    index_file,
-    metadata_bytes,
-    read_index,
-    write_index,
-)
+from slurmft.checkpoint.image_file import ShardIndex, image_file, index_file, read_index, write_index
 from slurmft.checkpoint.loading import Prepared, prepare
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.state import FlatState, Trainee, capture
@@ -43,6 +35,11 @@ def write(folder: Path, memory: bytearray, index: ShardIndex) -> ShardIndex:
     hashed = index.with_digests(digests)
     write_index(folder / index_file(index.shard), hashed, durable=False)
     return hashed
+
+
+def stored_in(folder: Path, index: ShardIndex) -> Stored:
+    """A state of one shard."""
+    return Stored({0: Source(image=folder / image_file(0), index=index)})
 
 
 def save(folder: Path, trainee: Trainee, *, extra=None, rank: int = 0, ranks: int = 1) -> ShardIndex:

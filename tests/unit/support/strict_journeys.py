@@ -27,12 +27,12 @@ from waiting import until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import CheckpointManager, memory_sources
-from slurmft.checkpoint.agreement import Team
-from slurmft.checkpoint.holding import from_rows, scan, to_row
+from slurmft.checkpoint.memory_sources import from_rows, scan, to_row
 from slurmft.ipc.pages import PAGE_VARIABLE, RESCUE_SUFFIX, Page, Slot
 from slurmft.policy.checkpoints import choose_snapshot
 from slurmft.storage.checkpoint_names import KEY_FILE
 from slurmft.trainer import savers
+from slurmft.trainer.savers import Team
 from slurmft.worker.digests import weights_digest
 from slurmft.worker.session import abort_device_groups, start_session
 

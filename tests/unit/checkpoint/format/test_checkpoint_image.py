@@ -20,16 +20,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from slurmft.checkpoint import image as checkpoint_image
+from slurmft.checkpoint.catalog import metadata_bytes
 from slurmft.checkpoint.image import Layout, NoRoom, ObjectPacker, from_bytes, spread
-from slurmft.checkpoint.image_file import (
-    Damage,
-    Damaged,
-    image_file,
-    index_file,
-    metadata_bytes,
-    read_index,
-    verified_index,
-)
+from slurmft.checkpoint.image_file import Damage, Damaged, image_file, index_file, read_index, verified_index
 from slurmft.checkpoint.loading import prepare
 from slurmft.checkpoint.reading import Box, Source, Stored, Target
 from slurmft.checkpoint.state import FlatState, Trainee, capture, flatten, key_of, unflatten
@@ -162,7 +155,7 @@ def test_every_kind_of_dense_tensor(tmp_path, tensor):
     (item,) = index.items
     assert item.data_offset % 64 == 0 or not item.data_length
     read = torch.empty(tensor.shape, dtype=tensor.dtype)
-    Stored.in_folder(tmp_path / "c", [index]).fill({"model.t": Target(read, (0,) * tensor.dim())})
+    stored_state.stored_in(tmp_path / "c", index).fill({"model.t": Target(read, (0,) * tensor.dim())})
     raw = (tmp_path / "c" / image_file(0)).read_bytes()
     plain = torch.load(io.BytesIO(raw[item.offset : item.offset + item.length]), weights_only=True)
     for found in (read, plain):
@@ -325,7 +318,7 @@ def test_an_object_that_is_intact_and_no_archive_is_damage(tmp_path):
     memory[item.data_offset : item.data_offset + item.data_length] = b"x" * item.data_length
     index = stored_state.write(tmp_path / "c", memory, index)
     with pytest.raises(Damaged, match=r"__0_0\.distcp cannot be read: extra"):
-        Stored.in_folder(tmp_path / "c", [index]).load_objects(["extra"])
+        stored_state.stored_in(tmp_path / "c", index).load_objects(["extra"])
 
 
 def test_shards_that_do_not_belong_together(tmp_path):
@@ -588,7 +581,7 @@ def test_an_index_keeps_its_paths(tmp_path):
     assert again == index
     assert {item.path for item in index.items} >= {("optimizer", "param_groups", 1, "lr"), ("model", "inner.weight")}
     assert (tmp_path / "c" / index_file(0)).exists()
-    prepare(trainee(), Stored.in_folder(tmp_path / "c", [again]), rank=0, world_size=1)
+    prepare(trainee(), stored_state.stored_in(tmp_path / "c", again), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +630,7 @@ def test_items_that_do_not_cover_their_tensor_are_damage(tmp_path, change):
     _, index = stored_state.stage(FlatState(tensors={"model.t": torch.ones(2, 3)}))
     wrong = replace(index, items=(replace(index.items[0], **change),))
     with pytest.raises(Damaged, match=r"__0_0\.json cannot be read: .*model\.t"):
-        Stored.in_folder(tmp_path, [wrong])
+        stored_state.stored_in(tmp_path, wrong)
 
 
 def test_odd_names_come_back(tmp_path):

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ VALUES = st.recursive(
         allow_nan=False) | st.just(range(2, 9, 3)) | st.just(slice(None, 4)) | st.just(Path("/a b/'c'")),
     lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
     | st.lists(inner, max_size=3).map(lambda items: deque(items, 5)) | st.dictionaries(KEYS, inner, max_size=3)
-    | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+    | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+    | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
     max_leaves=8,
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from slurmft.checkpoint.image import SMALL_BYTES, SPREAD_SHARDS, Layout
 from slurmft.checkpoint.image_file import (
     Damaged,
     Holders,
-    Row,
+    Spread,
     index_file,
     parse_index,
     read_index,
@@ -42,7 +42,9 @@ def write_spread(folder, *, with_holders: bool = True) -> None:
             replace(item, shape=(SIZE,), starts=(2 * shard,), sizes=(2,)) if item.key == "model.w" else item
             for item in index.items
         )
-        holders = Holders.of({"model.w": Row(0, 1, SHARDS, 0), "model.b": 5}) if shard == 0 and with_holders else None
+        holders = (
+            Holders.of({"model.w": Spread(0, 1, SHARDS, 0), "model.b": 5}) if shard == 0 and with_holders else None
+        )
         index = replace(index, shard=shard, shards=SHARDS, items=items, texts=(), holders=holders)
         stored_state.write(folder, memory, index)
 
@@ -83,7 +85,7 @@ def test_without_holders_all_are_read(tmp_path):
 def test_wrong_holders_cost_time_and_no_value(tmp_path):
     write_spread(tmp_path / "c")
     path = tmp_path / "c" / index_file(0)
-    wrong = Holders.of({"model.w": Row(4, 1, 2, 0), "model.b": 5})
+    wrong = Holders.of({"model.w": Spread(4, 1, 2, 0), "model.b": 5})
     write_index(path, replace(read_index(path), texts=(), holders=wrong), durable=False)
     assert read(tmp_path / "c", 1, 3, 4) == (list(range(SHARDS)), [3.0, 4.0, 5.0, 6.0])
 
@@ -117,7 +119,7 @@ def test_a_row_names_the_shards_that_torch_chunk_fills(count, size, data):
         parts.append(range(begin, begin + len(part)))
         begin += len(part)
     expected = [n for n, part in enumerate(parts) if part.start < start + length and start < part.stop]
-    row = Row(first=3, stride=2, count=count, dimension=0)
+    row = Spread(first=3, stride=2, count=count, dimension=0)
     assert list(row.shards_of(size, start, length)) == [3 + 2 * n for n in expected]
 
 

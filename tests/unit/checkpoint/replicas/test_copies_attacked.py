@@ -19,7 +19,7 @@ import pytest
 from made_snapshots import KEY, stage
 from waiting import slowness, until
 
-from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.image_file import holdings_in
 from slurmft.checkpoint.replicas import PIECE_BYTES, BadCopy, Peer, Wire, send_copy
 from slurmft.policy.checkpoints import Tier
 from slurmft.storage.checkpoint_names import KEY_FILE, PEERS, announcement

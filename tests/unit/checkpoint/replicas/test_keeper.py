@@ -18,7 +18,7 @@ from waiting import slowness, until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import replicas as keeper_module
-from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.image_file import holdings_in
 from slurmft.checkpoint.replicas import MAX_LINE_BYTES, BadCopy, Keeper, Peer, Wire, find_peers, key_file, send_copy
 from slurmft.policy.checkpoints import Tier
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement

@@ -2,13 +2,12 @@
 
 import multiprocessing
 import os
-import threading
 from pathlib import Path
 
 import pytest
 from made_snapshots import flip_byte, stage
 
-from slurmft.checkpoint.holding import scan
+from slurmft.checkpoint.memory_sources import scan
 from slurmft.checkpoint.replicas import keep_local, lineage_of, local_folder
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints import Tier
@@ -67,9 +66,6 @@ def test_neither_is_a_link(tmp_path):
 def test_what_cannot_be_kept_is_said_and_leaves_nothing(tmp_path):
     folder = local_folder(tmp_path / "scratch", tmp_path / "checkpoints")
     paths = stage(tmp_path / "mine")
-    stop = threading.Event()
-    stop.set()
-    assert keep_local(*paths, folder, stop=stop) == "given up"
     flip_byte(paths[1], 1_500_000)
     assert keep_local(*paths, folder) == "a newer snapshot is being staged"
     assert "No such file" in keep_local(*paths, tmp_path / "none")

@@ -15,6 +15,7 @@ from slurmft.checkpoint.notes import LeadRecord, NoteSender, OwnNotes, RankRecor
 from slurmft.checkpoint.replicas import BadCopy, Keeper, NoteFile, Peer, Wire, connected, read_note
 from slurmft.storage.checkpoint_names import GENERATION_FILE, KEY_FILE, PEERS, Identity, announcement
 from slurmft.system.files import write_json
+from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS
 
 
@@ -100,7 +101,7 @@ def test_notes_of_an_attempt_that_is_over_are_refused(tmp_path: Path, node: Node
     "change", [{"name": "../../copies.key"}, {"name": "rank-3/x"}, {"note": -1}, {"bytes": 1 << 30}, {"capacity": "8"}]
 )
 def test_what_is_no_note_ends_the_connection_and_leaves_nothing(tmp_path, node: Node, key: Path, change):
-    with connected(node.peer, key, limit_s=10, stop=threading.Event()) as wire:
+    with connected(node.peer, key, limit_s=10) as wire:
         wire.send({"note": 1, "name": "rank-3", "generation": 1, "capacity": 4096, "bytes": 4} | change)
         wire.send_blob(b"data")
         with pytest.raises((BadCopy, OSError)):
@@ -111,7 +112,7 @@ def test_what_is_no_note_ends_the_connection_and_leaves_nothing(tmp_path, node: 
 def test_a_stranger_cannot_leave_a_note(tmp_path: Path, node: Node):
     wrong = tmp_path / "wrong.key"
     wrong.write_bytes(b"0" * 64)
-    with connected(node.peer, wrong, limit_s=10, stop=threading.Event()) as wire:
+    with connected(node.peer, wrong, limit_s=10) as wire:
         wire.send({"note": 1, "name": "rank-3", "generation": 1, "capacity": 4096, "bytes": 4})
         with pytest.raises((BadCopy, OSError)):
             wire.receive()
@@ -139,6 +140,8 @@ class Team:
 
     def exchange(self, row):
         return self._ranks.all(self.rank, list(row))
+
+    exchange_with_nonces = savers.Team.exchange_with_nonces
 
     def bytes_from(self, source, payload, length):
         found = self._ranks.all(self.rank, payload)[source]

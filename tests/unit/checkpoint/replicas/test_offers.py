@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from made_snapshots import stage
 from waiting import slowness
 
-from slurmft.checkpoint.holding import (
+from slurmft.checkpoint.image_file import Holding, ShardIndex, read_index, write_index
+from slurmft.checkpoint.image_file import holding as file_holding
+from slurmft.checkpoint.memory_sources import (
     MAX_SHARDS,
     MAX_SNAPSHOTS,
     ROW_LENGTH,
-    Holding,
     forget_others,
     from_rows,
     note_try,
@@ -24,8 +25,6 @@ from slurmft.checkpoint.holding import (
     to_row,
     tries_of,
 )
-from slurmft.checkpoint.holding import holding as file_holding
-from slurmft.checkpoint.image_file import ShardIndex, read_index, write_index
 from slurmft.policy.checkpoints import Offer, Tier
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 

@@ -22,7 +22,7 @@ from waiting import until
 from worker_variable import set_settings, worker_variable
 
 from slurmft.checkpoint import Catalog, CheckpointManager, snapshots, step_copies
-from slurmft.checkpoint.holding import holdings_in
+from slurmft.checkpoint.image_file import holdings_in
 from slurmft.checkpoint.snapshots import StepPlaces
 from slurmft.checkpoint.write_requests import VARIABLE
 from slurmft.ipc.pages import Page, Slot

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from made_snapshots import flip_byte, stage
 from slurmft.checkpoint import replicas as slots, memory_sources as supply
-from slurmft.checkpoint.holding import from_rows, scan, to_row
-from slurmft.checkpoint.agreement import Team
+from slurmft.checkpoint.memory_sources import from_rows, scan, to_row
+from slurmft.trainer.savers import Team
 from slurmft.policy.checkpoints import without
 from slurmft.policy.checkpoints import Committed, choose_snapshot
 
@@ -78,7 +78,7 @@ scenario(in_large_pieces, chunk=1 << 24)
 
 def only_its_own(memory):
     own(memory)
-scenario(only_its_own, wanted=[rank])
+scenario(only_its_own, wanted=range(rank, rank + 1))
 
 def one_node_is_new(memory):
     if rank != 2:

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from staging import Memory, ended, quick_folder
+from staging import Client, Memory, ended, quick_folder
 from waiting import until
 
 from slurmft.checkpoint import write_requests
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.holding import is_held, reading
-from slurmft.checkpoint.image_file import image_file, index_file, read_index
+from slurmft.checkpoint.image_file import image_file, index_file, is_held, read_index, reading
 from slurmft.checkpoint.snapshots import Arena
-from slurmft.checkpoint.write_requests import NICE, Keep, ProgressPage, Report, WriterClient, WriteRequest
-from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, note_file
+from slurmft.checkpoint.write_requests import NICE, ProgressPage, Report, WriteRequest
+from slurmft.checkpoint.writer import POLITE_BYTES, ImageLane, Outbox, Task, give_up, gone_file
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
 
@@ -39,26 +38,26 @@ def memory() -> Iterator[Memory]:
         yield Memory(folder / "memory", folder / "checkpoints")
 
 
-Start = Callable[..., WriterClient]
+Start = Callable[..., Client]
 
 
 @pytest.fixture
 def start(clients) -> Start:
     """Starts clients; their processes are ended."""
 
-    def begin(**details: object) -> WriterClient:
-        clients.append(WriterClient(**details))
+    def begin(**details: object) -> Client:
+        clients.append(Client(**details))
         return clients[-1]
 
     return begin
 
 
-def saved(client: WriterClient, request: WriteRequest) -> Report:
+def saved(client: Client, request: WriteRequest) -> Report:
     client.submit(request)
     return ended(client, request)
 
 
-def kinds(client: WriterClient) -> list[str]:
+def kinds(client: Client) -> list[str]:
     return [report.kind for report in client.poll()]
 
 
@@ -350,7 +349,7 @@ def test_who_gives_up_lets_nobody_wait(memory, start):
     requests[1].image.unlink()
     assert saved(other, requests[1]).errno == errno.ENOENT
     report = ended(lead, requests[0])
-    assert report.kind == "failed" and note_file(1) in report.text and "No such file" in report.text
+    assert report.kind == "failed" and gone_file(1) in report.text and "No such file" in report.text
     until(lambda: not (requests[0].folder / image_file(0)).exists())  # cleared after the report
     assert saved(lead, memory.stage(2, slot="b")).kind == "committed"
     until(lambda: not requests[0].folder.exists())
@@ -371,12 +370,12 @@ def test_giving_up_touches_nothing_that_may_be_committed(memory, monkeypatch, ca
         monkeypatch.setenv("SLURMFT_GENERATION", "7")
     give_up(folder, 1, "superseded")
     assert (folder / image_file(1)).exists() == (case != "neither")
-    assert (folder / note_file(1)).exists() == (case == "neither")
+    assert (folder / gone_file(1)).exists() == (case == "neither")
 
 
 def test_pruning_keeps_what_is_being_read_the_best_and_every_so_many_steps(memory, start):
     client = start()
-    keep = Keep(keep_last_n=1, keep_every=10, best_metric="loss")
+    keep = {"keep_last_n": 1, "keep_every": 10, "best_metric": "loss"}
 
     def commit(step: int, loss: float) -> WriteRequest:
         request = memory.stage(step, keep=keep, metrics={"loss": loss})

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from save_points import COMMIT_POINTS, STAGING_POINTS, STEP_COPY_POINTS, WRITER_POINTS
-from staging import Memory, ended, quick_folder
+from staging import Client, Memory, ended, quick_folder
 from waiting import slowness, until
 
 import slurmft.checkpoint
 from slurmft.checkpoint import write_requests, writer
-from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, Report, WriterClient
+from slurmft.checkpoint.write_requests import ONCE_VARIABLE, VARIABLE, Report
 from slurmft.storage.checkpoint_names import MANIFEST
 
 ALL_POINTS = (*WRITER_POINTS, *COMMIT_POINTS)
@@ -62,7 +62,7 @@ def test_killed_at_a_named_point_it_leaves_the_earlier_checkpoint_and_another_wr
         if report.kind == "failed":
             seen.append(memory.steps())  # verifies every byte of what counts as committed
 
-    clients.append(client := WriterClient(on_report=look))
+    clients.append(client := Client(on_report=look))
     first, second = memory.stage(1, slot="a"), memory.stage(2, slot="b")
     client.submit(first)
     assert ended(client, first).kind == "committed"
@@ -114,7 +114,7 @@ def test_a_point_that_nobody_asked_for_does_nothing(monkeypatch):
 def test_an_error_is_told_once_and_tried_again_where_it_may_pass(memory, clients, monkeypatch, point, number):
     monkeypatch.setenv(VARIABLE, f"{point}={number}")
     monkeypatch.setenv(ONCE_VARIABLE, str(memory.memory.parent / "once"))
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     request = memory.stage(1)
     client.submit(request)
     report = ended(client, request)
@@ -129,7 +129,7 @@ def test_an_error_is_told_once_and_tried_again_where_it_may_pass(memory, clients
 
 def test_what_cannot_be_written_gives_way_to_what_is_newer(memory, clients, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"folder made={errno.EIO}")
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     first, second = memory.stage(1, slot="a"), memory.stage(2, slot="b")
     client.submit(first)
     until(lambda: [report.errno for report in client.poll()] == [errno.EIO])
@@ -142,7 +142,7 @@ def test_what_cannot_be_written_gives_way_to_what_is_newer(memory, clients, monk
 
 def test_on_a_disk_that_takes_nothing_for_long_folders_of_saves_do_not_pile_up(memory, clients, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"image half written={errno.ENOSPC}")
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     for number in range(1, 9):
         client.submit(memory.stage(number, slot="ab"[number % 2]))
         until(lambda: [one.kind for one in client.poll()].count("failed") == 1)
@@ -152,7 +152,7 @@ def test_on_a_disk_that_takes_nothing_for_long_folders_of_saves_do_not_pile_up(m
 
 def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
     heard: list[Report] = []
-    clients.append(client := WriterClient(stall_timeout_s=2.0, on_report=heard.append))
+    clients.append(client := Client(stall_timeout_s=2.0, on_report=heard.append))
     request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
     client.submit(request)
     until(lambda: client.progress().done_bytes)
@@ -164,7 +164,7 @@ def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
 
 def test_before_that_it_is_told_that_nothing_moves(memory, clients, monkeypatch):
     monkeypatch.setattr(write_requests, "WARN_AFTER_S", 0.5)
-    clients.append(client := WriterClient(stall_timeout_s=60.0))
+    clients.append(client := Client(stall_timeout_s=60.0))
     request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
     client.submit(request)
     until(lambda: client.progress().done_bytes)
@@ -175,7 +175,7 @@ def test_before_that_it_is_told_that_nothing_moves(memory, clients, monkeypatch)
 
 
 def test_a_slow_writer_is_not_taken_for_a_stalled_one(memory, clients):
-    clients.append(client := WriterClient(stall_timeout_s=2.0))
+    clients.append(client := Client(stall_timeout_s=2.0))
     request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=2.5e5)
     client.submit(request)
     report = ended(client, request)
@@ -184,11 +184,11 @@ def test_a_slow_writer_is_not_taken_for_a_stalled_one(memory, clients):
 
 
 def test_waiting_for_other_ranks_is_no_stall(memory, clients):
-    clients.append(client := WriterClient(stall_timeout_s=2.5))
+    clients.append(client := Client(stall_timeout_s=2.5))
     client.submit(request := memory.stage(1, shards=2))
-    assert client.wait(request.identity, 4.5) is None
+    assert client.end_of(request.identity, 4.5) is None
     assert "failed" not in {each.kind for each in client.poll()}
-    clients.append(other := WriterClient())
+    clients.append(other := Client())
     other.submit(memory.stage(1, shard=1, shards=2))
     assert ended(client, request).kind == "committed"
 
@@ -196,7 +196,7 @@ def test_waiting_for_other_ranks_is_no_stall(memory, clients):
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_save_that_no_writer_survives_is_given_up(memory, clients, monkeypatch, fault):
     monkeypatch.setenv(VARIABLE, f"image begun={fault}")
-    clients.append(client := WriterClient(stall_timeout_s=0.7))
+    clients.append(client := Client(stall_timeout_s=0.7))
     request = memory.stage(1)
     client.submit(request)
     report = ended(client, request)
@@ -210,7 +210,7 @@ def test_a_save_that_no_writer_survives_is_given_up(memory, clients, monkeypatch
 
 
 def test_an_idle_writer_that_was_killed_is_replaced_by_the_next_save(memory, clients):
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     pid = client.pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: client.pid == 0)
@@ -221,7 +221,7 @@ def test_an_idle_writer_that_was_killed_is_replaced_by_the_next_save(memory, cli
 
 def test_a_writer_that_cannot_be_started_is_a_failed_save_and_no_more(memory, clients, monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     request = memory.stage(1)
     client.submit(request)
     report = ended(client, request)
@@ -230,14 +230,14 @@ def test_a_writer_that_cannot_be_started_is_a_failed_save_and_no_more(memory, cl
 
 def test_what_all_have_written_is_committed_although_the_writer_died_meanwhile(memory, clients):
     """Its slot may hold something newer by then: only the commit is handed over to the next writer."""
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     request = memory.stage(1, shards=2, slot="a")
     client.submit(request)
     until(lambda: any(report.kind == "written" for report in client.poll()))
     newer = memory.stage(2, shards=2, slot="a")
     client.submit(newer)
     os.kill(client.pid, signal.SIGKILL)
-    clients.append(other := WriterClient())
+    clients.append(other := Client())
     for number in (1, 2):
         other.submit(part := memory.stage(number, shard=1, shards=2, slot=str(number)))
         ended(other, part)
@@ -262,7 +262,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays_and_the_save_goes_on_when_there
     memory, small_disk, clients, monkeypatch
 ):
     heard: list[Report] = []
-    clients.append(client := WriterClient(on_report=heard.append))
+    clients.append(client := Client(on_report=heard.append))
     request = memory.stage(1, slot="a")
     client.submit(request)
     assert ended(client, request).kind == "committed"
@@ -277,7 +277,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays_and_the_save_goes_on_when_there
 
 
 def test_a_save_that_found_no_room_leaves_none_of_it_taken(memory, small_disk, clients):
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     big = memory.stage(1, slot="a", size_bytes=3 * 10**6)
     client.submit(big)
     until(lambda: any(each.errno == errno.ENOSPC for each in client.poll()))
@@ -291,7 +291,7 @@ def test_a_save_that_found_no_room_leaves_none_of_it_taken(memory, small_disk, c
 
 def test_a_read_only_disk_is_waited_for(memory, small_disk, clients):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    clients.append(client := WriterClient())
+    clients.append(client := Client())
     request = memory.stage(1)
     client.submit(request)
     until(lambda: any(each.errno == errno.EROFS and not each.final for each in client.poll()))
@@ -320,7 +320,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_filesystem_that_hangs_fails_saves_and_blocks_nothing(memory, disk, clients):
     """A process inside it cannot be killed; not more than two are left there."""
     hung = Memory(memory.memory, disk / "checkpoints")
-    clients.append(client := WriterClient(stall_timeout_s=2.0))
+    clients.append(client := Client(stall_timeout_s=2.0))
     first, second, third = (hung.stage(number, slot=str(number)) for number in (1, 2, 3))
     client.submit(first)
     assert ended(client, first).kind == "committed"
@@ -328,10 +328,10 @@ def test_a_filesystem_that_hangs_fails_saves_and_blocks_nothing(memory, disk, cl
     client.submit(second)
     assert ended(client, second).errno == errno.ETIMEDOUT
     client.submit(third)
-    report = client.wait(third.identity, 1.0)
+    report = client.end_of(third.identity, 1.0)
     assert report is not None and "earlier writers hang" in report.text
     started = time.monotonic()
-    clients.append(other := WriterClient())
+    clients.append(other := Client())
     other.submit(third)
     assert other.close(0.5) is False and time.monotonic() - started < 2 * slowness()
     subprocess.run(["fsfreeze", "-u", str(disk)], check=True)

@@ -13,8 +13,8 @@ import torch
 from waiting import slowness
 
 from slurmft.checkpoint import writer
-from slurmft.checkpoint.catalog import read_entry, verify
-from slurmft.checkpoint.image_file import METADATA_FILE, image_file, index_file, metadata_bytes, read_index
+from slurmft.checkpoint.catalog import METADATA_FILE, metadata_bytes, read_entry, verify
+from slurmft.checkpoint.image_file import image_file, index_file, read_index
 from slurmft.checkpoint.state import FlatState
 from slurmft.checkpoint.write_requests import CommitOrder, ProgressPage, WriteRequest
 from slurmft.checkpoint.writer import CommitLane, Outbox, Task

@@ -10,7 +10,8 @@ from waiting import until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import writer
-from slurmft.checkpoint.holding import holdings_in, scan
+from slurmft.checkpoint.image_file import holdings_in
+from slurmft.checkpoint.memory_sources import scan
 from slurmft.checkpoint.replicas import Keeper, local_folder
 from slurmft.checkpoint.write_requests import WriteRequest
 from slurmft.checkpoint.writer import CopyLane
