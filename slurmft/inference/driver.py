@@ -110,36 +110,26 @@ class OutOfMemory(Again):
     """A try failed for want of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetryManager:
-    """Tries again after ``Again``: ``base_delay_s`` doubled each time, at most ``max_delay_s``, with jitter."""
+async def retried(work: Callable[[], Awaitable[Result]], config: InferenceConfig) -> Result:
+    """The result of ``work``, which is tried again after ``Again``: up to ``max_retries`` times, after ``base_delay_s``
+    doubled each time, at most ``max_delay_s``, with jitter.
 
-    max_retries: int = 3
-    base_delay_s: float = 1.0
-    max_delay_s: float = 30.0
-
-    async def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """The result of ``work``.
-
-        Raises:
-            Again: of the last try, when there is none left.
-            Exception: any other error of ``work``, at once.
-        """
-        for failed in itertools.count(1):
-            try:
-                return await work()
-            except Again as error:
-                if failed > self.max_retries:
-                    raise
-                pause_s = self._pause_s(failed, error)
-            await asyncio.sleep(pause_s)
-        raise AssertionError("the count has no end")
-
-    def _pause_s(self, failed: int, error: Again) -> float:
-        if error.after_s is not None:
-            return min(error.after_s, self.max_delay_s)
-        jitter_s = random.uniform(0, self.base_delay_s)  # noqa: S311 - spreads load, keeps no secret
-        return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s)
+    Raises:
+        Again: of the last try, when there is none left.
+        Exception: any other error of ``work``, at once.
+    """
+    for failed in itertools.count(1):
+        try:
+            return await work()
+        except Again as error:
+            if failed > config.max_retries:
+                raise
+            pause_s = error.after_s
+        if pause_s is None:
+            jitter_s = random.uniform(0, config.base_delay_s)  # noqa: S311 - spreads load, keeps no secret
+            pause_s = config.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s
+        await asyncio.sleep(min(pause_s, config.max_delay_s))
+    raise AssertionError("the count has no end")
 
 
 # --- What answers requests ---
@@ -849,7 +839,6 @@ class Driver:
         self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head,
                                          run_folder=run_folder, owner="-".join(map(str, owner.values())))  # fmt: skip
         self._slots = inference.Slots.full(config.concurrency)
-        self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._asked = 0
@@ -1060,7 +1049,7 @@ class Driver:
                 self._in_hand.pop(taken.index, None)
 
         try:
-            answer = await self._retries.call(attempt)
+            answer = await retried(attempt, self._config)
         except Stopped:
             if not self._draining:  # its lease is void, and a slot is free again
                 self._send(kind="dropped", count=1)

@@ -11,7 +11,7 @@ from slurmft.inference import coordinator as coordinator_module
 from slurmft.inference.coordinator import RequestRedistributor
 from slurmft.inference.driver import Driver
 from slurmft.inference.ledger import RequestCheckpointer
-from slurmft.inference.pool import ReplicaPool, WorkerHealthMonitor
+from slurmft.inference.pool import ReplicaPool, Watched
 from slurmft.storage.queue import SegmentWriter
 from slurmft.supervisor.inference import InferenceAttempt
 
@@ -86,7 +86,7 @@ PLANTED: dict[str, Planted] = {
         _put(RequestRedistributor, "died", lambda *_: []), "every life ends", REPLICA),
     "what a dead engine has written is not looked at": Planted(
         _put(ReplicaPool, "_salvage", _salvaged), "every life ends", REPLICA),
-    "a hang is not seen": Planted(_put(WorkerHealthMonitor, "overdue", lambda *_: {}), "every life ends", HUNG),
+    "a hang is not seen": Planted(_put(Watched, "overdue", lambda *_: ""), "every life ends", HUNG),
     "one death makes a request a poisoned one": Planted(
         _put(coordinator_module, "is_poison", lambda _: True), "no request is given up", ALONE),
     "answers are told before they are durable": Planted(_unsynced("g"), "what counts can be read", POWER),

@@ -175,12 +175,11 @@ def test_whatever_kills_at_the_same_time_is_found_and_nothing_else(count, data):
 def test_restarts_have_a_pause_that_doubles_and_an_end():
     restarts, delays = Restarts(max_restarts=4, first_delay_s=1.0, longest_delay_s=3.0), []
     for _ in range(4):
-        restarts = restarts.failed()
-        assert not restarts.exhausted
+        restarts = restarts.failed(0.0)
         delays.append(restarts.delay_s)
     assert delays == [0.0, 1.0, 2.0, 3.0]
-    assert restarts.failed().exhausted
-    assert not restarts.succeeded().failed().exhausted
+    assert restarts.failed(0.0).delay_s is None
+    assert restarts.succeeded().failed(0.0).delay_s == 0.0
 
 
 @of_each(command__name=[
