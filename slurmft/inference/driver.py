@@ -508,7 +508,8 @@ class HttpEngine(Engine):
                 return {"response": {"status_code": status, "body": _body_of(text)}}
             case inference.TryOutcome.SMALLER:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
-        raise (Unavailable if status == 503 else Again)(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
+        kind = Unavailable if inference.is_loading(status, text) else Again
+        raise kind(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
     async def canary(self) -> None:
         """Ask for one token as routers do, which show the engine its own token and none of the clients'.
@@ -652,8 +653,8 @@ class HttpEngine(Engine):
         return False
 
     async def _is_loading(self) -> bool:
-        """Whether a server that was started here says of a first request that it cannot serve yet (503), as some do
-        while ``ready_path`` is answered already: their requests would fail, and it would be killed for that."""
+        """Whether a server that was started here says of a first request that it cannot serve yet, as some do while
+        ``ready_path`` is answered already: their requests would fail, and it would be killed for that."""
         if self._process is None:
             return False
         try:

@@ -30,6 +30,12 @@ NOT_IMPLEMENTED = 501
 OUT_OF_MEMORY = ("out of memory", "outofmemoryerror", "cuda oom", "kv cache is full", "cannot allocate memory")
 """Words of engines and frameworks, in lower case."""
 
+_GATEWAY = frozenset({502, 503, 504})
+_LOADING = re.compile(
+    r"not (?:yet )?(?:ready|loaded|initiali[sz]ed)|(?:still|is|being) (?:loading|loaded|starting|initiali[sz]ing)"
+    r"|(?:starting|warming) up", re.IGNORECASE,
+)  # fmt: skip
+
 
 class TryOutcome(StrEnum):
     """The meaning of one try."""
@@ -61,6 +67,13 @@ def outcome_of_status(status: int, text: str = "") -> TryOutcome:
 def is_good(answer: Mapping[str, Any]) -> bool:
     """Whether it is an engine's answer, and none that refuses the request."""
     return 200 <= int(answer.get("response", {}).get("status_code", 0)) < 300
+
+
+def is_loading(status: int, text: str) -> bool:
+    """Whether an engine says that it cannot serve yet: by 503, or what stands in front of it by 502 or 504; another
+    error of a server has to name that. Some answer 500 to any request that they do not understand.
+    """
+    return status in _GATEWAY or (status >= 500 and _LOADING.search(text) is not None)
 
 
 def is_out_of_memory(text: str) -> bool:
