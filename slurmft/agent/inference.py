@@ -201,7 +201,7 @@ def hosts_here(host: str, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 LOG_BYTES, MAX_WORDS = 1 << 16, 600
 COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
-SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.serving_driver")
+SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.gate")
 
 
 class Replicas:
