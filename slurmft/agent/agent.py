@@ -59,7 +59,7 @@ from slurmft.system.files import open_regular, read_bytes, read_json, replace_at
 from slurmft.system.processes import birth_of, is_stopped
 
 if TYPE_CHECKING:
-    from slurmft.agent.inference import Replicas
+    from slurmft.agent.inference import NodeReplicas
 
 # --- Kept folders (``sync:``): their process is started here, what it says passed on; nothing waits for a store ---
 
@@ -527,11 +527,11 @@ class Agent:
         self._generation = 0
         self._where = Whereabouts(self._run.attempts / attempt)
         self._forensics = Forensics(self._host)
-        self._replicas: Replicas | None = None
+        self._replicas: NodeReplicas | None = None
         if config.inference is not None:
-            from slurmft.agent.inference import Replicas  # with numpy, which agents of a training do without
+            from slurmft.agent.inference import NodeReplicas  # with numpy, which agents of a training do without
 
-            self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
+            self._replicas = NodeReplicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
         self._sync = NodeSync(config, common_environment(config, environment), self._report)
         self._rehearsal = SpareRehearsal(config, environment, self._workers.folder, self._report)

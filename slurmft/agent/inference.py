@@ -20,11 +20,11 @@ from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
 from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.endpoint import MAX_ADDRESSES, OWN_CONFIG, is_config_name, is_local
-from slurmft.inference.pool import ReplicaPool
+from slurmft.inference.pool import ReplicaPool, in_its_words
 from slurmft.ipc import messages
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import EXIT_CODE, Restarts, devices_of, how_it_ended
+from slurmft.policy.inference import Restarts, devices_of
 from slurmft.policy.symptoms import words_of_end
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.background import Background, heard_awake, overslept_s
@@ -132,9 +132,7 @@ class NodeRouter:
             await asyncio.sleep(LOOK_S)
 
     async def _bury(self, code: int) -> None:
-        how = how_it_ended(code)
-        if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words)):
-            how += f"; its last words: {words}"
+        how = await in_its_words(code, self._last_words)
         if self._leaves and self._wanted:  # it is wanted again
             self._start_now()
             return
@@ -204,7 +202,7 @@ COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
 SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.gate")
 
 
-class Replicas:
+class NodeReplicas:
     """Connects the pool with the agent's workers.
 
     Replica ``n`` of node ``i`` is rank ``i * replicas_per_node + n``. On an endpoint each node has one rank more, for

@@ -682,8 +682,8 @@ class ServingDriver:
         if more or completed:
             self._send(kind="load", more=more, completed=completed)
 
-    def _load(self) -> driver.Load:
-        return driver.Load(self._working, self._gate.ended + self._proved, self._gate.patience)
+    def _load(self) -> driver.InHand:
+        return driver.InHand(self._working, self._gate.ended + self._proved, self._gate.patience)
 
     async def _prove(self) -> None:
         if await driver.works(self._engine, self._gate.proof(is_answered=False)):

@@ -147,7 +147,7 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class Replica:
+class PooledReplica:
     """One engine of this node."""
 
     number: int
@@ -225,13 +225,20 @@ class Replica:
         return max(0, self.slots + ahead - len(self.in_flight) - self.void)
 
 
-def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
+def slow_requests(replicas: Sequence[PooledReplica], before_s: float) -> list[int]:
     """Requests that only one of these has, since before this moment (monotonic), and not alone."""
     held = Counter(index for replica in replicas for index in replica.in_flight)
     return [
         index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
         if held[index] == 1 and since_s < before_s
     ]  # fmt: skip
+
+
+async def in_its_words(code: int, last_words: Callable[[], str]) -> str:
+    """How a process has ended, with the last line of its log where its exit code alone says little."""
+    how = how_it_ended(code)
+    words = await asyncio.to_thread(last_words) if how.startswith(EXIT_CODE) else ""
+    return f"{how}; its last words: {words}" if words else how
 
 
 # --- The pool: replicas are started, fed, watched and restarted ---
@@ -255,8 +262,6 @@ GIVE_BACK_S = 1.0
 
 MAX_TOLD = 2000
 
-Report = Callable[[messages.Sent], None]
-
 log = logging.getLogger(__name__)
 
 
@@ -273,7 +278,7 @@ class ReplicaPool:
     def __init__(
         self, config: InferenceConfig, *, run_folder: Path, folder: Path, node: int, host: str,
         start: Callable[[int, str, int], None], kill: Callable[[int], None], last_words: Callable[[int], str],
-        report: Report,
+        report: Callable[[messages.Sent], None],
     ) -> None:  # fmt: skip
         self._config, self._batch_folder, self._node, self._host = config, folder_of(run_folder), node, host
         self.socket = folder / "replicas.sock"
@@ -282,7 +287,7 @@ class ReplicaPool:
         first = Phase.MEMBER if config.engine.nodes > 1 else first
         window_s = None if config.serving is None else config.serving.restart_window_s
         self._restarts = Restarts(config.max_restarts, window_s=window_s)
-        self.replicas = [Replica(number, first, self._restarts) for number in range(config.replicas_per_node)]
+        self.replicas = [PooledReplica(number, first, self._restarts) for number in range(config.replicas_per_node)]
         self._queue: deque[int] = deque()
         self._suspects: deque[int] = deque()
         self._partials: dict[int, tuple[str, ...]] = {}
@@ -436,7 +441,7 @@ class ReplicaPool:
             replica.is_leaving = True
             self._kill(replica.number)
 
-    def _take_part(self, replica: Replica) -> None:
+    def _take_part(self, replica: PooledReplica) -> None:
         replica.is_leaving = False
         if replica.part is not None and (replica.part.rank == 0 or replica.part.head is not None):
             self._start_replica(replica)
@@ -444,7 +449,7 @@ class ReplicaPool:
             replica.phase = Phase.MEMBER
             self.tell_state(replica)
 
-    def _turn_off(self, replica: Replica) -> None:
+    def _turn_off(self, replica: PooledReplica) -> None:
         replica.phase = Phase.OFF
         self.tell_state(replica)
 
@@ -456,7 +461,7 @@ class ReplicaPool:
 
     # One replica's life
 
-    def _start_replica(self, replica: Replica) -> None:
+    def _start_replica(self, replica: PooledReplica) -> None:
         replica.begin(self.generation)
         replica.runs, why = replica.part, ""
         is_member = replica.part is not None and bool(replica.part.rank)
@@ -469,15 +474,13 @@ class ReplicaPool:
             replica.watched.is_over, replica.phase, why = True, Phase.DOWN, str(error)
         self.tell_state(replica, why)
 
-    async def _bury(self, replica: Replica, code: int) -> None:
+    async def _bury(self, replica: PooledReplica, code: int) -> None:
         """What a dead replica has answered counts; what it was working on goes elsewhere, and makes suspects."""
         answered = await self._salvage_now(*self._newest_of(replica))
         lost = [index for index in replica.in_flight if index not in answered]
         begun = lost if replica.alone else [index for index in lost if index in replica.begun]
         was_ready, asked = replica.phase is Phase.READY, self.is_draining or replica.why == "the run stops"
-        how = replica.why or how_it_ended(code)
-        if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
-            how += f"; its last words: {words}"
+        how = replica.why or await in_its_words(code, lambda: self._last_words(replica.number))
         runs, replica.runs = replica.runs, None
         if (
             replica.is_leaving and replica.part is not None and not asked
@@ -527,7 +530,7 @@ class ReplicaPool:
             self._give_back()
         self._feed()
 
-    def _later(self, replica: Replica, delay_s: float) -> None:
+    def _later(self, replica: PooledReplica, delay_s: float) -> None:
         async def start() -> None:
             await asyncio.sleep(delay_s)
             if replica.phase is Phase.WAITING and not self.is_draining:
@@ -535,7 +538,7 @@ class ReplicaPool:
 
         self._background.start(start())
 
-    def _newest_of(self, replica: Replica) -> tuple[str, int]:
+    def _newest_of(self, replica: PooledReplica) -> tuple[str, int]:
         """The segment that it has written last, and up to where that was reported."""
         name = segment_name(generation=replica.generation, node=self._node, replica=replica.number, life=replica.life,
                             epoch=self._epoch)  # fmt: skip
@@ -566,7 +569,7 @@ class ReplicaPool:
                 await self._salvage(name, start)
                 return
 
-    def _kill_for(self, replica: Replica, why: str) -> None:
+    def _kill_for(self, replica: PooledReplica, why: str) -> None:
         if not replica.why:
             replica.why = why
             self._kill(replica.number)
@@ -596,7 +599,7 @@ class ReplicaPool:
             self._double_the_tail(ready, now_s)
         self._ask_for_more()
 
-    def _double_the_tail(self, ready: Sequence[Replica], now_s: float) -> None:
+    def _double_the_tail(self, ready: Sequence[PooledReplica], now_s: float) -> None:
         """What a slow replica has had for long is also given to one with nothing to do; the first answer counts."""
         idle = [each for each in ready if not each.in_flight and not each.alone]
         for index in slow_requests(ready, now_s - self._config.doubles_after_s) if idle else ():
@@ -606,7 +609,7 @@ class ReplicaPool:
             if not idle:
                 return
 
-    def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
+    def _hand_over(self, replica: PooledReplica, indexes: list[int], now_s: float) -> None:
         replica.in_flight.update(dict.fromkeys(indexes, now_s))
         replica.watched.holds(len(indexes), now_s)
         names = {name for index in indexes for name in self._partials.get(index, ())} if self._partials else ()
@@ -649,7 +652,7 @@ class ReplicaPool:
                 self._handle(replica, json.loads(line))
         writer.close()
 
-    def _handle(self, replica: Replica, message: Mapping[str, Any]) -> None:
+    def _handle(self, replica: PooledReplica, message: Mapping[str, Any]) -> None:
         now_s = time.monotonic()
         match message["kind"]:
             case "ready":
@@ -685,7 +688,7 @@ class ReplicaPool:
             case _:
                 self._note_work(replica, message, now_s)
 
-    def _note_work(self, replica: Replica, message: Mapping[str, Any], now_s: float) -> None:
+    def _note_work(self, replica: PooledReplica, message: Mapping[str, Any], now_s: float) -> None:
         match message["kind"]:
             case "gathers":  # members are to find it
                 replica.port = message["port"]
@@ -701,7 +704,7 @@ class ReplicaPool:
                 replica.watched.holds(message["more"], now_s)
                 replica.answered += message["completed"]
 
-    def _note_completed(self, replica: Replica, indexes: Sequence[int], epoch: int, now_s: float) -> None:
+    def _note_completed(self, replica: PooledReplica, indexes: Sequence[int], epoch: int, now_s: float) -> None:
         replica.begun.difference_update(indexes)
         for index in indexes:
             self._partials.pop(index, None)
@@ -729,11 +732,11 @@ class ReplicaPool:
             if not self._queue:
                 self._feed()
 
-    def _tell(self, replica: Replica, **message: Any) -> None:
+    def _tell(self, replica: PooledReplica, **message: Any) -> None:
         if replica.writer is not None and not replica.writer.is_closing():
             replica.writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
-    def tell_state(self, replica: Replica, why: str = "") -> None:
+    def tell_state(self, replica: PooledReplica, why: str = "") -> None:
         """Report how it is."""
         port = replica.port if replica.phase in (Phase.STARTING, Phase.READY) and replica.port else None
         self._report(messages.ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,

@@ -159,7 +159,7 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
     open_paths = config.engine.open_paths if config.engine.is_http else None
     with writing(folder / "requests.jsonl"), _Files(folder, 0) as files:
         reader, digest = _Reader(files, open_paths), hashlib.sha256()
-        facts = [_take(source, reader, digest, progress) for source in _sources(config)]
+        facts = [_take(*source, reader, digest, progress) for source in _sources(config)]
         files.finish()
     if reader.bad and config.on_bad_input == "refuse":
         raise ConfigError(
@@ -294,26 +294,20 @@ class Requests:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    name: str
-    path: Path | None
-    """None: standard input."""
-
-
-def _sources(config: InferenceConfig) -> list[_Source]:
+def _sources(config: InferenceConfig) -> list[tuple[str, Path | None]]:
+    """Names and paths; without one it is standard input."""
     if config.from_stdin:
-        return [_Source("stdin", None)]
+        return [("stdin", None)]
     path = config.input
     assert path is not None
     if not path.is_dir():
         if not path.exists():
             raise UsageError(f"inference.input: there is no {path}")
-        return [_Source(path.name, path)]
+        return [(path.name, path)]
     found = sorted(each for each in path.rglob("*") if each.name.endswith(SUFFIXES) and not each.name.startswith("."))
     if not found:
         raise UsageError(f"inference.input: no file in {path} ends in {', '.join(SUFFIXES)}")
-    return [_Source(each.relative_to(path).as_posix(), each) for each in found]
+    return [(each.relative_to(path).as_posix(), each) for each in found]
 
 
 class _Hashing(io.RawIOBase):
@@ -342,37 +336,37 @@ class _Hashing(io.RawIOBase):
         return f"{name}\0{self.size}\0".encode(errors="surrogateescape") + self.sha.digest()
 
 
-def _take(source: _Source, reader: _Reader, digest: Any, progress: Progress) -> dict[str, Any]:
+def _take(name: str, path: Path | None, reader: _Reader, digest: Any, progress: Progress) -> dict[str, Any]:
     try:
-        raw = sys.stdin.buffer if source.path is None else io.FileIO(open_regular(source.path), "rb")
+        raw = sys.stdin.buffer if path is None else io.FileIO(open_regular(path), "rb")
     except (UnsafeFile, OSError) as error:
-        raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
+        raise UsageError(f"inference.input: cannot read {path}: {error.strerror or error}") from error
     with _Hashing(raw) as hashing:
         try:
-            for number, value in _values(source, hashing):
-                reader.add(value, f"{source.name}:{number}")
+            for number, value in _values(name, hashing):
+                reader.add(value, f"{name}:{number}")
                 if reader.files.total % 10_000 == 0:
                     progress(reader.files.total)
             hashing.drain()
         except (OSError, EOFError, ValueError) as error:
-            raise UsageError(f"inference.input: {source.name} cannot be read: {error}",
+            raise UsageError(f"inference.input: {name} cannot be read: {error}",
                              hint="is it complete, and what its name says?") from error  # fmt: skip
         finally:
-            if source.path is not None:
+            if path is not None:
                 raw.close()
-        digest.update(hashing.part_of(source.name))
-        return {"name": source.name, "bytes": hashing.size, "sha256": hashing.sha.hexdigest()}
+        digest.update(hashing.part_of(name))
+        return {"name": name, "bytes": hashing.size, "sha256": hashing.sha.hexdigest()}
 
 
-def _values(source: _Source, hashing: _Hashing) -> Iterator[tuple[int, bytes | Mapping[str, Any]]]:
+def _values(name: str, hashing: _Hashing) -> Iterator[tuple[int, bytes | Mapping[str, Any]]]:
     """Lines, numbered from 1; of a table its rows."""
-    if source.name.endswith(".parquet"):
+    if name.endswith(".parquet"):
         yield from _rows(hashing)
         return
     stream: Any = io.BufferedReader(hashing, 1 << 20)
-    if source.name.endswith(".gz"):
+    if name.endswith(".gz"):
         stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), 1 << 20)
-    elif source.name.endswith(".zst"):
+    elif name.endswith(".zst"):
         stream = _unzstd(stream)
     number = 0
     while line := stream.readline(MAX_REQUEST_BYTES + 1):
@@ -532,7 +526,7 @@ def object_in(value: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _json_of(text: bytes | str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})"[:200]) from None
 
@@ -547,8 +541,9 @@ def _refuse_closed(url: Any, open_paths: Sequence[str] | None) -> None:
         raise ValueError(f"its url is not open to requests of this engine: {url[:80]} (inference.engine.allow_paths)")
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def refuse_constant(name: str) -> Any:
+    """For ``json.loads``, which takes NaN and infinities."""
+    raise ValueError(f"{name} is no JSON; write null, or a text")
 
 
 def _finite(text: str) -> float:
@@ -583,14 +578,14 @@ def _refuse_changed(config: InferenceConfig, before: Batch) -> None:
     if config.from_stdin or config.input is None or not config.input.exists():
         return
     digest = hashlib.sha256()
-    for source in _sources(config):
-        assert source.path is not None
+    for name, path in _sources(config):
+        assert path is not None
         try:
-            with io.FileIO(open_regular(source.path), "rb") as raw, _Hashing(raw) as hashing:
+            with io.FileIO(open_regular(path), "rb") as raw, _Hashing(raw) as hashing:
                 hashing.drain()
         except OSError as error:
-            raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
-        digest.update(hashing.part_of(source.name))
+            raise UsageError(f"inference.input: cannot read {path}: {error.strerror or error}") from error
+        digest.update(hashing.part_of(name))
     if digest.hexdigest() != before.digest:
         raise UsageError(
             f"inference.input: {config.input} is not what this run was started with",
