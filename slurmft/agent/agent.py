@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ from slurmft.errors import LaunchError, SlurmftError, StorageError
 from slurmft.ipc import messages
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Fields, connect_to_any, listening_socket
 from slurmft.ipc.flight_dump import ask_ras, outliers
-from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, DigestRing, Page, Slot
+from slurmft.ipc.pages import FAULT_SUFFIX, NOTHING, RESCUE_S, RESCUE_SUFFIX, Slot
 from slurmft.ipc.zygote_start import Zygote, useful
 from slurmft.policy.stop import NEVER, report_interval_s
 from slurmft.policy.values import BY_SIGNAL, NOT_YET, Fault, order_of
@@ -59,7 +60,7 @@ from slurmft.system.files import open_regular, read_bytes, read_json, replace_at
 from slurmft.system.processes import birth_of, is_stopped
 
 if TYPE_CHECKING:
-    from slurmft.agent.inference import Replicas
+    from slurmft.agent.inference import NodeReplicas
 
 # --- Kept folders (``sync:``): their process is started here, what it says passed on; nothing waits for a store ---
 
@@ -163,34 +164,22 @@ Address = tuple[list[str], int, bytes]
 """Hosts, best first, a port, and the secret."""
 
 
-class Whereabouts:
-    """The supervisor's address, which it leaves in the folder of an attempt."""
+def supervisor_in(folder: Path) -> Address:
+    """The supervisor's address, which it leaves in the folder of an attempt.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._address: Address | None = None
-
-    def read(self) -> Address:
-        """Read once: a reconnection must not wait for a run folder that stalls.
-
-        Raises:
-            OSError: it is not there yet, or damaged.
-        """
-        if self._address is None:
-            self._address = self._read()
-        return self._address
-
-    def _read(self) -> Address:
-        where = read_json(self.folder / "control.json")
-        if where is None:
-            raise OSError("the supervisor has not said yet where it listens")
-        try:
-            hosts, port = [str(host) for host in where["hosts"]], int(where["port"])
-            if not hosts:
-                raise ValueError("no host")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise OSError(f"{self.folder / 'control.json'} is damaged") from error
-        return hosts, port, read_bytes(self.folder / "secret", owners=trusted_owners(self.folder))
+    Raises:
+        OSError: it is not there yet, or damaged.
+    """
+    where = read_json(folder / "control.json")
+    if where is None:
+        raise OSError("the supervisor has not said yet where it listens")
+    try:
+        hosts, port = [str(host) for host in where["hosts"]], int(where["port"])
+        if not hosts:
+            raise ValueError("no host")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise OSError(f"{folder / 'control.json'} is damaged") from error
+    return hosts, port, read_bytes(folder / "secret", owners=trusted_owners(folder))
 
 
 # --- The agent's side of replica digests: those that its workers have left in their pages, as messages ---
@@ -199,31 +188,16 @@ DIGESTS_PER_MESSAGE = 16
 """A message must fit into a line of the control channel."""
 
 
-class DigestReports:
-    """Reports each digest once. One object for the workers of one attempt."""
-
-    def __init__(self) -> None:
-        self._rings: dict[int, tuple[Page, DigestRing]] = {}
-        self._taken: dict[int, int] = {}
-
-    def new(self, workers: Sequence[Worker]) -> Iterator[messages.DigestsReport]:
-        """Messages with what these workers have left since the last call; none where there is nothing."""
-        found = [facts for worker in workers if (facts := self._of(worker)) is not None]
-        for first in range(0, len(found), DIGESTS_PER_MESSAGE):
-            yield messages.DigestsReport(ranks=tuple(found[first : first + DIGESTS_PER_MESSAGE]))
-
-    def _of(self, worker: Worker) -> messages.RankDigests | None:
-        page, ring = self._rings.get(worker.rank, (None, None))
-        if ring is None or page is not worker.page:  # of an earlier life of the rank: its page is closed
-            ring = DigestRing(worker.page)
-            self._rings[worker.rank] = worker.page, ring
-            self._taken[worker.rank] = 0
-        count, taken = ring.count, self._taken.get(worker.rank, 0)
-        if count == taken:
-            return None
-        digests = tuple(ring.since(taken))
-        self._taken[worker.rank] = count
-        return messages.RankDigests(rank=worker.rank, group=ring.group, digests=digests)
+def new_digests(workers: Sequence[Worker]) -> Iterator[messages.DigestsReport]:
+    """Messages with what these workers have left since the last call; none where there is nothing."""
+    found = list[messages.RankDigests]()
+    for worker in workers:
+        ring, told = worker.digests, worker.digests_told
+        if (count := ring.count) != told:
+            found.append(messages.RankDigests(rank=worker.rank, group=ring.group, digests=tuple(ring.since(told))))
+            worker.digests_told = count
+    for first in range(0, len(found), DIGESTS_PER_MESSAGE):
+        yield messages.DigestsReport(ranks=tuple(found[first : first + DIGESTS_PER_MESSAGE]))
 
 
 # --- The agent's part of an injected fault: signals to its workers, and orders that their sessions read at a step ---
@@ -522,20 +496,24 @@ class Agent:
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
-        self._digests = DigestReports()
         self._hangs = HangWatch(config, lambda report: self._report(replace(report, generation=self._generation)))
         self._generation = 0
-        self._where = Whereabouts(self._run.attempts / attempt)
+        self._first_folder = self._run.attempts / attempt
         self._forensics = Forensics(self._host)
-        self._replicas: Replicas | None = None
+        self._replicas: NodeReplicas | None = None
         if config.inference is not None:
-            from slurmft.agent.inference import Replicas  # with numpy, which agents of a training do without
+            from slurmft.agent.inference import NodeReplicas  # with numpy, which agents of a training do without
 
-            self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
+            self._replicas = NodeReplicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
         self._sync = NodeSync(config, common_environment(config, environment), self._report)
         self._rehearsal = SpareRehearsal(config, environment, self._workers.folder, self._report)
         self._outside = Outside(self._note_signal)
+
+    @functools.cached_property
+    def _supervisor(self) -> Address:
+        """Read once: a reconnection must not wait for a run folder that stalls."""
+        return supervisor_in(self._first_folder)
 
     async def run(self) -> int:
         """Serve until shut down, or until the supervisor is gone for longer than the lease."""
@@ -615,7 +593,7 @@ class Agent:
         return 0
 
     async def _serve_one_connection(self) -> None:
-        channel = await connect_to_any(*self._where.read())
+        channel = await connect_to_any(*self._supervisor)
         # in containers with process ids of their own, every agent may have the same one
         hello = messages.Hello(
             node=self._index, host=self._host, pid=os.getpid(), birth=self._birth[:100] or None,
@@ -710,7 +688,7 @@ class Agent:
         folder = self._run.attempts / self._attempt
         self._begin_keeping(call, folder)
         if config.launcher == "ray":
-            leave_token(self._workers.folder, self._where.read()[2], self._attempt)
+            leave_token(self._workers.folder, self._supervisor[2], self._attempt)
         self._workers.start(
             ranks,
             [worker_environment(config, environment, call, rank, self._attempt) for rank in ranks],
@@ -722,7 +700,6 @@ class Agent:
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
-        self._digests = DigestReports()
         self._hangs.begin(list(self._workers.by_rank.values()), learned=call.limits or {})
         return messages.Started()
 
@@ -734,7 +711,7 @@ class Agent:
             place=call.first_rank // self._config.nproc_per_node,
             nodes=call.nodes,
             hosts=[host for host in (self._host, address) if host],
-            secret=self._where.read()[2],
+            secret=self._supervisor[2],
         )
 
     async def _save_what_there_is(
@@ -820,7 +797,7 @@ class Agent:
         self._report(messages.WorkerExited(code=code, killed=killed, starved=starved, generation=own, **asdict(facts)))
 
     def _report_digests(self, workers: Sequence[Worker]) -> None:
-        for report in self._digests.new(workers):
+        for report in new_digests(workers):
             self._report(replace(report, generation=self._generation))
 
     def _report(self, report: messages.Sent) -> None:

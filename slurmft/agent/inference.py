@@ -20,11 +20,11 @@ from slurmft.config.inference import ServingConfig
 from slurmft.config.run import RunConfig
 from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.endpoint import MAX_ADDRESSES, OWN_CONFIG, is_config_name, is_local
-from slurmft.inference.pool import AutoRestartManager, ReplicaPool
+from slurmft.inference.pool import ReplicaPool, in_its_words
 from slurmft.ipc import messages
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference import EXIT_CODE, devices_of, how_it_ended
+from slurmft.policy.inference import Restarts, devices_of
 from slurmft.policy.symptoms import words_of_end
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.background import Background, heard_awake, overslept_s
@@ -62,15 +62,10 @@ class NodeRouter:
         start: Callable[[str, int], None], kill: Callable[[], None], last_words: Callable[[], str],
         report: Callable[[messages.Sent], None],
     ) -> None:  # fmt: skip
-        self._config, self._max_restarts, self._socket, self._hosts = (
-            config,
-            max_restarts,
-            folder / "router.sock",
-            hosts,
-        )
+        self._config, self._socket, self._hosts = config, folder / "router.sock", hosts
         self._start, self._kill, self._last_words, self._report = start, kill, last_words, report
         self._epoch = 0
-        self._manager = self._new_manager()
+        self._none_failed = self._restarts = Restarts(max_restarts, window_s=config.restart_window_s)
         self._members = b""
         self._wanted = self._runs = self._leaves = False
         self._port, self._answered, self._load = config.port, 0, 0
@@ -87,7 +82,7 @@ class NodeRouter:
         Args:
             port: where an earlier router of this node listened; 0 for none.
         """
-        self._epoch, self._manager, self._port = epoch, self._new_manager(), self._port or port
+        self._epoch, self._restarts, self._port = epoch, self._none_failed, self._port or port
         if self._heard_s is not None:
             self._tell("ready")
 
@@ -137,16 +132,15 @@ class NodeRouter:
             await asyncio.sleep(LOOK_S)
 
     async def _bury(self, code: int) -> None:
-        how = how_it_ended(code)
-        if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words)):
-            how += f"; its last words: {words}"
+        how = await in_its_words(code, self._last_words)
         if self._leaves and self._wanted:  # it is wanted again
             self._start_now()
             return
         if not self._wanted:
             self._tell("ended")
             return
-        delay_s = self._manager.failed(0)
+        self._restarts = self._restarts.failed(time.monotonic())
+        delay_s = self._restarts.delay_s
         self._tell("died" if delay_s is not None else "down", how)
         if delay_s is None:
             self._wanted = False
@@ -187,9 +181,6 @@ class NodeRouter:
         self._report(messages.RouterPhase(epoch=self._epoch, phase=phase, hosts=self._hosts, port=self._port,
                                           answered=self._answered, why=why[:2000], load=self._load))  # fmt: skip
 
-    def _new_manager(self) -> AutoRestartManager:
-        return AutoRestartManager(self._max_restarts, window_s=self._config.restart_window_s)
-
 
 def hosts_here(host: str, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Names and addresses by which others find this node, best first; without Slurm only this machine itself does."""
@@ -208,10 +199,10 @@ def hosts_here(host: str, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 LOG_BYTES, MAX_WORDS = 1 << 16, 600
 COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
-SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.serving_driver")
+SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.gate")
 
 
-class Replicas:
+class NodeReplicas:
     """Connects the pool with the agent's workers.
 
     Replica ``n`` of node ``i`` is rank ``i * replicas_per_node + n``. On an endpoint each node has one rank more, for

@@ -17,7 +17,6 @@ sections, stops, verdicts and restarts are what they are without torchrun. The c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurmft.ipc import pages
 from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SIGNAL, STACKS_SUFFIX
 from slurmft.storage.verdicts import VERDICT_VARIABLE
-from slurmft.system.processes import MARK_VARIABLE
+from slurmft.system.processes import MARK_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
     from slurmft.config.run import RunConfig  # a stand-in, of which each rank has one, must start at once
@@ -44,8 +43,6 @@ ENDED_WELL = (0, 75)
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_", "GROUP_",
              "ROLE_", "TORCHELASTIC_")  # fmt: skip
 """Variables, or beginnings of their names, that torchrun's values override; its file for errors is ours."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def worker_command(config: RunConfig) -> Sequence[str]:
@@ -173,12 +170,12 @@ def start_child(
     new_session: bool = False,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """A child that gets the signal ``at_death`` when this process dies."""
-    parent, libc = os.getpid(), ctypes.CDLL(None)
+    parent = os.getpid()
 
     def in_child() -> None:
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the signal would end a program
         pages.ignore_stop_signal(environment)
-        libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)
+        die_with_parent(number=at_death)
         if os.getppid() != parent:  # it died before
             os.kill(os.getpid(), at_death)
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import convert
@@ -31,6 +31,7 @@ from slurmft.ipc.pages import (
     STACKS_SUFFIX,
     STOP_SIGNAL_VARIABLE,
     TIMING_PAGE_VARIABLE,
+    DigestRing,
     Page,
     Slot,
     State,
@@ -239,6 +240,14 @@ class Worker:
 
     stopped_since: float | None = None
     """When it was first seen in state STOPPED, by the monotonic clock."""
+
+    digests: DigestRing = field(init=False)
+    digests_told: int = 0
+    """How many of them were reported."""
+
+    def __post_init__(self) -> None:
+        """Those of its page."""
+        self.digests = DigestRing(self.page)
 
     @property
     def alive(self) -> bool:

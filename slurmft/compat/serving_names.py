@@ -20,7 +20,7 @@ from typing import Any
 from slurmft.errors import UsageError
 from slurmft.health import checker
 from slurmft.policy import serving
-from slurmft.policy.inference import Restarts, TryOutcome, outcome_of_status
+from slurmft.policy.inference import TryOutcome, outcome_of_status
 from slurmft.policy.symptoms import FailureCategory
 from slurmft.worker.failures import categorize_failure
 
@@ -89,11 +89,11 @@ class AutoRestartManager:
     """Starts a worker again up to ``max_restarts`` times."""
 
     def __init__(self, max_restarts: int = 3) -> None:
-        self._policy, self.restart_counts = Restarts(_number("max_restarts", max_restarts, 0, int)), Counter[Any]()
+        self.max_restarts, self.restart_counts = _number("max_restarts", max_restarts, 0, int), Counter[Any]()
 
     def attempt_restart(self, worker_id: Any) -> bool:
         """Whether it was restarted: not when it has had its restarts, or when this one raised an error."""
-        if self._policy.counted(self.restart_counts[worker_id]).failed().exhausted:
+        if self.restart_counts[worker_id] >= self.max_restarts:
             log.error("worker %s stays down after %d restarts", worker_id, self.restart_counts[worker_id])
             return False
         self.restart_counts[worker_id] += 1

@@ -235,7 +235,8 @@ class EngineConfig(Section):
 
     ready_path: Text | None = None
     """Path that answers 200 once the engine can work; known engines have theirs, others ``/health``. One started by
-    ``command`` that then says 503 to a first request, of one token, is not ready yet."""
+    ``command`` that then says to a first request, of one token, that it cannot serve yet, is not ready: by 502, 503 or
+    504, or by another error of a server that names it (not ready, not loaded, still loading, starting up)."""
 
     request_path: Text | None = None
     """Path for requests that name none themselves (``url`` in OpenAI's batch form)."""

@@ -21,9 +21,9 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -44,31 +44,24 @@ LISTED, TOLD_ERRORS, MOST_BYTES = 100, 20, 1 << 33
 log = logging.getLogger(__name__)
 
 
-class Serving(Protocol):
-    """What a router does for them."""
-
-    @property
-    def ready(self) -> int:
-        """Replicas in the rotation."""
-
-    def error(self, status: int, why: str) -> web.Response:
-        """An error of the router's own."""
-
-
 class Batches:
     """One router's side of them.
 
     Args:
         folder: shared by the routers of the run.
+        ready: how many replicas are in the rotation.
+        error: an error of the router's own, of a status and a text.
         open_paths: that lines may use.
         slots: requests at a time for each replica.
         tries: of a line whose replicas fail.
     """
 
     def __init__(
-        self, folder: Path, router: Serving, *, open_paths: Iterable[str], slots: int, tries: int, token: str
-    ) -> None:
-        self._folder, self._router, self._open_paths, self._tries = folder, router, tuple(open_paths), tries
+        self, folder: Path, *, ready: Callable[[], int], error: Callable[[int, str], web.Response],
+        open_paths: Iterable[str], slots: int, tries: int, token: str,
+    ) -> None:  # fmt: skip
+        self._folder, self._ready, self._error = folder, ready, error
+        self._open_paths, self._tries = tuple(open_paths), tries
         self._slots, self._token = Priority.LOW.share_of(slots), token
         self._name, self._seen = uuid.uuid4().hex, dict[str, tuple[bytes, float]]()
         self._work: asyncio.Task[None] | None = None
@@ -88,11 +81,11 @@ class Batches:
         try:
             return await asyncio.to_thread(self._answer, request, path, body)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            return self._router.error(400, f"not understood: {error}"[:300])
+            return self._error(400, f"not understood: {error}"[:300])
         except FileNotFoundError:
-            return self._router.error(404, "there is none of this id")
+            return self._error(404, "there is none of this id")
         except (OSError, StorageError) as error:
-            return self._router.error(507, f"the run folder cannot be used: {error}")
+            return self._error(507, f"the run folder cannot be used: {error}")
 
     def _answer(self, request: web.BaseRequest, path: str, body: bytes) -> web.Response:
         found = PATHS.fullmatch(path.rstrip("/"))
@@ -129,7 +122,7 @@ class Batches:
                     replace_atomically(self._folder / f"{name}.cancel", str(int(time.time())))
                 told = self._read(name)
             case _:
-                return self._router.error(404, "batches and files have no such path or method")
+                return self._error(404, "batches and files have no such path or method")
         return web.json_response(told)
 
     def _all(self, kind: str) -> list[dict[str, Any]]:
@@ -233,10 +226,11 @@ class Batches:
         async def work() -> None:
             for number in left:
                 row = {"index": number, **await self._ask(session, requests[number])}
-                await asyncio.to_thread(_append, rows, row)
+                line = b"\n" + json.dumps(row).encode() + b"\n"  # behind half a line of a router that has died
+                await asyncio.to_thread(write_bytes, rows, line, append=True, follow=False)
                 done.setdefault(number, row)
 
-        workers = [asyncio.create_task(work()) for _ in range(max(1, self._router.ready) * self._slots)]
+        workers = [asyncio.create_task(work()) for _ in range(max(1, self._ready()) * self._slots)]
         working = asyncio.gather(*workers)
         try:
             while (goes_on := await asyncio.to_thread(self._goes_on, name, requests, done)) and not working.done():
@@ -322,11 +316,6 @@ def form_in(kind: str, body: bytes) -> dict[str, tuple[str, bytes]]:
         names = dict(re.findall(rb'\b(name|filename)="([^"\r\n]*)"', head))
         fields[names.get(b"name", b"").decode()] = names.get(b"filename", b"").decode(errors="replace"), content
     return fields
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    line = b"\n" + json.dumps(row).encode() + b"\n"  # behind half a line of a router that has died
-    write_bytes(path, line, append=True, follow=False)
 
 
 def _content_of(path: Path) -> bytes:

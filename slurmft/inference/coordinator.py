@@ -52,7 +52,7 @@ class _Lease:
     doubled: bool = False
 
 
-class RequestRedistributor:
+class Leases:
     """Every request is open, leased, or done; a lost agent's leases are open again at once.
 
     Args:
@@ -301,7 +301,7 @@ class Coordinator:
     ) -> None:
         self._config, self.batch, self.ledger = config, batch, ledger
         self._submit, self._note = submit, note
-        self.requests = RequestRedistributor(ledger.done, tail_after_s=config.doubles_after_s)
+        self.requests = Leases(ledger.done, tail_after_s=config.doubles_after_s)
         self.agents: dict[int, _Agent] = {}
         self._epochs = itertools.count(ledger.generation * EPOCHS + 1)
         self._parts: list[tuple[str, int, Sequence[tuple[int, int]]]] = []
@@ -596,7 +596,7 @@ class _AgentOfRoster:
 
 
 @dataclass(slots=True)
-class Served:
+class Answered:
     """Requests that the endpoint has answered, as the steps of the run."""
 
     done: int = 0
@@ -632,7 +632,7 @@ class Roster:
         self._settled: set[tuple[int, int]] = set()
         """... of those that were ready since then: one that only starts yet is not missing."""
 
-        self.requests = Served(served)
+        self.requests = Answered(served)
         self.cluster = HighAvailabilityCluster()
         self.agents: dict[int, _AgentOfRoster] = {}
         self.lenders: dict[int, str] = {}

@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,8 @@ from slurmft.config.run import load
 from slurmft.errors import LaunchError, SlurmftError, StorageError, UsageError
 from slurmft.inference.endpoint import is_config_name, is_local, key_of
 from slurmft.inference.gang import Ended, Head, Starts, free_port, join
-from slurmft.inference.ledger import NOTE_S, CheckpointFile, RequestCheckpointer, fingerprint, records_in, segments_of
-from slurmft.inference.requests import Requests, folder_of, segment_name
+from slurmft.inference.ledger import NOTE_S, CheckpointFile, Partials, fingerprint, records_in, segments_of
+from slurmft.inference.requests import Requests, folder_of, refuse_constant, segment_name
 from slurmft.inference.trial_call import function_of
 from slurmft.inference.trial_engine import Stopped, TrialEngine, follow
 from slurmft.ipc.channel import Fields
@@ -110,36 +110,26 @@ class OutOfMemory(Again):
     """A try failed for want of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetryManager:
-    """Tries again after ``Again``: ``base_delay_s`` doubled each time, at most ``max_delay_s``, with jitter."""
+async def retried(work: Callable[[], Awaitable[Result]], config: InferenceConfig) -> Result:
+    """The result of ``work``, which is tried again after ``Again``: up to ``max_retries`` times, after ``base_delay_s``
+    doubled each time, at most ``max_delay_s``, with jitter.
 
-    max_retries: int = 3
-    base_delay_s: float = 1.0
-    max_delay_s: float = 30.0
-
-    async def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """The result of ``work``.
-
-        Raises:
-            Again: of the last try, when there is none left.
-            Exception: any other error of ``work``, at once.
-        """
-        for failed in itertools.count(1):
-            try:
-                return await work()
-            except Again as error:
-                if failed > self.max_retries:
-                    raise
-                pause_s = self._pause_s(failed, error)
-            await asyncio.sleep(pause_s)
-        raise AssertionError("the count has no end")
-
-    def _pause_s(self, failed: int, error: Again) -> float:
-        if error.after_s is not None:
-            return min(error.after_s, self.max_delay_s)
-        jitter_s = random.uniform(0, self.base_delay_s)  # noqa: S311 - spreads load, keeps no secret
-        return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s)
+    Raises:
+        Again: of the last try, when there is none left.
+        Exception: any other error of ``work``, at once.
+    """
+    for failed in itertools.count(1):
+        try:
+            return await work()
+        except Again as error:
+            if failed > config.max_retries:
+                raise
+            pause_s = error.after_s
+        if pause_s is None:
+            jitter_s = random.uniform(0, config.base_delay_s)  # noqa: S311 - spreads load, keeps no secret
+            pause_s = config.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s
+        await asyncio.sleep(min(pause_s, config.max_delay_s))
+    raise AssertionError("the count has no end")
 
 
 # --- What answers requests ---
@@ -206,7 +196,7 @@ class CallableEngine(Engine):
 
     request_path = ""
 
-    def __init__(self, name: str, device: str, at_once: int, partials: RequestCheckpointer | None = None) -> None:
+    def __init__(self, name: str, device: str, at_once: int, partials: Partials | None = None) -> None:
         self.at_once = at_once
         self._partials, self._pieces = partials, 0
         self._is_generator = False
@@ -374,7 +364,7 @@ def head_of(
 
 
 def engine_of(
-    config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer, head: Head | None = None, *,
+    config: InferenceConfig, replica: int, device: str, partials: Partials, head: Head | None = None, *,
     run_folder: Path = Path(), owner: str = "",
 ) -> Engine:  # fmt: skip
     """The engine that the configuration names; ``partials`` takes the beginnings of its answers, and has known ones."""
@@ -393,13 +383,13 @@ class HttpEngine(Engine):
     at_once = 1
 
     def __init__(
-        self, config: InferenceConfig, replica: int, partials: RequestCheckpointer | None = None,
+        self, config: InferenceConfig, replica: int, partials: Partials | None = None,
         head: Head | None = None,
     ) -> None:  # fmt: skip
         self._head = head
         engine, kind = config.engine, inference.engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
-        self._partials = RequestCheckpointer() if partials is None else partials
+        self._partials = Partials() if partials is None else partials
         self._forms = continued_forms(engine.continue_from_prefix)
         self._pieces, self._counted = 0, 0.0
         self._first: float | None = None
@@ -518,7 +508,8 @@ class HttpEngine(Engine):
                 return {"response": {"status_code": status, "body": _body_of(text)}}
             case inference.TryOutcome.SMALLER:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
-        raise (Unavailable if status == 503 else Again)(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
+        kind = Unavailable if inference.is_loading(status, text) else Again
+        raise kind(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
     async def canary(self) -> None:
         """Ask for one token as routers do, which show the engine its own token and none of the clients'.
@@ -537,13 +528,10 @@ class HttpEngine(Engine):
 
     async def _first_request(self) -> dict[str, Any]:
         """One for a token of the first of its models."""
-        import aiohttp
-
-        assert self._session is not None
         body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "1"}], "prompt": "1"}
-        with contextlib.suppress(ValueError, LookupError, TypeError, aiohttp.ClientError, OSError, Again):
-            async with self._session.get(f"{self._base}/v1/models") as response:
-                body["model"] = json.loads(await _content(response))["data"][0]["id"]
+        with contextlib.suppress(ValueError, LookupError, TypeError, Again, TimeoutError):
+            models = await self._told("GET", "/v1/models", self._config.request_timeout_s, follows=True)
+            body["model"] = json.loads(models)["data"][0]["id"]
         return {"id": "canary", "body": body}
 
     async def take_weights(self, weights: WeightsConfig, path: str, version: int) -> None:
@@ -559,8 +547,15 @@ class HttpEngine(Engine):
         if at is not None and (found := version_in(await self._told("GET", at, limit_s))) != version:
             raise Again(f"GET {at}: it has version {found} after an update to {version}")
 
-    async def _told(self, method: str, at: str, limit_s: float, *, body: str | None = None) -> str:
+    async def _told(
+        self, method: str, at: str, limit_s: float, *, body: str | None = None, follows: bool = False,
+        good: Collection[int] = range(200, 300),
+    ) -> str:  # fmt: skip
         """What the engine answers to a call that is no request of a client.
+
+        Args:
+            follows: where it is sent on.
+            good: any other status is a refusal.
 
         Raises:
             Again: it refuses, or does not answer.
@@ -572,10 +567,10 @@ class HttpEngine(Engine):
         limit, headers = aiohttp.ClientTimeout(total=limit_s), {"Content-Type": "application/json"} if body else {}
         try:
             async with self._session.request(
-                method, f"{self._base}{at}", data=body, headers=headers, timeout=limit, allow_redirects=False
+                method, f"{self._base}{at}", data=body, headers=headers, timeout=limit, allow_redirects=follows
             ) as response:
                 text = (await _content(response)).decode(errors="replace")
-                if response.status >= 300:
+                if response.status not in good:
                     raise Again(f"{method} {at}: HTTP {response.status}: {text[:MAX_TOLD]}")
                 return text
         except TimeoutError:
@@ -585,17 +580,12 @@ class HttpEngine(Engine):
 
     async def tokens(self) -> float:
         """From the engine's metrics since the first look, and by the pieces of streams."""
-        import aiohttp
-
-        if not self._metric or not self._metrics_path or self._session is None:
-            return self._pieces + self._counted
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            limit = aiohttp.ClientTimeout(total=METRICS_S)
-            async with self._session.get(self._base + self._metrics_path, timeout=limit) as response:
-                found = inference.counter_in((await _content(response)).decode(errors="replace"), self._metric)
-            if found is not None:
-                self._first = found if self._first is None else self._first
-                self._counted = found - self._first
+        if self._metric and self._metrics_path and self._session is not None:
+            with contextlib.suppress(Again, TimeoutError):
+                text = await self._told("GET", self._metrics_path, METRICS_S, follows=True)
+                if (found := inference.counter_in(text, self._metric)) is not None:
+                    self._first = found if self._first is None else self._first
+                    self._counted = found - self._first
         return self._pieces + self._counted
 
     async def _gather(self, response: aiohttp.ClientResponse, key: str, joined: JoinedAnswer) -> tuple[int, str] | None:
@@ -650,20 +640,16 @@ class HttpEngine(Engine):
             self._private.close()
 
     async def _is_ready(self) -> bool:
-        import aiohttp
-
-        assert self._session is not None
         if self._process is not None and self._private is None and not await self._is_ours():
             return False
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            limit = aiohttp.ClientTimeout(total=READY_TRY_S)
-            async with self._session.get(self._base + self._ready_path, timeout=limit) as response:
-                return response.status == 200
+        with contextlib.suppress(Again, TimeoutError):
+            await self._told("GET", self._ready_path, READY_TRY_S, follows=True, good=(200,))
+            return True
         return False
 
     async def _is_loading(self) -> bool:
-        """Whether a server that was started here says of a first request that it cannot serve yet (503), as some do
-        while ``ready_path`` is answered already: their requests would fail, and it would be killed for that."""
+        """Whether a server that was started here says of a first request that it cannot serve yet, as some do while
+        ``ready_path`` is answered already: their requests would fail, and it would be killed for that."""
         if self._process is None:
             return False
         try:
@@ -734,13 +720,9 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 def _body_of(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return {"text": text}
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
 
 
 def _filled(word: str, words: Mapping[str, str]) -> str:
@@ -787,7 +769,7 @@ class _Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class InHand:
     """What an engine has to do."""
 
     in_flight: int
@@ -799,7 +781,7 @@ class Load:
 
 
 async def watch_progress(
-    engine: Engine, hang_timeout_s: float, load: Callable[[], Load], tell: Callable[..., None]
+    engine: Engine, hang_timeout_s: float, load: Callable[[], InHand], tell: Callable[..., None]
 ) -> None:
     """Tell the agent of tokens, as an engine may be long over an answer without sending a byte of it; and how long it
     may be silent, as long as its counter was not seen to grow but at the end of requests."""
@@ -841,7 +823,7 @@ class Driver:
         self._settings, self._config = settings, config
         self._folder = folder_of(run_folder)
         self._requests = Requests(self._folder)
-        self._partials = RequestCheckpointer(expire_after_s=config.partial_expires_after_s)
+        self._partials = Partials(expire_after_s=config.partial_expires_after_s)
         owner = {name: getattr(settings, name) for name in ("generation", "node", "replica", "life")}
         self._fingerprint = fingerprint(config.engine)
         self._partials_file = CheckpointFile(self._folder, owner, self._fingerprint, self._partials)
@@ -849,11 +831,10 @@ class Driver:
         self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials, head,
                                          run_folder=run_folder, owner="-".join(map(str, owner.values())))  # fmt: skip
         self._slots = inference.Slots.full(config.concurrency)
-        self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
         self._running: set[asyncio.Task[None]] = set()
-        self._asked = 0
-        """Requests that the engine has."""
+        self._calls = 0
+        """Of the engine, that are under way."""
 
         self._in_hand: dict[int, tuple[_Taken, float, asyncio.Timeout]] = {}
         """What the engine works on: since when, and how to end that."""
@@ -864,7 +845,6 @@ class Driver:
         self._completed: dict[int, list[int]] = {}
         """Answers that are written, by their epochs, of which it does not know either."""
 
-        self._more = asyncio.Event()
         self._segment: SegmentWriter | None = None
         self._epoch = -1
         self._uncommitted: list[int] = []
@@ -902,7 +882,7 @@ class Driver:
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
         regular = (
-            self._dispatch_lists(), self._commit_regularly(), self._partials_file.save_regularly(),
+            self._commit_regularly(), self._partials_file.save_regularly(),
             watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send),
         )  # fmt: skip
         tasks = [asyncio.create_task(work) for work in regular]
@@ -974,23 +954,17 @@ class Driver:
         self._fill()
 
     def _fill(self) -> None:
-        """Keep the engine as busy as it may be."""
-        if self._engine.at_once > 1:
-            self._more.set()
-            return
-        while self._waiting and self._asked < self._slots.now:
-            taken = self._waiting.popleft()
+        """Keep the engine as busy as it may be: with one request in each call, or with one list after the other."""
+        takes_lists = self._engine.at_once > 1
+        size, most = (self._slots.now, 1) if takes_lists else (1, self._slots.now)
+        while self._waiting and self._calls < most:
+            taken = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             self._tell_soon()
-            self._begun.append(taken.index)
-            self._asked += 1
-            self._run(self._answer_one(taken))
-
-    async def _dispatch_lists(self) -> None:
-        while True:
-            await self._more.wait()
-            self._more.clear()
-            while self._waiting:
-                await self._answer_together()
+            self._begun += [each.index for each in taken]
+            if takes_lists:
+                self._send()  # at once: it is in this process, and may take that with it
+            self._calls += 1
+            self._run(self._answer(taken))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -1002,42 +976,34 @@ class Driver:
         if not task.cancelled() and (error := task.exception()) is not None and not self._sick.done():
             self._sick.set_exception(error)
 
-    async def _answer_together(self) -> None:
-        """One list for the callable; where that fails, each request of it alone."""
-        taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._slots.now))]
-        self._send(kind="begun", indexes=[each.index for each in taken])
-        task = asyncio.ensure_future(self._answer_list(taken))
-        self._running.add(task)
-        try:
-            await task
-        finally:
-            self._running.discard(task)
-
-    async def _answer_list(self, taken: Sequence[_Taken]) -> None:
+    async def _answer(self, taken: Sequence[_Taken]) -> None:
+        """What is in one call; where a list fails, each of its requests alone."""
         if len(taken) > 1:
             try:
                 answers = await self._engine.answer([each.request for each in taken])
             except OutOfMemory as error:
                 self._shrink(str(error))
                 self._waiting.extendleft(reversed(taken))
+                self._end_call()
                 return
             except Again as error:
                 log.info("a list of %d requests failed, each is tried alone: %s", len(taken), error)
             else:
                 self._proof = taken[-1].request
+                self._end_call()
                 pairs = zip(taken, answers, strict=True)
                 await self._keep([(each.index, each.epoch, answer) for each, answer in pairs])
                 return
         for each in taken:
-            if (found := await self._answer_of(each)) is not None:
+            found = await self._answer_of(each)
+            if each is taken[-1]:
+                self._end_call()
+            if found is not None:
                 await self._keep([(each.index, each.epoch, found[0])], by_engine=found[1])
 
-    async def _answer_one(self, taken: _Taken) -> None:
-        found = await self._answer_of(taken)
-        self._asked -= 1
-        self._fill()  # before the answer is written: meanwhile the engine has its next request
-        if found is not None:
-            await self._keep([(taken.index, taken.epoch, found[0])], by_engine=found[1])
+    def _end_call(self) -> None:
+        self._calls -= 1
+        self._fill()  # before the answers are written: meanwhile the engine has its next requests
 
     async def _answer_of(self, taken: _Taken) -> tuple[Answer, bool] | None:
         """The answer, and whether the engine gave it; None when the engine gives none at all."""
@@ -1060,7 +1026,7 @@ class Driver:
                 self._in_hand.pop(taken.index, None)
 
         try:
-            answer = await self._retries.call(attempt)
+            answer = await retried(attempt, self._config)
         except Stopped:
             if not self._draining:  # its lease is void, and a slot is free again
                 self._send(kind="dropped", count=1)
@@ -1079,8 +1045,8 @@ class Driver:
             self._proof = taken.request
         return answer, True
 
-    def _load(self) -> Load:
-        return Load(
+    def _load(self) -> InHand:
+        return InHand(
             len(self._running), self._ended, max((taken.patience for taken, *_ in self._in_hand.values()), default=1.0)
         )
 
@@ -1243,14 +1209,7 @@ def exit_code_of(code: int) -> int:
     return 128 - code if code < 0 else code or 1
 
 
-class OneReplica(Protocol):
-    """A driver."""
-
-    async def run(self) -> int:
-        """Drive until the agent says so or the engine ends; returns the exit code."""
-
-
-def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], OneReplica]) -> int:
+def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], Any]) -> int:
     """Run a driver of this kind as the environment describes it; returns the exit code."""
 
     async def run() -> int:

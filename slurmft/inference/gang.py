@@ -167,7 +167,7 @@ class Head:
             joins = Joins.parse(body, "what a member says")
             if not 0 < joins.rank < self._nodes or joins.rank in self._members:
                 raise BadMessage(f"{joins.host} says it is member {joins.rank}, which there is already or never was")
-            keep_alive(writer)
+            keep_alive(writer.get_extra_info("socket"))
             member, self._members[joins.rank] = joins, channel
             if len(self._members) == self._nodes - 1:
                 self._whole.set_result(self._nodes)

@@ -1,18 +1,25 @@
-"""The gate of one replica, which lets the run's routers through to the engine and no one else; and one address for an
-endpoint, on the machine of its clients.
+"""The driver of one replica of an endpoint: starts its engine, and lets the routers of the run, and nobody else, to it.
+
+    python -m slurmft.inference.gate      (forked by the agent's zygote)
 
 Behind a gate's handshake the bytes of a connection pass unchanged, without a look into them: the engine may speak
 any HTTP, and pays next to nothing for it. On a connection of its own each router says how many requests it has
 there, and hears at once when the replica drains or its engine has ended.
+
+It speaks with its agent as the driver of a batch does (``inference.driver``), and tells it how many requests the engine
+works on, and whether bytes of answers or tokens came: by that the agent judges a hang. When the engine ends, or fails
+whatever it is asked, the driver ends with its code; when the agent is gone, so is the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
+import json
 import logging
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +27,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
-from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
-from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, listening_socket, written
-from slurmft.policy.serving import Served
+from slurmft.inference import driver
+from slurmft.inference.endpoint import OWN_CONFIG, WEIGHTS_LOOK_S, is_local, key_of, read_published
+from slurmft.ipc.channel import BadMessage, Count, Fields, Seconds, keep_alive, listening_socket, written
+from slurmft.policy.inference import has_crashed
+from slurmft.policy.serving import FAILURES_TO_AVOID, Served
 from slurmft.policy.values import Strangers
 from slurmft.system.background import heard_awake, overslept_s
 from slurmft.system.files import NONCE_BYTES, TAG_BYTES, derived_key, new_nonce
+from slurmft.system.processes import allow_descriptors
 
 # --- handshake ---
 # How a router and a replica's gate prove to each other that they hold the run's key, before a byte of a request flows.
@@ -41,6 +52,8 @@ REQUESTS, CONTROL = b"r", b"c"
 """What a connection is for: one engine connection, or words between router and gate."""
 
 ANSWER_BYTES = NONCE_BYTES + 1 + TAG_BYTES
+PEER_LOST_S = 10.0
+"""After which the kernel ends a connection whose other side is silent, such as that of a dead node."""
 
 
 class NotTheGate(OSError):
@@ -78,7 +91,7 @@ async def knock(host: str, port: int, key: bytes, what: bytes) -> socket.socket:
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            notice_lost_peers(connection)
+            keep_alive(connection, PEER_LOST_S)
             await loop.sock_connect(connection, address)
             gate, mine = await _exactly(connection, NONCE_BYTES), new_nonce()
             await loop.sock_sendall(connection, mine + what + tag_of_router(key, gate, mine, what))
@@ -102,16 +115,6 @@ async def _exactly(connection: socket.socket, count: int) -> bytes:
             raise NotTheGate("the connection has ended before the other side proved itself")
         content += part
     return content
-
-
-def notice_lost_peers(connection: socket.socket, within_s: int = 10) -> None:
-    """Have the kernel end a connection whose other side is silent for about so long, such as that of a dead node."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, within_s * 2 // 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, within_s // 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    # the others do nothing while data is under way
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * within_s)
 
 
 # --- The gate of one replica: it lets the run's routers through to the engine, and no one else ---
@@ -359,26 +362,40 @@ class Gate:
         return told.as_line()
 
 
-class _Visitor(asyncio.Protocol):
+class _End(asyncio.Protocol):
+    """One end of a connection."""
+
+    transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def end(self) -> None:
+        """Hang up."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class _Visitor(_End):
     """A connection that has just come."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self._nonce, self._answer = gate, new_nonce(), b""
-        self._transport: asyncio.Transport | None = None
         self._limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        assert self.transport is not None
         if (connection := transport.get_extra_info("socket")) is not None:
-            notice_lost_peers(connection)
-        self._transport = transport
+            keep_alive(connection, PEER_LOST_S)
         for oldest in self._gate.strangers.admit(self, self._peer()):
             oldest.end()
-        self._limit = asyncio.get_running_loop().call_later(HANDSHAKE_S, transport.abort)
-        transport.write(self._nonce)
+        self._limit = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.transport.abort)
+        self.transport.write(self._nonce)
 
     def data_received(self, data: bytes) -> None:
-        assert self._transport is not None and self._limit is not None
+        assert self.transport is not None and self._limit is not None
         self._answer += data
         if len(self._answer) < ANSWER_BYTES:
             return
@@ -387,14 +404,14 @@ class _Visitor(asyncio.Protocol):
         found = answered_well(self._gate.key, self._nonce, self._answer[:ANSWER_BYTES])
         if found is None:
             log.warning("refused a connection from %s: it does not hold the run's key", self._peer())
-            self._transport.abort()
+            self.end()
             return
         what, proof = found
-        self._transport.write(proof)
+        self.transport.write(proof)
         rest = self._answer[ANSWER_BYTES:]
         heir: _Control | _Through = _Control(self._gate) if what == CONTROL else _Through(self._gate)
-        self._transport.set_protocol(heir)
-        heir.connection_made(self._transport)
+        self.transport.set_protocol(heir)
+        heir.connection_made(self.transport)
         if rest:
             heir.data_received(rest)
 
@@ -403,16 +420,11 @@ class _Visitor(asyncio.Protocol):
             self._limit.cancel()
         self._gate.strangers.forget(self)
 
-    def end(self) -> None:
-        """Hang up."""
-        if self._transport is not None:
-            self._transport.abort()
-
     def _peer(self) -> str:
-        return str(((self._transport and self._transport.get_extra_info("peername")) or ("?",))[0])
+        return str(((self.transport and self.transport.get_extra_info("peername")) or ("?",))[0])
 
 
-class _Control(asyncio.Protocol):
+class _Control(_End):
     """A router's own connection."""
 
     def __init__(self, gate: Gate) -> None:
@@ -420,11 +432,9 @@ class _Control(asyncio.Protocol):
         self.told = RouterTold(begun=0, done=0)
         self.turn = 0
         self.heard_s = time.monotonic()
-        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        super().connection_made(transport)
         self._gate.joined(self)
 
     def data_received(self, data: bytes) -> None:
@@ -452,51 +462,39 @@ class _Control(asyncio.Protocol):
         self._gate.left(self)
 
     def tell(self, line: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            if self._transport.get_write_buffer_size() > 1 << 16:  # it has not listened for long
-                self._transport.abort()
+        if self.transport is not None and not self.transport.is_closing():
+            if self.transport.get_write_buffer_size() > 1 << 16:  # it has not listened for long
+                self.end()
             else:
-                self._transport.write(line)
-
-    def end(self) -> None:
-        """Hang up."""
-        if self._transport is not None:
-            self._transport.abort()
+                self.transport.write(line)
 
 
-class _Side(asyncio.Protocol):
+class _Side(_End):
     """One end of a connection that passes through."""
 
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.other: _Side | None = None
+    other: asyncio.Transport | None = None
+    """Of the other end, where that is there."""
 
     def pause_writing(self) -> None:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.pause_reading()
+        if self.other is not None:
+            self.other.pause_reading()
 
     def resume_writing(self) -> None:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.other is not None and self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.close()  # after what was written has gone out
+        if self.other is not None:
+            self.other.resume_reading()
 
 
 class _Through(_Side):
     """The router's end; what comes before the engine's end is there waits."""
 
     def __init__(self, gate: Gate) -> None:
-        super().__init__()
         self._gate, self._early = gate, b""
         self._opening: asyncio.Task[None] | None = None
         self.is_answered, self.is_work = True, False
         """Nothing has come since the engine's last byte; what came last is more than a look at the engine."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        super().connection_made(transport)
         self._gate.through.add(self)
         self._opening = asyncio.ensure_future(self._open())
 
@@ -508,131 +506,271 @@ class _Through(_Side):
             log.debug("the engine takes no connection: %s", error)
             self.transport.abort()
             return
-        assert self.other is not None and self.other.transport is not None
+        assert self.other is not None
         if self._early:
-            self.other.transport.write(self._early)
+            self.other.write(self._early)
         self._early = b""
         if self.transport.is_closing():
-            self.other.transport.abort()
+            self.other.abort()
         else:
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         if self.is_answered:  # the head of a request: there is one at a time on a connection
             self.is_answered, self.is_work = False, not data.startswith(LOOKS)
-        if self.other is not None and self.other.transport is not None and not self._early:
-            self.other.transport.write(data)
+        if self.other is not None and not self._early:
+            self.other.write(data)
             return
         assert self.transport is not None
         self._early += data
         self.transport.pause_reading()
 
-    def end(self) -> None:
-        """Hang up."""
-        if self.transport is not None:
-            self.transport.abort()
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._gate.through.discard(self)
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.abort()  # the client is gone: an engine that goes on would work in vain
+        if self.other is not None:
+            self.other.abort()  # the client is gone: an engine that goes on would work in vain
 
 
 class _ToEngine(_Side):
+    """The engine's end."""
+
     def __init__(self, gate: Gate, router: _Through) -> None:
-        super().__init__()
-        self._gate, self._router, self.other = gate, router, router
+        self._gate, self._router, self.other = gate, router, router.transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) and self.other is not None
-        self.transport = transport
-        self.other.other = self
+        super().connection_made(transport)
+        self._router.other = self.transport
 
     def data_received(self, data: bytes) -> None:
         self._gate.moved = self._gate.moved or self._router.is_work
         self._router.is_answered = True
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.write(data)
+        if self.other is not None:
+            self.other.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.other is not None and not self.other.is_closing():
+            self.other.close()  # after what was written has gone out
 
 
-# --- One address for an endpoint, on the machine of its clients: each connection goes on to a router that lives ---
-# Bytes pass unread, TLS included. A node that is powered off says nothing on its connections: the kernel asks it, and
-# ends them after about 4 s. While no router is reached, as between two jobs, connections wait.
+# --- The driver: starts the engine, and tells the agent what it works on ---
 
-CONNECT_S, AGAIN_S = 1.0, 0.2
-AVOIDED_S = 5.0
-"""How long a router that was not reached is tried after the others."""
+TELL_S = 0.05
+DRAINED_LOOK_S = 0.02
+SICK_LOOK_S = 0.25
+QUEUED_S, QUEUED_LOOK_S = 10.0, 0.005
+"""How long a connection waits for an engine that does not keep up with taking them."""
 
-WAIT_S = 300.0
-"""How long a connection waits for a router."""
+SHUT_S = 3.0
+DESCRIPTORS = 65_536
+"""What a gate wants, where the hard limit allows it: two for each request, of all routers."""
 
-LOST_S = 4
-MOST = 1024
-"""Connections at a time; one more waits until another one has ended."""
+LAST_WORDS_S = 0.1
+"""Between the last word to the routers and the end, so that they hear it before the connection ends."""
 
 
-class Forwarder:
-    """Passes connections at a port of the loopback address on to the routers of the run."""
+class ServingDriver:
+    """One replica, from its engine's start to its end."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._run_folder, self._turn = run_folder, 0
-        self._avoided: dict[tuple[str, int], float] = {}
-        self._room = asyncio.Semaphore(MOST)
+    def __init__(self, settings: driver.ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
+        self._settings, self._config = settings, config
+        self._run_folder = run_folder
+        self._engine = driver.HttpEngine(
+            config, settings.replica, head=driver.head_of(settings, config, run_folder, self._send)
+        )
+        self._gate = Gate(key_of(run_folder), self._connect)
+        self._host = "127.0.0.1" if is_local(os.environ) else None
+        self._writer: asyncio.StreamWriter | None = None
+        self._refuses_since_s = 0.0
+        self._shut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._proving: asyncio.Task[None] | None = None
+        self._working = self._proved = 0
+        """Requests that the agent knows of, and the smallest ones that were asked."""
 
-    async def serve(self, port: int, on_ready: Callable[[int], None]) -> None:
-        """Listen until cancelled; ``on_ready`` is given the port.
+    async def run(self) -> int:
+        """Work until the agent says so or the engine ends; returns the exit code.
 
         Raises:
-            OSError: the port is taken.
+            SlurmftError: the engine cannot be started.
         """
-        server = await asyncio.start_server(self._take, sock=listening_socket("127.0.0.1", port))
-        async with server:
-            on_ready(int(server.sockets[0].getsockname()[1]))
-            await server.serve_forever()
-
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ends = [writer]
+        reader, self._writer = await asyncio.open_unix_connection(self._settings.socket, limit=driver.MAX_LINE_BYTES)
+        self._send(kind="hello", replica=self._settings.replica, life=self._settings.life)
+        hearing = asyncio.create_task(self._hear(reader))
         try:
-            async with self._room:
-                found = await self._connect(reader)
-                ends.append(found[1])
-                ways = [asyncio.ensure_future(_pass(*way)) for way in ((reader, found[1]), (found[0], writer))]
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                for way in ways:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
-        except OSError:  # no router; TimeoutError as well
-            pass
+            await self._engine.start()
+            if Path(self._settings.config).name != OWN_CONFIG:
+                await self._engine.canary()  # of an update: the old engine is not given up for one that refuses all
+            allow_descriptors(DESCRIPTORS)  # not the engine's, which has been started
+            if self._config.serving and self._config.serving.weights.update_path:
+                self._gate.keep()  # until it has what is published
+            port = await self._gate.listen(self._host)
+            self._send(kind="ready", slots=self._config.concurrency, port=port)
+            return await self._work(hearing)
         finally:
-            for end in ends:
-                end.close()
+            self._gate.close()
+            await self._engine.close()
 
-    async def _connect(self, client: asyncio.StreamReader) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async with asyncio.timeout(WAIT_S):
-            while not client.at_eof():
-                for host, port in self._routers():
-                    with contextlib.suppress(OSError):
-                        async with asyncio.timeout(CONNECT_S):
-                            reader, writer = await asyncio.open_connection(host, port)
-                        notice_lost_peers(writer.get_extra_info("socket"), LOST_S)
-                        return reader, writer
-                    self._avoided[host, port] = time.monotonic() + AVOIDED_S
-                await asyncio.sleep(AGAIN_S)
-        raise ConnectionResetError("the client is gone")
+    async def _work(self, hearing: asyncio.Task[None]) -> int:
+        ended = asyncio.create_task(self._engine.ended())
+        sick = asyncio.create_task(self._watch_failures())
+        outdated = asyncio.create_task(self._keep_weights())
+        progress = driver.watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send)
+        tasks = [asyncio.create_task(work) for work in (self._tell_load(), progress)]
+        waits: list[asyncio.Future[Any]] = [hearing, ended, sick, outdated, self._shut, *tasks]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, sick, outdated):
+            if task.done() and (error := task.exception()) is not None:
+                raise error
+        ended_before = self._gate.ended
+        self._gate.say("ended", crashed=ended.done() and has_crashed(ended.result()))
+        if sick.done():
+            await asyncio.sleep(LAST_WORDS_S)
+            sys.stderr.write(f"slurmft: the engine fails every request: {sick.result()}\n")
+            return driver.EXIT_SICK
+        if ended.done():
+            await asyncio.sleep(LAST_WORDS_S)
+            # what has come in the last moment counts, and what its end has ended does not
+            self._tell(self._gate.in_flight + self._gate.ended - ended_before, 0)
+            sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
+            return driver.exit_code_of(ended.result())
+        if outdated.done():
+            sys.stderr.write(f"slurmft: the engine does not take the published weights: {outdated.result()}\n")
+            return driver.EXIT_SICK
+        if self._shut.done():
+            sys.stderr.write(f"slurmft: the engine lives, and has taken no connection for {SHUT_S:.0f} s\n")
+            return driver.EXIT_SICK
+        return 0
 
-    def _routers(self) -> list[tuple[str, int]]:
-        """By turns; those that were not reached lately come last."""
-        routers: tuple[RouterAddress, ...] = ()
-        with contextlib.suppress(StorageError, OSError):
-            routers = HighAvailabilityCluster.read(self._run_folder).routers
-        self._turn += 1
-        now_s, found = time.monotonic(), [routers[(self._turn + place) % len(routers)] for place in range(len(routers))]
-        places = [(host, each.port) for each in found for host in each.hosts]
-        return sorted(places, key=lambda place: self._avoided.get(place, 0.0) > now_s)
+    async def _connect(self, protocol: Any) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(self._engine.place, str):
+                await loop.create_unix_connection(protocol, sock=await unix_connection(self._engine.place))
+            else:
+                await loop.create_connection(protocol, "127.0.0.1", self._engine.place)
+        except (ConnectionRefusedError, FileNotFoundError):  # one that waits for its own processes at its end
+            self._refuses_since_s = self._refuses_since_s or time.monotonic()
+            if time.monotonic() - self._refuses_since_s > SHUT_S and not self._shut.done():
+                self._shut.set_result(None)
+            raise
+        self._refuses_since_s = 0.0
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Return when there is nothing more to do: the agent is gone, or all that was in flight is finished."""
+        while line := await reader.readline():
+            kind = json.loads(line)["kind"]
+            if kind == "prove":
+                self._gate.suspect(is_suspected=True)
+                self._proving = asyncio.create_task(self._prove())
+            elif kind == "drain":
+                self._gate.say("draining")
+                while self._gate.in_flight:
+                    await asyncio.sleep(DRAINED_LOOK_S)
+                return
+
+    async def _tell_load(self) -> None:
+        ended = 0
+        while True:
+            await asyncio.sleep(TELL_S)
+            moved, self._gate.moved = self._gate.moved, False
+            if moved:
+                self._send(kind="progress")
+            new, ended = self._gate.ended - ended, self._gate.ended
+            self._tell(self._gate.working, new)
+
+    def _tell(self, working: int, completed: int) -> None:
+        more, self._working = working - self._working, working
+        if more or completed:
+            self._send(kind="load", more=more, completed=completed)
+
+    def _load(self) -> driver.InHand:
+        return driver.InHand(self._working, self._gate.ended + self._proved, self._gate.patience)
+
+    async def _prove(self) -> None:
+        if await driver.works(self._engine, self._gate.proof(is_answered=False)):
+            self._send(kind="progress")
+        self._proved += 1
+
+    async def _watch_failures(self) -> str:
+        """Return, with the reason, when the engine lives and fails whatever it is asked."""
+        good = bad = row = 0
+        since_s = time.monotonic()
+        while True:
+            await asyncio.sleep(SICK_LOOK_S)
+            (good_before, bad_before), (good, bad) = (good, bad), self._gate.outcomes
+            row += max(0, bad - bad_before)
+            if good > good_before or not row:
+                row, since_s = 0, time.monotonic()
+            if row < FAILURES_TO_AVOID:
+                continue
+            proof = self._gate.proof(is_answered=True)
+            if await driver.works(self._engine, proof):
+                row, self._proved = 0, self._proved + 1
+            # without a small request to ask it, what fails may all be of one client's making
+            elif proof is not None or time.monotonic() - since_s > self._config.hang_timeout_s:
+                return f"{row} in a row{', and the smallest one' if proof else ''}"
+
+    async def _keep_weights(self) -> str:
+        """Give the engine the newest published weights, again and again; returns why where it hangs over them.
+
+        Routers begin nothing on it from the first look at a publication until the engine has it: after an update that
+        failed what it has is unknown.
+        """
+        assert self._config.serving is not None
+        settings, failed, told = self._config.serving.weights, 0, ""
+        if settings.update_path is None:
+            return await asyncio.Future[str]()
+        while True:
+            try:
+                newest = await asyncio.to_thread(read_published, self._run_folder)
+                if newest is not None and newest.served != self._gate.weights:
+                    await self._gate.emptied()
+                    await self._engine.take_weights(settings, newest.path, newest.version)
+                    log.info("the engine has version %d of the weights, from %s", newest.version, newest.path)
+                    self._gate.weights = newest.served
+                self._gate.resume()
+            except TimeoutError:
+                return f"no answer to {settings.update_path} within {settings.update_timeout_s:g} s"
+            except (driver.Again, StorageError) as error:
+                if str(error) != told:
+                    log.warning("the engine does not have the published weights, trying again: %s", error)
+                told, failed = str(error), failed + 1
+                await asyncio.sleep(min(self._config.max_delay_s, self._config.base_delay_s * 2.0 ** min(failed, 30)))
+            else:
+                failed, told = 0, ""
+                await asyncio.sleep(WEIGHTS_LOOK_S)
+
+    def _send(self, **message: Any) -> None:
+        if message["kind"] == "progress":
+            self._gate.suspect(is_suspected=False)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
 
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
+async def unix_connection(path: str) -> socket.socket:
+    """A connection to a Unix socket, also while more clients come than it takes at once.
+
+    The kernel refuses one that finds the queue full with EAGAIN, which asyncio takes for "will be connected soon".
+
+    Raises:
+        OSError: nothing listens there, or the queue stays full.
+    """
+    until_s = time.monotonic() + QUEUED_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.setblocking(False)
+            connection.connect(path)
+        except BlockingIOError:
+            connection.close()
+            if time.monotonic() > until_s:
+                raise
+            await asyncio.sleep(QUEUED_LOOK_S)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+
+
+if __name__ == "__main__":
+    os._exit(driver.drive(ServingDriver))

@@ -717,7 +717,7 @@ class _Entry:
         return sys.getsizeof(self.prefix.text)
 
 
-class RequestCheckpointer:
+class Partials:
     """The text that requests in flight have so far, by their ids.
 
     An entry that was not noted anew for ``expire_after_s`` is gone; where there are too many, or they are too large,
@@ -828,7 +828,7 @@ class CheckpointFile:
         engine: its fingerprint.
     """
 
-    def __init__(self, folder: Path, owner: Mapping[str, int], engine: str, checkpointer: RequestCheckpointer) -> None:
+    def __init__(self, folder: Path, owner: Mapping[str, int], engine: str, checkpointer: Partials) -> None:
         self._folder, self._owner, self._engine, self._checkpointer = partials_of(folder), owner, engine, checkpointer
         self.epoch = 0
         """Of the newest lease; what is written from now on is for it."""
@@ -854,35 +854,25 @@ class CheckpointFile:
             if not (records := self._checkpointer.changes()):
                 return
             try:
-                await asyncio.to_thread(self._begin if anew else self._append, records, epoch)
+                await asyncio.to_thread(self._write, records, epoch, anew=anew)
             except (OSError, StorageError) as error:
                 log.warning("checkpoints of requests cannot be written: %s", error)
                 self._checkpointer.begin_anew()
 
-    def _append(self, records: Iterable[Mapping[str, Any]], _epoch: int) -> None:
-        assert self._segment is not None
+    def _write(self, records: Iterable[Mapping[str, Any]], epoch: int, *, anew: bool) -> None:
+        """Append to the file; ``anew``: to a new one, in the place of any that is there."""
+        if anew or self._segment is None:
+            if self._segment is not None:
+                self._segment.close()
+            self._segment, self._segment_epoch = None, -1
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            path = self._folder / segment_name(**self._owner, epoch=epoch)
+            path.unlink(missing_ok=True)
+            header = {**self._owner, "epoch": epoch, "engine": self._engine, "partials": FORMAT}
+            self._segment, self._segment_epoch = SegmentWriter(path, header), epoch
+            fsync_folder(self._folder)
         self._segment.append(records)
         self._segment.sync()
-
-    def _begin(self, records: Iterable[Mapping[str, Any]], epoch: int) -> None:
-        """Write a new file, with all that is in flight, and have it take the place of the old one."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        path = self._folder / segment_name(**self._owner, epoch=epoch)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.unlink(missing_ok=True)
-        header = {**self._owner, "epoch": epoch, "engine": self._engine, "partials": FORMAT}
-        segment = SegmentWriter(temporary, header)
-        try:
-            segment.append(records)
-            segment.sync()
-            temporary.rename(path)
-        except OSError:
-            segment.close()
-            raise
-        fsync_folder(self._folder)
-        if self._segment is not None:
-            self._segment.close()
-        self._segment, self._segment_epoch = segment, epoch
 
 
 def partials_of(folder: Path) -> Path:

@@ -32,15 +32,24 @@ SUSPECTED = 0.5
 
 @dataclass(slots=True)
 class Watched:
-    """One life of a replica."""
+    """One life of a replica, judged by progress and not by a health page: engines answer 200 while they hang.
+
+    Progress is a byte of an answer or a new token. That a request has begun, or that its client has given up, is none:
+    while there are requests the time without progress adds up. Half of it makes a suspect, which is to answer the
+    smallest request; where it does, it lives, and what takes so long is a request. All times are seconds of one
+    monotonic clock.
+    """
 
     since_s: float
     """When it was started or made progress; moved on by the time in which it had nothing to do."""
 
+    is_over: bool = False
+    """It has ended, or another node answers for it."""
+
     idle_s: float | None = None
     """Since when it has nothing to do."""
 
-    ready: bool = False
+    is_ready: bool = False
     in_flight: int = 0
     patience: float = 1.0
     """By how much longer than ``hang_timeout_s`` the requests that it has may take."""
@@ -49,137 +58,69 @@ class Watched:
     """Since when it is to answer the smallest request there is."""
 
     worked: bool = False
-    """It has made progress in this life."""
+    """It has made progress."""
 
-
-class WorkerHealthMonitor:
-    """Judges replicas by progress, not by a health page: engines answer 200 while they hang.
-
-    Progress is a byte of an answer or a new token. That a request has begun, or that its client has given up, is none:
-    while there are requests the time without progress adds up. Half of it makes a suspect, which is to answer the
-    smallest request; where it does, it lives, and what takes so long is a request. All times are seconds of one
-    monotonic clock.
-
-    Args:
-        hang_timeout_s: without progress while requests are in flight.
-        startup_timeout_s: from the start until it is ready.
-    """
-
-    def __init__(self, *, hang_timeout_s: float, startup_timeout_s: float) -> None:
-        self._hang_s, self._startup_s = hang_timeout_s, startup_timeout_s
-        self._watched: dict[int, Watched] = {}
-
-    def started(self, replica: int, now_s: float) -> None:
-        """Its process was started."""
-        self._watched[replica] = Watched(now_s)
-
-    def ready(self, replica: int, now_s: float) -> None:
+    def ready(self, now_s: float) -> None:
         """It takes requests from now on."""
-        if (watched := self._watched.get(replica)) is not None:
-            watched.ready, watched.since_s, watched.idle_s = True, now_s, now_s
+        self.is_ready, self.since_s, self.idle_s = True, now_s, now_s
 
-    def holds(self, replica: int, more: int, now_s: float) -> None:
+    def holds(self, more: int, now_s: float) -> None:
         """It has so many more requests, or fewer."""
-        if (watched := self._watched.get(replica)) is not None:
-            watched.in_flight = max(0, watched.in_flight + more)
-            self._settle(watched, now_s)
+        if not self.is_over:
+            self.in_flight = max(0, self.in_flight + more)
+            self._settle(now_s)
 
-    def progressed(self, replica: int, now_s: float) -> None:
+    def progressed(self, now_s: float) -> None:
         """It made a token, sent a byte of an answer, or answered the smallest request."""
-        if (watched := self._watched.get(replica)) is not None:
-            watched.since_s, watched.asked_s, watched.idle_s, watched.worked = now_s, None, None, True
-            self._settle(watched, now_s)
-
-    def waits_for(self, replica: int, patience: float) -> None:
-        """The largest request that it has may take so many times as long as an ordinary one."""
-        if (watched := self._watched.get(replica)) is not None:
-            watched.patience = patience
-
-    def gone(self, replica: int) -> Watched:
-        """It has ended; returns what was known of it."""
-        return self._watched.pop(replica, None) or Watched(0.0)
+        if not self.is_over:
+            self.since_s, self.asked_s, self.idle_s, self.worked = now_s, None, None, True
+            self._settle(now_s)
 
     def asleep(self, seconds: float) -> None:
         """This process itself was stopped for so long, and could not see progress."""
-        for watched in self._watched.values():
-            watched.since_s += seconds
-            watched.idle_s = None if watched.idle_s is None else watched.idle_s + seconds
-            watched.asked_s = None if watched.asked_s is None else watched.asked_s + seconds
+        self.since_s += seconds
+        self.idle_s = None if self.idle_s is None else self.idle_s + seconds
+        self.asked_s = None if self.asked_s is None else self.asked_s + seconds
 
-    def suspects(self, now_s: float) -> list[int]:
-        """Replicas that are to answer the smallest request now."""
-        found = []
-        for replica, watched in self._watched.items():
-            silent_s = self._silent_s(watched, now_s)
-            if watched.ready and watched.asked_s is None and silent_s > self._hang_s * watched.patience * SUSPECTED:
-                watched.asked_s = now_s
-                found.append(replica)
-        return found
+    def is_to_prove(self, now_s: float, hang_s: float) -> bool:
+        """Whether it is to answer the smallest request, which it is asked now."""
+        is_late = self._silent_s(now_s) > hang_s * self.patience * SUSPECTED
+        if self.is_over or not self.is_ready or self.asked_s is not None or not is_late:
+            return False
+        self.asked_s = now_s
+        return True
 
-    def overdue(self, now_s: float) -> dict[int, str]:
-        """Replicas that hang, or do not become ready, and why."""
-        found = {}
-        for replica, watched in self._watched.items():
-            silent_s, left_s = self._silent_s(watched, now_s), self._hang_s * watched.patience * (1 - SUSPECTED)
-            if not watched.ready and silent_s > self._startup_s:
-                found[replica] = f"not ready {silent_s:.1f} s after its start (inference.startup_timeout_s)"
-            elif watched.asked_s is not None and now_s - watched.asked_s > left_s:
-                found[replica] = (
-                    f"no byte of an answer and no token for {silent_s:.1f} s with {watched.in_flight} in flight "
-                    f"(inference.hang_timeout_s{f' times {watched.patience:.1f}' if watched.patience > 1 else ''})"
-                )
-        return found
+    def overdue(self, now_s: float, hang_s: float, startup_s: float) -> str:
+        """Why it hangs, or does not become ready; empty where neither is so.
 
-    def _silent_s(self, watched: Watched, now_s: float) -> float:
+        Args:
+            hang_s: without progress while requests are in flight.
+            startup_s: from the start until it is ready.
+        """
+        silent_s, left_s = self._silent_s(now_s), hang_s * self.patience * (1 - SUSPECTED)
+        if self.is_over:
+            return ""
+        if not self.is_ready and silent_s > startup_s:
+            return f"not ready {silent_s:.1f} s after its start (inference.startup_timeout_s)"
+        if self.asked_s is not None and now_s - self.asked_s > left_s:
+            return (
+                f"no byte of an answer and no token for {silent_s:.1f} s with {self.in_flight} in flight "
+                f"(inference.hang_timeout_s{f' times {self.patience:.1f}' if self.patience > 1 else ''})"
+            )
+        return ""
+
+    def _silent_s(self, now_s: float) -> float:
         """Seconds without progress while there was something to do."""
-        return (now_s if watched.idle_s is None else watched.idle_s) - watched.since_s
+        return (now_s if self.idle_s is None else self.idle_s) - self.since_s
 
-    def _settle(self, watched: Watched, now_s: float) -> None:
+    def _settle(self, now_s: float) -> None:
         """Let the time run while it has something to do, and only then."""
-        is_busy = watched.in_flight > 0 or watched.asked_s is not None
-        if is_busy and watched.idle_s is not None:
-            watched.since_s += now_s - watched.idle_s
-            watched.idle_s = None
-        elif not is_busy and watched.idle_s is None:
-            watched.idle_s = now_s
-
-
-class AutoRestartManager:
-    """Restarts of a node's replicas: each has ``max_restarts`` without a completed request in between.
-
-    Args:
-        window_s: count the failures of so many seconds instead, whatever was completed in between: an engine that
-            answers a while and dies again and again is no endpoint.
-    """
-
-    def __init__(
-        self, max_restarts: int = 3, *, first_delay_s: float = 1.0, longest_delay_s: float = 30.0,
-        window_s: float | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._fresh = Restarts(max_restarts, first_delay_s, longest_delay_s)
-        self._restarts: dict[int, Restarts] = {}
-        self._window_s, self._clock = window_s, clock
-        self._failed_at: dict[int, list[float]] = {}
-
-    def failed(self, replica: int) -> float | None:
-        """It has ended without being asked to: seconds until its next start, or None when it stays down."""
-        now = self._restarts.get(replica, self._fresh)
-        if self._window_s is not None:
-            since_s = self._clock() - self._window_s
-            recent = [each for each in self._failed_at.get(replica, []) if each > since_s]
-            self._failed_at[replica] = [*recent, self._clock()]
-            now = now.counted(len(recent))
-        self._restarts[replica] = now = now.failed()
-        return None if now.exhausted else now.delay_s
-
-    def failures(self, replica: int) -> int:
-        """Failures without a completed request since, or in the window."""
-        return self._restarts.get(replica, self._fresh).failures
-
-    def succeeded(self, replica: int) -> None:
-        """It completed a request."""
-        if replica in self._restarts and self._window_s is None:
-            self._restarts[replica] = self._restarts[replica].succeeded()
+        is_busy = self.in_flight > 0 or self.asked_s is not None
+        if is_busy and self.idle_s is not None:
+            self.since_s += now_s - self.idle_s
+            self.idle_s = None
+        elif not is_busy and self.idle_s is None:
+            self.idle_s = now_s
 
 
 # --- One engine of a node, as its pool sees it ---
@@ -206,11 +147,12 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class Replica:
+class PooledReplica:
     """One engine of this node."""
 
     number: int
-    phase: Phase = Phase.WAITING
+    phase: Phase
+    restarts: Restarts
     life: int = 0
     generation: int = 0
     """The run's at the start of this life; part of its segments' names."""
@@ -265,8 +207,8 @@ class Replica:
     hung_before: bool = False
     """So was the end of the life before this one, in which it had answered nothing."""
 
-    last: Watched = field(default_factory=lambda: Watched(0.0))
-    """What was known of its last life at the end."""
+    watched: Watched = field(default_factory=lambda: Watched(0.0, is_over=True))
+    """This life, or the last one."""
 
     def begin(self, generation: int) -> None:
         """Another life of it, in which nothing of the last one counts."""
@@ -283,13 +225,20 @@ class Replica:
         return max(0, self.slots + ahead - len(self.in_flight) - self.void)
 
 
-def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
+def slow_requests(replicas: Sequence[PooledReplica], before_s: float) -> list[int]:
     """Requests that only one of these has, since before this moment (monotonic), and not alone."""
     held = Counter(index for replica in replicas for index in replica.in_flight)
     return [
         index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
         if held[index] == 1 and since_s < before_s
     ]  # fmt: skip
+
+
+async def in_its_words(code: int, last_words: Callable[[], str]) -> str:
+    """How a process has ended, with the last line of its log where its exit code alone says little."""
+    how = how_it_ended(code)
+    words = await asyncio.to_thread(last_words) if how.startswith(EXIT_CODE) else ""
+    return f"{how}; its last words: {words}" if words else how
 
 
 # --- The pool: replicas are started, fed, watched and restarted ---
@@ -313,8 +262,6 @@ GIVE_BACK_S = 1.0
 
 MAX_TOLD = 2000
 
-Report = Callable[[messages.Sent], None]
-
 log = logging.getLogger(__name__)
 
 
@@ -331,18 +278,16 @@ class ReplicaPool:
     def __init__(
         self, config: InferenceConfig, *, run_folder: Path, folder: Path, node: int, host: str,
         start: Callable[[int, str, int], None], kill: Callable[[int], None], last_words: Callable[[int], str],
-        report: Report,
+        report: Callable[[messages.Sent], None],
     ) -> None:  # fmt: skip
         self._config, self._batch_folder, self._node, self._host = config, folder_of(run_folder), node, host
         self.socket = folder / "replicas.sock"
         self._start, self._kill, self._report, self._last_words = start, kill, report, last_words
         first = Phase.OFF if config.serving is not None and config.serving.replicas.min is not None else Phase.WAITING
         first = Phase.MEMBER if config.engine.nodes > 1 else first
-        self.replicas = [Replica(number, first) for number in range(config.replicas_per_node)]
-        self._monitor = WorkerHealthMonitor(
-            hang_timeout_s=config.hang_timeout_s, startup_timeout_s=config.startup_timeout_s
-        )
-        self._manager = self._new_manager()
+        window_s = None if config.serving is None else config.serving.restart_window_s
+        self._restarts = Restarts(config.max_restarts, window_s=window_s)
+        self.replicas = [PooledReplica(number, first, self._restarts) for number in range(config.replicas_per_node)]
         self._queue: deque[int] = deque()
         self._suspects: deque[int] = deque()
         self._partials: dict[int, tuple[str, ...]] = {}
@@ -375,8 +320,8 @@ class ReplicaPool:
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self.socket, limit=MAX_LINE_BYTES)
             self._background.start(self._watch())
-        self._manager = self._new_manager()
         for replica in self.replicas:
+            replica.restarts = self._restarts
             if replica.phase in (Phase.WAITING, Phase.DOWN):
                 self._start_replica(replica)
             else:  # it lives on: the supervisor may be a new one
@@ -409,10 +354,6 @@ class ReplicaPool:
             self._give_back()
         self._feed()
 
-    def _new_manager(self) -> AutoRestartManager:
-        window_s = None if self._config.serving is None else self._config.serving.restart_window_s
-        return AutoRestartManager(self._config.max_restarts, window_s=window_s)
-
     def _put_first(self, indexes: list[int]) -> None:
         """They get the next slots that become free, before what waits in the drivers."""
         able = [each for each in self.replicas if each.phase is Phase.READY and not each.alone]
@@ -426,7 +367,7 @@ class ReplicaPool:
     def on_exit(self, number: int, code: int) -> None:
         """A replica's driver has ended."""
         replica = self.replicas[number]
-        replica.last, replica.writer = self._monitor.gone(number), None
+        replica.watched.is_over, replica.writer = True, None
         self._background.start(self._bury(replica, code))
 
     def note_signal(self) -> None:
@@ -500,7 +441,7 @@ class ReplicaPool:
             replica.is_leaving = True
             self._kill(replica.number)
 
-    def _take_part(self, replica: Replica) -> None:
+    def _take_part(self, replica: PooledReplica) -> None:
         replica.is_leaving = False
         if replica.part is not None and (replica.part.rank == 0 or replica.part.head is not None):
             self._start_replica(replica)
@@ -508,7 +449,7 @@ class ReplicaPool:
             replica.phase = Phase.MEMBER
             self.tell_state(replica)
 
-    def _turn_off(self, replica: Replica) -> None:
+    def _turn_off(self, replica: PooledReplica) -> None:
         replica.phase = Phase.OFF
         self.tell_state(replica)
 
@@ -520,29 +461,26 @@ class ReplicaPool:
 
     # One replica's life
 
-    def _start_replica(self, replica: Replica) -> None:
+    def _start_replica(self, replica: PooledReplica) -> None:
         replica.begin(self.generation)
         replica.runs, why = replica.part, ""
-        if replica.part is not None and replica.part.rank:
+        is_member = replica.part is not None and bool(replica.part.rank)
+        replica.watched = Watched(time.monotonic(), is_over=is_member)
+        if is_member:
             replica.phase = Phase.MEMBER
-        else:
-            self._monitor.started(replica.number, time.monotonic())
         try:
             self._start(replica.number, str(self.socket), replica.life)
         except (OSError, ValueError) as error:
-            self._monitor.gone(replica.number)
-            replica.phase, why = Phase.DOWN, str(error)
+            replica.watched.is_over, replica.phase, why = True, Phase.DOWN, str(error)
         self.tell_state(replica, why)
 
-    async def _bury(self, replica: Replica, code: int) -> None:
+    async def _bury(self, replica: PooledReplica, code: int) -> None:
         """What a dead replica has answered counts; what it was working on goes elsewhere, and makes suspects."""
         answered = await self._salvage_now(*self._newest_of(replica))
         lost = [index for index in replica.in_flight if index not in answered]
         begun = lost if replica.alone else [index for index in lost if index in replica.begun]
         was_ready, asked = replica.phase is Phase.READY, self.is_draining or replica.why == "the run stops"
-        how = replica.why or how_it_ended(code)
-        if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
-            how += f"; its last words: {words}"
+        how = replica.why or await in_its_words(code, lambda: self._last_words(replica.number))
         runs, replica.runs = replica.runs, None
         if (
             replica.is_leaving and replica.part is not None and not asked
@@ -570,15 +508,16 @@ class ReplicaPool:
             lost = begun = []
         self._queue.extendleft(reversed([index for index in lost if index not in begun]))
         # a request may only have been long: an engine has to answer for a hang where it has answered nothing, twice
-        is_excused = replica.is_hung and (replica.last.worked or not replica.hung_before)
-        replica.hung_before = replica.is_hung and not replica.last.worked
-        delay_s = 0.0 if is_excused else self._manager.failed(replica.number)
+        is_excused = replica.is_hung and (replica.watched.worked or not replica.hung_before)
+        replica.hung_before = replica.is_hung and not replica.watched.worked
+        replica.restarts = replica.restarts if is_excused else replica.restarts.failed(time.monotonic())
+        delay_s = 0.0 if is_excused else replica.restarts.delay_s
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
         died = messages.ReplicaDied(
             epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
             how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
-            failures=self._manager.failures(replica.number), load=max(len(begun), replica.last.in_flight),
+            failures=replica.restarts.failures, load=max(len(begun), replica.watched.in_flight),
             member=replica.ended_first,
         )  # fmt: skip
         self._report(died)
@@ -591,7 +530,7 @@ class ReplicaPool:
             self._give_back()
         self._feed()
 
-    def _later(self, replica: Replica, delay_s: float) -> None:
+    def _later(self, replica: PooledReplica, delay_s: float) -> None:
         async def start() -> None:
             await asyncio.sleep(delay_s)
             if replica.phase is Phase.WAITING and not self.is_draining:
@@ -599,7 +538,7 @@ class ReplicaPool:
 
         self._background.start(start())
 
-    def _newest_of(self, replica: Replica) -> tuple[str, int]:
+    def _newest_of(self, replica: PooledReplica) -> tuple[str, int]:
         """The segment that it has written last, and up to where that was reported."""
         name = segment_name(generation=replica.generation, node=self._node, replica=replica.number, life=replica.life,
                             epoch=self._epoch)  # fmt: skip
@@ -630,7 +569,7 @@ class ReplicaPool:
                 await self._salvage(name, start)
                 return
 
-    def _kill_for(self, replica: Replica, why: str) -> None:
+    def _kill_for(self, replica: PooledReplica, why: str) -> None:
         if not replica.why:
             replica.why = why
             self._kill(replica.number)
@@ -660,7 +599,7 @@ class ReplicaPool:
             self._double_the_tail(ready, now_s)
         self._ask_for_more()
 
-    def _double_the_tail(self, ready: Sequence[Replica], now_s: float) -> None:
+    def _double_the_tail(self, ready: Sequence[PooledReplica], now_s: float) -> None:
         """What a slow replica has had for long is also given to one with nothing to do; the first answer counts."""
         idle = [each for each in ready if not each.in_flight and not each.alone]
         for index in slow_requests(ready, now_s - self._config.doubles_after_s) if idle else ():
@@ -670,9 +609,9 @@ class ReplicaPool:
             if not idle:
                 return
 
-    def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
+    def _hand_over(self, replica: PooledReplica, indexes: list[int], now_s: float) -> None:
         replica.in_flight.update(dict.fromkeys(indexes, now_s))
-        self._monitor.holds(replica.number, len(indexes), now_s)
+        replica.watched.holds(len(indexes), now_s)
         names = {name for index in indexes for name in self._partials.get(index, ())} if self._partials else ()
         self._tell(
             replica, kind="do", indexes=indexes, epoch=self._epoch, **({"partials": sorted(names)} if names else {})
@@ -713,12 +652,12 @@ class ReplicaPool:
                 self._handle(replica, json.loads(line))
         writer.close()
 
-    def _handle(self, replica: Replica, message: Mapping[str, Any]) -> None:
+    def _handle(self, replica: PooledReplica, message: Mapping[str, Any]) -> None:
         now_s = time.monotonic()
         match message["kind"]:
             case "ready":
                 replica.phase, replica.slots, replica.port = Phase.READY, message["slots"], message.get("port", 0)
-                self._monitor.ready(replica.number, now_s)
+                replica.watched.ready(now_s)
                 self.tell_state(replica)
                 if self.is_draining:
                     self._tell(replica, kind="drain")
@@ -728,7 +667,7 @@ class ReplicaPool:
             case "completed":
                 self._note_completed(replica, message["indexes"], message["epoch"], now_s)
             case "held":  # the engine is not to blame
-                self._monitor.progressed(replica.number, now_s)
+                replica.watched.progressed(now_s)
                 if not replica.is_held:
                     self.tell_state(replica, message["why"])
                 replica.is_held = True
@@ -739,7 +678,7 @@ class ReplicaPool:
                     self._report_answers(message["segment"], message["end"], message["indexes"])
             case "dropped":
                 replica.void = max(0, replica.void - message["count"])
-                self._monitor.holds(replica.number, -message["count"], now_s)
+                replica.watched.holds(-message["count"], now_s)
             case "slots":
                 replica.slots = message["now"]
                 if message["why"]:
@@ -749,7 +688,7 @@ class ReplicaPool:
             case _:
                 self._note_work(replica, message, now_s)
 
-    def _note_work(self, replica: Replica, message: Mapping[str, Any], now_s: float) -> None:
+    def _note_work(self, replica: PooledReplica, message: Mapping[str, Any], now_s: float) -> None:
         match message["kind"]:
             case "gathers":  # members are to find it
                 replica.port = message["port"]
@@ -758,14 +697,14 @@ class ReplicaPool:
                 member, replica.ended_first = f"member {message['rank']} on {message['host']}", message["rank"]
                 replica.why = replica.why or f"{member}: {how_it_ended(message['code'])}"
             case "progress":  # a byte of an answer, a token, or the answer to the smallest request
-                self._monitor.progressed(replica.number, now_s)
+                replica.watched.progressed(now_s)
             case "patience":
-                self._monitor.waits_for(replica.number, message["times"])
+                replica.watched.patience = message["times"]
             case "load":  # of an endpoint, whose routers send requests to the driver themselves
-                self._monitor.holds(replica.number, message["more"], now_s)
+                replica.watched.holds(message["more"], now_s)
                 replica.answered += message["completed"]
 
-    def _note_completed(self, replica: Replica, indexes: Sequence[int], epoch: int, now_s: float) -> None:
+    def _note_completed(self, replica: PooledReplica, indexes: Sequence[int], epoch: int, now_s: float) -> None:
         replica.begun.difference_update(indexes)
         for index in indexes:
             self._partials.pop(index, None)
@@ -775,29 +714,29 @@ class ReplicaPool:
                 replica.void = max(0, replica.void - 1)
         replica.alone = replica.alone and bool(replica.in_flight)
         replica.answered += len(indexes)
-        self._manager.succeeded(replica.number)
-        self._monitor.progressed(replica.number, now_s)
-        self._monitor.holds(replica.number, -len(indexes), now_s)
+        replica.restarts = replica.restarts.succeeded()
+        replica.watched.progressed(now_s)
+        replica.watched.holds(-len(indexes), now_s)
         self._feed()
 
     async def _watch(self) -> None:
         while True:
-            if asleep_s := await overslept_s(LOOK_S):
-                self._monitor.asleep(asleep_s)
-            now_s = time.monotonic()
-            for number, why in self._monitor.overdue(now_s).items():
-                self.replicas[number].is_hung = self.replicas[number].phase is Phase.READY
-                self._kill_for(self.replicas[number], why)
-            for number in self._monitor.suspects(now_s):
-                self._tell(self.replicas[number], kind="prove")
+            asleep_s, now_s = await overslept_s(LOOK_S), time.monotonic()
+            for replica in self.replicas:
+                replica.watched.asleep(asleep_s)
+                if why := replica.watched.overdue(now_s, self._config.hang_timeout_s, self._config.startup_timeout_s):
+                    replica.is_hung = replica.phase is Phase.READY
+                    self._kill_for(replica, why)
+                elif replica.watched.is_to_prove(now_s, self._config.hang_timeout_s):
+                    self._tell(replica, kind="prove")
             if not self._queue:
                 self._feed()
 
-    def _tell(self, replica: Replica, **message: Any) -> None:
+    def _tell(self, replica: PooledReplica, **message: Any) -> None:
         if replica.writer is not None and not replica.writer.is_closing():
             replica.writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
-    def tell_state(self, replica: Replica, why: str = "") -> None:
+    def tell_state(self, replica: PooledReplica, why: str = "") -> None:
         """Report how it is."""
         port = replica.port if replica.phase in (Phase.STARTING, Phase.READY) and replica.port else None
         self._report(messages.ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,

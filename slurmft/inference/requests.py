@@ -157,25 +157,19 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
     with writing(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
     open_paths = config.engine.open_paths if config.engine.is_http else None
-    with writing(folder / "requests.jsonl"), _Writer(folder, open_paths) as writer:
-        digest, files = hashlib.sha256(), []
-        for source in _sources(config):
-            files.append(_take(source, writer, digest, progress))
-        writer.finish()
-    if writer.bad and config.on_bad_input == "refuse":
+    with writing(folder / "requests.jsonl"), _Files(folder, 0) as files:
+        reader, digest = _Reader(files, open_paths), hashlib.sha256()
+        facts = [_take(*source, reader, digest, progress) for source in _sources(config)]
+        files.finish()
+    if reader.bad and config.on_bad_input == "refuse":
         raise ConfigError(
-            f"{len(writer.bad)} of {writer.total} lines are no requests: " + "; ".join(writer.problems),
+            f"{len(reader.bad)} of {files.total} lines are no requests: " + "; ".join(reader.problems),
             hint="correct them, or inference.on_bad_input: report puts them into errors.jsonl",
         )
-    if not writer.total:
+    if not files.total:
         raise UsageError(f"inference.input: {config.input} holds no request")
-    _refuse_duplicates(folder, writer.hashes)
-    writer.keep()
-    bad = [(first, last) for first, last in runs_of(writer.bad)]
-    facts = {"total": writer.total, "bad": bad, "digest": digest.hexdigest(), "files": files}
-    with writing(folder / "input.json"):
-        write_json(folder / "input.json", facts)
-    return Batch(folder=folder, total=writer.total, bad=tuple(bad), digest=digest.hexdigest())
+    _refuse_duplicates(folder, reader.hashes[: files.total])
+    return _kept(Batch(folder=folder, total=files.total, bad=runs_of(reader.bad), digest=digest.hexdigest()), facts)
 
 
 def extend(folder: Path, records: Iterable[Mapping[str, Any]], *, digest: str) -> Batch:
@@ -189,33 +183,59 @@ def extend(folder: Path, records: Iterable[Mapping[str, Any]], *, digest: str) -
         StorageError: nothing is appended.
     """
     before = load(folder)
-    start = Batch(folder=folder, total=0, bad=(), digest=digest) if before is None else before
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            flags = os.O_RDWR | os.O_CREAT
-            lines, offsets = (
-                stack.enter_context(io.FileIO(open_regular(folder / name, flags, follow=False), "r+"))
-                for name in ("requests.jsonl", "requests.offsets")
-            )
-            offsets.seek(8 * start.total)
-            at, ends = struct.unpack("<Q", offsets.read(8))[0] if start.total else 0, bytearray()
-            lines.truncate(at)
-            lines.seek(at)
-            text = io.BufferedWriter(lines, 1 << 20)
+        with _Files(folder, 0 if before is None else before.total) as files:
             for record in records:
-                at += text.write(_line_of(record))
-                ends += struct.pack("<Q", at)
-            text.flush()
-            os.fsync(lines.fileno())
-            offsets.truncate(8 * start.total + 8 * bool(start.total))
-            offsets.seek(0, os.SEEK_END)
-            offsets.write(bytes(ends) if start.total else struct.pack("<Q", 0) + ends)
-            os.fsync(offsets.fileno())
-            text.detach()
-        total = start.total + len(ends) // 8
-        write_json(folder / "input.json", {"total": total, "bad": [], "digest": start.digest, "files": []})
-    return Batch(folder=folder, total=total, bad=(), digest=start.digest)
+                files.add(record)
+            files.finish()
+    digest = digest if before is None else before.digest
+    return _kept(Batch(folder=folder, total=files.total, bad=(), digest=digest), [])
+
+
+def _kept(batch: Batch, files: Sequence[Mapping[str, Any]]) -> Batch:
+    """The batch, whose requests are valid from now on."""
+    path = batch.folder / "input.json"
+    with writing(path):
+        write_json(path, {"total": batch.total, "bad": batch.bad, "digest": batch.digest, "files": files})
+    return batch
+
+
+class _Files(contextlib.AbstractContextManager["_Files"]):
+    """Both files of a batch, open behind its first ``total`` requests; what is there already is written over."""
+
+    def __init__(self, folder: Path, total: int) -> None:
+        self._folder, self.total, self._is_new = folder, total, not total
+        flags = os.O_RDWR | os.O_CREAT
+        self._lines, self._offsets = (
+            io.BufferedRandom(io.FileIO(open_regular(folder / name, flags, follow=False), "r+"), 1 << 20)
+            for name in ("requests.jsonl", "requests.offsets")
+        )
+        self._offsets.seek(8 * total)
+        self._at = struct.unpack("<Q", self._offsets.read(8))[0] if total else 0
+        self._lines.truncate(self._at)
+        self._lines.seek(self._at)
+        self._offsets.truncate(8 * total + 8 * bool(total))  # where the last one ends: others read it meanwhile
+        self._offsets.seek(8 * total)
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._offsets.close()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """One more request."""
+        self._offsets.write(struct.pack("<Q", self._at))
+        self._at += self._lines.write(_line_of(record))
+        self.total += 1
+
+    def finish(self) -> None:
+        """Return when all are on the disk."""
+        self._offsets.write(struct.pack("<Q", self._at))
+        for stream in (self._lines, self._offsets):
+            stream.flush()
+            os.fsync(stream.fileno())
+        if self._is_new:
+            fsync_folder(self._folder)
 
 
 def records_of(folder: Path, first: int = 0) -> Iterator[dict[str, Any]]:
@@ -274,26 +294,20 @@ class Requests:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    name: str
-    path: Path | None
-    """None: standard input."""
-
-
-def _sources(config: InferenceConfig) -> list[_Source]:
+def _sources(config: InferenceConfig) -> list[tuple[str, Path | None]]:
+    """Names and paths; without one it is standard input."""
     if config.from_stdin:
-        return [_Source("stdin", None)]
+        return [("stdin", None)]
     path = config.input
     assert path is not None
     if not path.is_dir():
         if not path.exists():
             raise UsageError(f"inference.input: there is no {path}")
-        return [_Source(path.name, path)]
+        return [(path.name, path)]
     found = sorted(each for each in path.rglob("*") if each.name.endswith(SUFFIXES) and not each.name.startswith("."))
     if not found:
         raise UsageError(f"inference.input: no file in {path} ends in {', '.join(SUFFIXES)}")
-    return [_Source(each.relative_to(path).as_posix(), each) for each in found]
+    return [(each.relative_to(path).as_posix(), each) for each in found]
 
 
 class _Hashing(io.RawIOBase):
@@ -317,42 +331,42 @@ class _Hashing(io.RawIOBase):
         while self.read(1 << 20):
             pass
 
+    def part_of(self, name: str) -> bytes:
+        """What a file of this name adds to the digest of the input."""
+        return f"{name}\0{self.size}\0".encode(errors="surrogateescape") + self.sha.digest()
 
-def _take(source: _Source, writer: _Writer, digest: Any, progress: Progress) -> dict[str, Any]:
+
+def _take(name: str, path: Path | None, reader: _Reader, digest: Any, progress: Progress) -> dict[str, Any]:
     try:
-        raw = sys.stdin.buffer if source.path is None else io.FileIO(open_regular(source.path), "rb")
+        raw = sys.stdin.buffer if path is None else io.FileIO(open_regular(path), "rb")
     except (UnsafeFile, OSError) as error:
-        raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
+        raise UsageError(f"inference.input: cannot read {path}: {error.strerror or error}") from error
     with _Hashing(raw) as hashing:
         try:
-            for number, value in _values(source, hashing):
-                writer.add(value, f"{source.name}:{number}")
-                if writer.total % 10_000 == 0:
-                    progress(writer.total)
+            for number, value in _values(name, hashing):
+                reader.add(value, f"{name}:{number}")
+                if reader.files.total % 10_000 == 0:
+                    progress(reader.files.total)
             hashing.drain()
         except (OSError, EOFError, ValueError) as error:
-            raise UsageError(f"inference.input: {source.name} cannot be read: {error}",
+            raise UsageError(f"inference.input: {name} cannot be read: {error}",
                              hint="is it complete, and what its name says?") from error  # fmt: skip
         finally:
-            if source.path is not None:
+            if path is not None:
                 raw.close()
-        digest.update(_part_of_digest(source.name, hashing.size, hashing.sha.digest()))
-        return {"name": source.name, "bytes": hashing.size, "sha256": hashing.sha.hexdigest()}
+        digest.update(hashing.part_of(name))
+        return {"name": name, "bytes": hashing.size, "sha256": hashing.sha.hexdigest()}
 
 
-def _part_of_digest(name: str, size: int, content: bytes) -> bytes:
-    return f"{name}\0{size}\0".encode(errors="surrogateescape") + content
-
-
-def _values(source: _Source, hashing: _Hashing) -> Iterator[tuple[int, bytes | Mapping[str, Any]]]:
+def _values(name: str, hashing: _Hashing) -> Iterator[tuple[int, bytes | Mapping[str, Any]]]:
     """Lines, numbered from 1; of a table its rows."""
-    if source.name.endswith(".parquet"):
+    if name.endswith(".parquet"):
         yield from _rows(hashing)
         return
     stream: Any = io.BufferedReader(hashing, 1 << 20)
-    if source.name.endswith(".gz"):
+    if name.endswith(".gz"):
         stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), 1 << 20)
-    elif source.name.endswith(".zst"):
+    elif name.endswith(".zst"):
         stream = _unzstd(stream)
     number = 0
     while line := stream.readline(MAX_REQUEST_BYTES + 1):
@@ -432,56 +446,28 @@ def _as_json(value: Any, where: str) -> Any:
     raise ValueError(f"column {where}: a {type(value).__name__}{told} has no form in JSON; make it a text or a number")
 
 
-class _Writer:
-    """Writes the files under temporary names; ``keep`` gives them their own."""
+class _Reader:
+    """Takes lines and rows for requests, those that are none as well."""
 
-    def __init__(self, folder: Path, open_paths: Sequence[str] | None) -> None:
-        self._folder, self._open_paths = folder, open_paths
-        self._streams: dict[str, io.BufferedWriter] = {}
-        self.total = self._at = 0
+    def __init__(self, files: _Files, open_paths: Sequence[str] | None) -> None:
+        self.files, self._open_paths = files, open_paths
         self.bad: list[int] = []
         self.problems: list[str] = []
         self.hashes = np.empty(1024, dtype=np.uint64)
 
-    def __enter__(self) -> Self:
-        for name in ("requests.jsonl", "requests.offsets"):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            raw = io.FileIO(open_regular(self._folder / f".{name}.tmp", flags, follow=False), "w")
-            self._streams[name] = io.BufferedWriter(raw, 1 << 20)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for stream in self._streams.values():
-            stream.close()
-
     def add(self, value: bytes | Mapping[str, Any], where: str) -> None:
+        number = self.files.total
         try:
             record = request_of(value, where, self._open_paths)
         except ValueError as error:
-            self.bad.append(self.total)
+            self.bad.append(number)
             if len(self.problems) < TOLD_LINES:
                 self.problems.append(f"{where}: {error}")
             record = {"id": where, "bad": str(error)[:500]}
-        line = _line_of(record)
-        if self.total == len(self.hashes):
+        if number == len(self.hashes):
             self.hashes = np.concatenate([self.hashes, np.empty_like(self.hashes)])
-        self.hashes[self.total] = xxhash.xxh3_64_intdigest(record["id"].encode(errors="surrogatepass"))
-        self._streams["requests.offsets"].write(struct.pack("<Q", self._at))
-        self._streams["requests.jsonl"].write(line)
-        self._at += len(line)
-        self.total += 1
-
-    def finish(self) -> None:
-        self._streams["requests.offsets"].write(struct.pack("<Q", self._at))
-        self.hashes = self.hashes[: self.total]
-        for stream in self._streams.values():
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def keep(self) -> None:
-        for name in self._streams:
-            (self._folder / f".{name}.tmp").rename(self._folder / name)
-        fsync_folder(self._folder)
+        self.hashes[number] = xxhash.xxh3_64_intdigest(record["id"].encode(errors="surrogatepass"))
+        self.files.add(record)
 
 
 def request_of(
@@ -540,7 +526,7 @@ def object_in(value: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _json_of(text: bytes | str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})"[:200]) from None
 
@@ -555,8 +541,9 @@ def _refuse_closed(url: Any, open_paths: Sequence[str] | None) -> None:
         raise ValueError(f"its url is not open to requests of this engine: {url[:80]} (inference.engine.allow_paths)")
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def refuse_constant(name: str) -> Any:
+    """For ``json.loads``, which takes NaN and infinities."""
+    raise ValueError(f"{name} is no JSON; write null, or a text")
 
 
 def _finite(text: str) -> float:
@@ -571,8 +558,7 @@ def _refuse_duplicates(folder: Path, hashes: np.ndarray[Any, np.dtype[np.uint64]
     same = np.flatnonzero(ordered[1:] == ordered[:-1])
     if not len(same):
         return
-    names = [folder / f".{name}.tmp" for name in ("requests.offsets", "requests.jsonl")]
-    with _RequestsAt(*names) as requests:
+    with Requests(folder) as requests:
         for place in same[:1000].tolist():
             first, second = int(order[place]), int(order[place + 1])
             if requests.get(first)["id"] == requests.get(second)["id"]:
@@ -587,29 +573,19 @@ def _line_of(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass") + b"\n"
 
 
-class _RequestsAt(Requests):
-    """The same, under the names of files that are not kept yet."""
-
-    def __init__(self, offsets: Path, lines: Path) -> None:
-        self._offsets, self._lines = open_regular(offsets), open_regular(lines)
-
-
 def _refuse_changed(config: InferenceConfig, before: Batch) -> None:
     """An input that is gone is no harm: the run has its own copy."""
     if config.from_stdin or config.input is None or not config.input.exists():
         return
     digest = hashlib.sha256()
-    for source in _sources(config):
-        sha, size = hashlib.sha256(), 0
-        assert source.path is not None
+    for name, path in _sources(config):
+        assert path is not None
         try:
-            with io.FileIO(open_regular(source.path), "rb") as raw:
-                while part := raw.read(1 << 20):
-                    sha.update(part)
-                    size += len(part)
+            with io.FileIO(open_regular(path), "rb") as raw, _Hashing(raw) as hashing:
+                hashing.drain()
         except OSError as error:
-            raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
-        digest.update(_part_of_digest(source.name, size, sha.digest()))
+            raise UsageError(f"inference.input: cannot read {path}: {error.strerror or error}") from error
+        digest.update(hashing.part_of(name))
     if digest.hexdigest() != before.digest:
         raise UsageError(
             f"inference.input: {config.input} is not what this run was started with",

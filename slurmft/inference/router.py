@@ -1355,8 +1355,9 @@ async def serve(settings: RouterSettings) -> int:
         context = await asyncio.to_thread(context_for, config.run_folder, settings.hosts)
     port = await server.listen(host, settings.port, context)
     router.batches = Batches(
-        folder_of(config.run_folder) / "batches", router, open_paths=section.engine.open_paths,
-        slots=section.concurrency, tries=section.max_retries + 1, token=token_of(config.run_folder),
+        folder_of(config.run_folder) / "batches", ready=lambda: router.ready, error=router.error,
+        open_paths=section.engine.open_paths, slots=section.concurrency, tries=section.max_retries + 1,
+        token=token_of(config.run_folder),
     )  # fmt: skip
     router.batches.begin(f"{'https' if section.serving.is_https else 'http'}://127.0.0.1:{port}")
     gc.collect()

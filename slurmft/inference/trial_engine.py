@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.gang import Asks, Ended, Head, Starts, Tries, TryEnded, free_port
+from slurmft.inference.requests import refuse_constant
 from slurmft.inference.trials import CANCEL, folder_of_trial
 from slurmft.ipc.channel import Channel, read
 from slurmft.ipc.pages import STOP_SIGNAL_VARIABLE
@@ -445,20 +446,16 @@ def _result_in(path: Path, last_line: str) -> Any:
     """
     if not path.exists():
         with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(last_line, parse_constant=_refuse_constant)
+            return json.loads(last_line, parse_constant=refuse_constant)
         return None
     try:
         if path.stat().st_size > MAX_RESULT_BYTES:
             raise ValueError(f"more than {MAX_RESULT_BYTES >> 20} MiB; keep what is larger in a file of the trial")
-        value = json.loads(read_part(path, 0, MAX_RESULT_BYTES).decode(), parse_constant=_refuse_constant)
+        value = json.loads(read_part(path, 0, MAX_RESULT_BYTES).decode(), parse_constant=refuse_constant)
         path.replace(path.with_name("result.json"))
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON; write null, or a text")
 
 
 def _how(code: int, text: str) -> str:

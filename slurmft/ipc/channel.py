@@ -151,9 +151,8 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
         return channel, first
 
 
-def keep_alive(writer: asyncio.StreamWriter, patience_s: float = LEAST_PATIENCE_S) -> None:
+def keep_alive(connection: socket.socket, patience_s: float = LEAST_PATIENCE_S) -> None:
     """Let the kernel detect that the peer's node is gone, also on an idle connection, but not before ``patience_s``."""
-    connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in keep_alive_options(patience_s).items():
         if (number := getattr(socket, option, None)) is not None:
@@ -162,8 +161,8 @@ def keep_alive(writer: asyncio.StreamWriter, patience_s: float = LEAST_PATIENCE_
 
 def keep_alive_options(patience_s: float) -> dict[str, int]:
     """Names of the socket's options and their values; seconds, but for the time-out of what was sent."""
-    patience_s = min(max(patience_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
-    probe_s = max(PROBE_S, math.ceil(patience_s / MAX_PROBES))
+    patience_s = min(patience_s, LONGEST_PATIENCE_S)
+    probe_s = max(1, min(PROBE_S, math.floor(patience_s / 4)), math.ceil(patience_s / MAX_PROBES))
     return {
         "TCP_KEEPIDLE": probe_s, "TCP_KEEPINTVL": probe_s, "TCP_KEEPCNT": math.ceil(patience_s / probe_s),
         "TCP_USER_TIMEOUT": math.ceil(patience_s * 1000),

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
 from types import TracebackType
+from typing import ClassVar, Self
 
 from slurmft.policy.stop import NEVER, NOT_STARTED
 from slurmft.system.files import open_regular, read_part
@@ -27,41 +28,64 @@ from slurmft.system.files import open_regular, read_part
 # --- The shared memory below a page: a file of fixed size in a folder of the node's memory, mapped by both sides ---
 
 
-def create(path: Path, size: int) -> mmap.mmap:
-    """A new page of ``size`` bytes, all zero, readable by this user alone.
-
-    Raises:
-        OSError: there is no room for it.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)  # a store into a page without memory would kill the worker
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
-def attach(path: Path, size: int) -> mmap.mmap:
-    """The page that the other side has made.
-
-    Raises:
-        ValueError: the file is smaller than ``size`` bytes.
-        OSError: there is no such file.
-    """
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
 class _Mapped:
-    """A page as signed 64-bit integers in the machine's byte order."""
+    """A page as signed 64-bit integers in the machine's byte order; the first one says its layout and version."""
+
+    SIZE_BYTES: ClassVar[int]
+    MAGIC: ClassVar[int]
+    WHAT: ClassVar[str]
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._slots = memoryview(memory).cast("q")
         self._views: list[memoryview[int]] = []
+
+    @classmethod
+    def create(cls, path: Path, *, rank: int, generation: int) -> Self:
+        """Make the page of a worker that is about to start; readable by this user alone.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(
+                descriptor, 0, cls.SIZE_BYTES
+            )  # a store into a page without memory would kill the worker
+            page = cls(mmap.mmap(descriptor, cls.SIZE_BYTES))
+        finally:
+            os.close(descriptor)
+        page._slots[1], page._slots[2] = rank, generation
+        page._begin()
+        page._slots[0] = cls.MAGIC
+        return page
+
+    @classmethod
+    def attach(cls, path: Path) -> Self:
+        """The page this worker was given.
+
+        Raises:
+            ValueError: the file is not a page of this version.
+            OSError: there is no such file.
+        """
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            page = cls(mmap.mmap(descriptor, cls.SIZE_BYTES))
+        finally:
+            os.close(descriptor)
+        if page._slots[0] != cls.MAGIC:
+            raise ValueError(f"{path} is not a {cls.WHAT}")
+        return page
+
+    @classmethod
+    def private(cls) -> Self:
+        """A page without a reader: for a worker without an agent."""
+        page = cls(mmap.mmap(-1, cls.SIZE_BYTES))
+        page._begin()
+        return page
+
+    def _begin(self) -> None:
+        """Fill in what is not 0 on a new page."""
 
     def view(self, first: int, number: int) -> memoryview[int]:
         """Part of the page; valid until it is closed."""
@@ -191,43 +215,22 @@ class StopAction(IntEnum):
 class Page(_Mapped):
     """One worker's page. Both sides hold one; see the layout for who may write what."""
 
-    @classmethod
-    def create(cls, path: Path, *, rank: int, generation: int) -> Page:
-        """Make the page of a worker that is about to start; readable by this user alone."""
-        page = cls(create(path, HEARTBEAT_SIZE_BYTES))
-        page[Slot.RANK], page[Slot.GENERATION] = rank, generation
-        page[Slot.TICK] = NOT_STARTED
-        for slot in _WITHOUT_VALUE:
-            page[slot] = NOTHING
-        page[Slot.PROPOSED] = NEVER
-        page.set_metric(float("nan"))
-        page[Slot.MAGIC] = MAGIC_V2
-        return page
+    SIZE_BYTES, MAGIC, WHAT = HEARTBEAT_SIZE_BYTES, MAGIC_V2, "heartbeat page of version 2"
 
     @classmethod
-    def attach(cls, path: Path) -> Page:
-        """The page this worker was given.
-
-        Raises:
-            ValueError: the file is not a page of this version.
-            OSError: there is no such file.
-        """
-        page = cls(attach(path, HEARTBEAT_SIZE_BYTES))
-        if page[Slot.MAGIC] != MAGIC_V2:
-            raise ValueError(f"{path} is not a heartbeat page of version 2")
+    def attach(cls, path: Path) -> Self:
+        """As of any page; the agent sees it."""
+        page = super().attach(path)
         page[Slot.ATTACHED_AT_NS] = time.monotonic_ns()
         page.touch(Slot.ATTACHED_AT)
         page[Slot.PID] = os.getpid()
         return page
 
-    @classmethod
-    def private(cls) -> Page:
-        """A page without a reader: for a worker without an agent."""
-        page = cls(mmap.mmap(-1, HEARTBEAT_SIZE_BYTES))
+    def _begin(self) -> None:
+        self[Slot.TICK], self[Slot.PROPOSED] = NOT_STARTED, NEVER
         for slot in _WITHOUT_VALUE:
-            page[slot] = NOTHING
-        page[Slot.PROPOSED] = NEVER
-        return page
+            self[slot] = NOTHING
+        self.set_metric(float("nan"))
 
     def __getitem__(self, slot: Slot) -> int:
         return self._slots[slot]
@@ -671,7 +674,7 @@ WORK, STEP = "own work", "step"
 
 CPU, CUDA = 1, 2
 
-_MAGIC, _RANK, _GENERATION, _SECTIONS, _DEVICE = range(5)
+_SECTIONS, _DEVICE = 3, 4
 _ROLE_AT, _HEADER = 8, 16
 _NAME_SLOTS = 8
 _COUNT_AT = RING
@@ -688,35 +691,7 @@ def plain_timing_name(name: str) -> str:
 class TimingPage(_Mapped):
     """One worker's page. Both sides hold one; see the layout for who may write what."""
 
-    @classmethod
-    def create(cls, path: Path, *, rank: int, generation: int) -> TimingPage:
-        """Make the page of a worker that is about to start; readable by this user alone.
-
-        Raises:
-            OSError: there is no room for it.
-        """
-        page = cls(create(path, TIMING_PAGE_SIZE_BYTES))
-        page._slots[_RANK], page._slots[_GENERATION] = rank, generation
-        page._slots[_MAGIC] = MAGIC_V1
-        return page
-
-    @classmethod
-    def attach(cls, path: Path) -> TimingPage:
-        """The page this worker was given.
-
-        Raises:
-            ValueError: the file is not a page of this version.
-            OSError: there is no such file.
-        """
-        page = cls(attach(path, TIMING_PAGE_SIZE_BYTES))
-        if page._slots[_MAGIC] != MAGIC_V1:
-            raise ValueError(f"{path} is not a timing page of version 1")
-        return page
-
-    @classmethod
-    def private(cls) -> TimingPage:
-        """A page without another reader: for a worker without an agent."""
-        return cls(mmap.mmap(-1, TIMING_PAGE_SIZE_BYTES))
+    SIZE_BYTES, MAGIC, WHAT = TIMING_PAGE_SIZE_BYTES, MAGIC_V1, "timing page of version 1"
 
     def describe(self, *, role: str, device: int) -> None:
         """The worker's role, which selects the ranks it is compared with, and where its time is measured."""

@@ -30,6 +30,12 @@ NOT_IMPLEMENTED = 501
 OUT_OF_MEMORY = ("out of memory", "outofmemoryerror", "cuda oom", "kv cache is full", "cannot allocate memory")
 """Words of engines and frameworks, in lower case."""
 
+_GATEWAY = frozenset({502, 503, 504})
+_LOADING = re.compile(
+    r"not (?:yet )?(?:ready|loaded|initiali[sz]ed)|(?:still|is|being) (?:loading|loaded|starting|initiali[sz]ing)"
+    r"|(?:starting|warming) up", re.IGNORECASE,
+)  # fmt: skip
+
 
 class TryOutcome(StrEnum):
     """The meaning of one try."""
@@ -61,6 +67,13 @@ def outcome_of_status(status: int, text: str = "") -> TryOutcome:
 def is_good(answer: Mapping[str, Any]) -> bool:
     """Whether it is an engine's answer, and none that refuses the request."""
     return 200 <= int(answer.get("response", {}).get("status_code", 0)) < 300
+
+
+def is_loading(status: int, text: str) -> bool:
+    """Whether an engine says that it cannot serve yet: by 503, or what stands in front of it by 502 or 504; another
+    error of a server has to name that. Some answer 500 to any request that they do not understand.
+    """
+    return status in _GATEWAY or (status >= 500 and _LOADING.search(text) is not None)
 
 
 def is_out_of_memory(text: str) -> bool:
@@ -307,36 +320,39 @@ def evidence_of(deaths: Sequence[Death]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """A replica's failures since it last completed a request."""
+    """The failures of a replica, or of a router, that count."""
 
     max_restarts: int
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
-    failures: int = 0
+    window_s: float | None = None
+    """Those of so many seconds count, whatever was completed in between: an engine that answers a while and dies again
+    and again is no endpoint. None: those since a request was completed last."""
 
-    def failed(self) -> Restarts:
-        """One more end that the replica itself has to answer for."""
-        return replace(self, failures=self.failures + 1)
+    failed_at: tuple[float, ...] = ()
+    """Seconds of any one clock."""
 
-    def counted(self, failures: int) -> Restarts:
-        """With so many failures before."""
-        return replace(self, failures=failures)
+    def failed(self, now_s: float) -> Restarts:
+        """One more end that it has to answer for itself."""
+        counts = (each for each in self.failed_at if self.window_s is None or each > now_s - self.window_s)
+        return replace(self, failed_at=(*counts, now_s))
 
     def succeeded(self) -> Restarts:
-        """It completed a request: the count begins anew."""
-        return replace(self, failures=0) if self.failures else self
+        """It completed a request: the count begins anew, where there is no window."""
+        return replace(self, failed_at=()) if self.failed_at and self.window_s is None else self
 
     @property
-    def exhausted(self) -> bool:
-        """It stays down."""
-        return self.failures > self.max_restarts
+    def failures(self) -> int:
+        """How many count."""
+        return len(self.failed_at)
 
     @property
-    def delay_s(self) -> float:
-        """Seconds before the next start: none after the first failure, then doubled each time up to the longest."""
-        if self.failures <= 1:
-            return 0.0
-        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(self.failures - 2, 30))
+    def delay_s(self) -> float | None:
+        """Seconds before the next start: none after the first failure, then doubled each time up to the longest; None:
+        it stays down."""
+        if self.failures > self.max_restarts:
+            return None
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(self.failures - 2, 30)) * (self.failures > 1)
 
 
 # --- How many requests a replica gets at a time: halved when it runs out of memory, raised again slowly ---

@@ -21,7 +21,16 @@ from typing import Any
 from slurmft.config.run import RunConfig, roles_of
 from slurmft.errors import StorageError
 from slurmft.ipc import messages
-from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive, listening_socket
+from slurmft.ipc.channel import (
+    LEAST_PATIENCE_S,
+    MAX_LINE_BYTES,
+    UNANSWERED,
+    BadMessage,
+    Channel,
+    accept,
+    keep_alive,
+    listening_socket,
+)
 from slurmft.policy.judge import WorkerEnd
 from slurmft.policy.symptoms import cause_of_text
 from slurmft.policy.values import Strangers
@@ -388,7 +397,7 @@ class AgentPool:
         try:
             channel, hello = await accept(reader, writer, self._secret)
             self._strangers.forget(writer)
-            keep_alive(writer, self._patience_s)
+            keep_alive(writer.get_extra_info("socket"), max(self._patience_s, LEAST_PATIENCE_S))
             link = AgentLink(channel, messages.parse_hello(hello))
             if link.lender:  # nodes of another job come behind our own
                 link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))

@@ -28,7 +28,7 @@ from slurmft.errors import SlurmftError
 from slurmft.inference import driver as driver_module
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.driver import PROOF, SETTINGS_VARIABLE, Again, Driver, Engine, OutOfMemory, ReplicaSettings
-from slurmft.inference.ledger import Ledger, RequestCheckpointer
+from slurmft.inference.ledger import Ledger, Partials
 from slurmft.inference.pool import PREFETCH, ReplicaPool
 from slurmft.inference.requests import folder_of, prepare
 from slurmft.policy.inference import KILLS
@@ -71,7 +71,7 @@ class SimulatedEngine(Engine):
     request_path = ""
     at_once = 1
 
-    def __init__(self, world: BatchWorld, worker: Worker, name: str, partials: RequestCheckpointer) -> None:
+    def __init__(self, world: BatchWorld, worker: Worker, name: str, partials: Partials) -> None:
         self._world, self._worker, self._name, self._partials = world, worker, name, partials
         self._chance = random.Random(f"{world.seed} {name}")
         self._words = 0

@@ -212,7 +212,11 @@ class Own(agent_module.Agent):
         environment = {"SLURMFT_NODE_INDEX": str(agent.node), "SLURMD_NODENAME": agent.host}
         super().__init__(agent.world.config, folder.name, environment)
         self._birth, self._hangs.agent = str(agent.pid), agent  # type: ignore[attr-defined]
-        self._where = SimpleNamespace(read=lambda: ([agent.supervisor], agent.port, secret))  # type: ignore[assignment]
+        self._secret = secret
+
+    @property
+    def _supervisor(self) -> tuple[list[str], int, bytes]:  # type: ignore[override]
+        return [self.agent.supervisor], self.agent.port, self._secret
 
     async def _start(self, call: StartWorkers) -> Started:
         self.agent.order = call
@@ -237,7 +241,7 @@ def simulate_agents(world: World, patch: pytest.MonkeyPatch) -> None:
     forensics = SimpleNamespace(keep_last_words=lambda *_: None, finish=lambda _: None, take_evidence=_no_evidence)
     for name, value in {
         "Workers": lambda on_exit, _: on_exit.__self__.agent.own_workers, "HangWatch": Hangs,
-        "Keeping": lambda *_: nothing, "DigestReports": lambda: nothing, "NoticeWatch": lambda *_: nothing,
+        "Keeping": lambda *_: nothing, "new_digests": lambda _: (), "NoticeWatch": lambda *_: nothing,
         "Forensics": lambda _: forensics, "look_after_regularly": lambda *_: _for_ever(), "rescue_on_node": keep,
         "reserve_port": lambda: (nothing, 12345), "wait_until_free": lambda *_: "",
     }.items():  # fmt: skip

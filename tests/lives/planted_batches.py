@@ -8,10 +8,10 @@ from lives.life import Bounds, lived
 from lives.planted import SLURM, Planted, Scene, _nothing, _put, _wrap, run_folder_is
 from lives.world import World
 from slurmft.inference import coordinator as coordinator_module
-from slurmft.inference.coordinator import RequestRedistributor
+from slurmft.inference.coordinator import Leases
 from slurmft.inference.driver import Driver
-from slurmft.inference.ledger import RequestCheckpointer
-from slurmft.inference.pool import ReplicaPool, WorkerHealthMonitor
+from slurmft.inference.ledger import Partials
+from slurmft.inference.pool import ReplicaPool, Watched
 from slurmft.storage.queue import SegmentWriter
 from slurmft.supervisor.inference import InferenceAttempt
 
@@ -58,11 +58,11 @@ def _written(real: Any, *args: Any) -> bool:
     return True
 
 
-def _any_text(real: Any, self: RequestCheckpointer, key: str) -> Any:
+def _any_text(real: Any, self: Partials, key: str) -> Any:
     return real(self, next(iter(self._entries), key))
 
 
-def _nearly(self: RequestRedistributor) -> bool:
+def _nearly(self: Leases) -> bool:
     return self.done >= self.total - 1
 
 
@@ -73,7 +73,7 @@ async def _not_revoked(real: Any, self: ReplicaPool, **begin: Any) -> None:
         replica.in_flight |= in_flight
 
 
-def _forgets(real: Any, self: RequestRedistributor, done: Any, **rest: Any) -> None:
+def _forgets(real: Any, self: Leases, done: Any, **rest: Any) -> None:
     real(self, done, **rest)
     if self.done and not self.finished:
         self.answered([(int(done.argmin()), int(done.argmin()) + 1)])
@@ -81,12 +81,12 @@ def _forgets(real: Any, self: RequestRedistributor, done: Any, **rest: Any) -> N
 
 PLANTED: dict[str, Planted] = {
     "what a lost agent had is nobody's": Planted(
-        _put(RequestRedistributor, "lose", lambda *_: 0), "every life ends", AGENT),
+        _put(Leases, "lose", lambda *_: 0), "every life ends", AGENT),
     "what a dead engine had is nobody's": Planted(
-        _put(RequestRedistributor, "died", lambda *_: []), "every life ends", REPLICA),
+        _put(Leases, "died", lambda *_: []), "every life ends", REPLICA),
     "what a dead engine has written is not looked at": Planted(
         _put(ReplicaPool, "_salvage", _salvaged), "every life ends", REPLICA),
-    "a hang is not seen": Planted(_put(WorkerHealthMonitor, "overdue", lambda *_: {}), "every life ends", HUNG),
+    "a hang is not seen": Planted(_put(Watched, "overdue", lambda *_: ""), "every life ends", HUNG),
     "one death makes a request a poisoned one": Planted(
         _put(coordinator_module, "is_poison", lambda _: True), "no request is given up", ALONE),
     "answers are told before they are durable": Planted(_unsynced("g"), "what counts can be read", POWER),
@@ -94,11 +94,11 @@ PLANTED: dict[str, Planted] = {
     "an answer that was not written is told": Planted(
         _wrap(Driver, "_write", _written), "what counts can be read", FULL),
     "the output is written before the last answer": Planted(
-        _put(RequestRedistributor, "finished", property(_nearly)), "what counts can be read", REPLICA),
+        _put(Leases, "finished", property(_nearly)), "what counts can be read", REPLICA),
     "an answer goes on from another request's text": Planted(
-        _wrap(RequestCheckpointer, "take", _any_text), "every request is answered", REPLICA),
+        _wrap(Partials, "take", _any_text), "every request is answered", REPLICA),
     "a request is lost at a requeue": Planted(
-        _wrap(RequestRedistributor, "__init__", _forgets), "what counts can be read", REQUEUE),
+        _wrap(Leases, "__init__", _forgets), "what counts can be read", REQUEUE),
     "a new lease does not end the old one": Planted(_wrap(ReplicaPool, "begin", _not_revoked), "every", RESET),
     "requests of the user are not heeded": Planted(
         _put(InferenceAttempt, "_heed_requests", _nothing), "requests are answered", REQUEUE),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.agent.inference import Replicas
+from slurmft.agent.inference import NodeReplicas
 from slurmft.config.run import validate
 from slurmft.ipc.messages import BeginReplicas
 
@@ -22,7 +22,7 @@ async def test_no_two_processes_of_a_run_have_the_same_rank(
     given |= {"serving": serving} if serving else {"input": "requests.jsonl"}
     config = validate({"run_folder": str(tmp_path / "run"), "nodes": 6, "inference": given}, source="it")
     workers: Any = SimpleNamespace(folder=tmp_path, kill_one=lambda rank: None)
-    replicas = Replicas(config, {}, workers, node=0, host="n", report=lambda _sent: None)
+    replicas = NodeReplicas(config, {}, workers, node=0, host="n", report=lambda _sent: None)
     heard: list[tuple[str, int]] = []
 
     async def begun(**_facts: int) -> None: ...

@@ -13,7 +13,7 @@ from word_engine import WordEngine
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import UsageError
 from slurmft.inference.driver import Again, CallableEngine, HttpEngine, events_of
-from slurmft.inference.ledger import RequestCheckpointer
+from slurmft.inference.ledger import Partials
 
 TEXT = {"id": "a", "url": "/v1/completions", "body": {"model": "m", "prompt": "prompt 1", "max_tokens": 200}}
 CHAT = {
@@ -27,7 +27,7 @@ class Dies(Exception):
 
 
 async def ask(
-    app: web.Application, request: dict[str, Any], partials: RequestCheckpointer, setting: str = "always"
+    app: web.Application, request: dict[str, Any], partials: Partials, setting: str = "always"
 ) -> dict[str, Any]:
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -59,10 +59,10 @@ def words(made: Counter[str], *, dies_after: int | None = None) -> web.Applicati
 @pytest.mark.parametrize("request_", [TEXT, CHAT], ids=["text", "chat"])
 @pytest.mark.parametrize("deaths", [[90], [1], [40, 30, 60]], ids=str)
 def test_an_answer_that_was_cut_off_is_the_same_and_its_beginning_is_not_computed_again(request_, deaths):
-    calm = asyncio.run(ask(words(Counter()), request_, RequestCheckpointer(), "never"))
+    calm = asyncio.run(ask(words(Counter()), request_, Partials(), "never"))
     assert calm["response"]["body"]["usage"]["completion_tokens"] > 130, "long enough to be cut off"
     made: Counter[str] = Counter()
-    partials = RequestCheckpointer()
+    partials = Partials()
     for tokens in deaths:
         with pytest.raises(Again):
             asyncio.run(ask(words(made, dies_after=tokens), request_, partials))
@@ -75,8 +75,8 @@ def test_an_answer_that_was_cut_off_is_the_same_and_its_beginning_is_not_compute
 
 def test_an_answer_that_was_streamed_is_as_one_that_was_not():
     for request in (TEXT, CHAT):
-        calm = asyncio.run(ask(words(Counter()), request, RequestCheckpointer(), "never"))
-        assert asyncio.run(ask(words(Counter()), request, RequestCheckpointer())) == calm
+        calm = asyncio.run(ask(words(Counter()), request, Partials(), "never"))
+        assert asyncio.run(ask(words(Counter()), request, Partials())) == calm
 
 
 def test_without_being_asked_to_an_unknown_engine_is_not_streamed_from():
@@ -86,7 +86,7 @@ def test_without_being_asked_to_an_unknown_engine_is_not_streamed_from():
 
     app = web.Application()
     app.add_routes([web.get("/health", plain_health), web.post("/{rest:.*}", plain)])
-    partials = RequestCheckpointer()
+    partials = Partials()
     partials.note("a", "known", tokens=1)
     assert asyncio.run(ask(app, TEXT, partials, "auto"))["response"]["status_code"] == 200
 
@@ -104,7 +104,7 @@ def test_an_engine_that_refuses_to_go_on_or_to_stream_is_asked_for_the_whole():
 
     app = web.Application()
     app.add_routes([web.get("/health", plain_health), web.post("/{rest:.*}", strict)])
-    partials = RequestCheckpointer()
+    partials = Partials()
     partials.note("a", "known", tokens=1)
     found = asyncio.run(ask(app, TEXT, partials))
     assert found == {"response": {"status_code": 200, "body": {"text": "all"}}}
@@ -138,7 +138,7 @@ def streaming(text: bytes, **headers: str) -> web.Application:
 )
 def test_a_stream_that_breaks_or_tells_of_an_error_is_tried_again(text, words):
     with pytest.raises(Again, match=words):
-        asyncio.run(ask(streaming(text), TEXT, RequestCheckpointer()))
+        asyncio.run(ask(streaming(text), TEXT, Partials()))
 
 
 def test_events_are_found_wherever_the_network_cuts_them():
@@ -197,7 +197,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "generators_of_a_test"
 
 
-def call(name: str, partials: RequestCheckpointer | None, before: Callable[[], None] = lambda: None) -> Any:
+def call(name: str, partials: Partials | None, before: Callable[[], None] = lambda: None) -> Any:
     async def main() -> Any:
         engine = CallableEngine(name, "cpu", 4, partials)
         await engine.start()
@@ -212,7 +212,7 @@ def test_a_generator_tells_what_it_has_and_goes_on_from_there(module):
         __import__(module).Model.limit = tokens
 
     calm = call(f"{module}:Model", None, lambda: limit(10**9))
-    partials = RequestCheckpointer()
+    partials = Partials()
     with pytest.raises(Again, match="dead"):
         call(f"{module}:Model", partials, lambda: limit(len(__import__(module).Model.made) + 30))
     assert len(partials) == 2
@@ -233,4 +233,4 @@ def test_a_generator_tells_what_it_has_and_goes_on_from_there(module):
 )
 def test_a_generator_that_will_not_do_says_why(module, name, error, words):
     with pytest.raises(error, match=words):
-        call(f"{module}:{name}", RequestCheckpointer())
+        call(f"{module}:{name}", Partials())

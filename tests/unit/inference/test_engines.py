@@ -267,21 +267,22 @@ class Late(BaseHTTPRequestHandler):
         self.end_headers()
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        said.append("503" if len(said) < 3 else sys.argv[2])
+        said.append(sys.argv[4] if len(said) < 3 else sys.argv[2])
         open(sys.argv[3], "w").write(" ".join(said))
         self.send_response(int(said[-1]))
         self.end_headers()
+        self.wfile.write(b"the model is still loading" if len(said) < 4 else b"what is that?")
 said = []
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Late).serve_forever()
 """
 
 
-@pytest.mark.parametrize("then", ["200", "500"])
-def test_an_engine_that_says_503_to_a_first_request_is_not_ready_yet(tmp_path: Path, then: str):
+@pytest.mark.parametrize(("first", "then"), [("503", "200"), ("503", "500"), ("500", "200"), ("500", "500")])
+def test_an_engine_that_says_so_to_a_first_request_is_not_ready_yet(tmp_path: Path, first: str, then: str):
     (tmp_path / "late.py").write_text(LATE)
-    command = [sys.executable, str(tmp_path / "late.py"), "{port}", then, str(tmp_path / "said")]
+    command = [sys.executable, str(tmp_path / "late.py"), "{port}", then, str(tmp_path / "said"), first]
     asyncio.run(started_and_ended({"input": "in", "engine": {"command": command}}))
-    assert (tmp_path / "said").read_text() == f"503 503 503 {then}"
+    assert (tmp_path / "said").read_text() == f"{first} {first} {first} {then}"
 
 
 @pytest.mark.parametrize("owner", [None, 4242])

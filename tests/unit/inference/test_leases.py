@@ -4,13 +4,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.inference.coordinator import RequestRedistributor
+from slurmft.inference.coordinator import Leases
 
 
-def fresh(total: int = 100, *, done: tuple[int, ...] = ()) -> RequestRedistributor:
+def fresh(total: int = 100, *, done: tuple[int, ...] = ()) -> Leases:
     flags = np.zeros(total, dtype=np.bool_)
     flags[list(done)] = True
-    return RequestRedistributor(flags, tail_after_s=5.0)
+    return Leases(flags, tail_after_s=5.0)
 
 
 def numbers(runs: list[tuple[int, int]]) -> list[int]:

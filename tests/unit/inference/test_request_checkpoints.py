@@ -12,7 +12,7 @@ from slurmft.config.inference import EngineConfig
 from slurmft.inference import ledger
 from slurmft.inference.ledger import (
     CheckpointFile,
-    RequestCheckpointer,
+    Partials,
     fingerprint,
     forget_all,
     left_behind,
@@ -35,7 +35,7 @@ class Clock:
 
 
 def test_what_was_noted_last_is_taken_once():
-    checkpointer = RequestCheckpointer()
+    checkpointer = Partials()
     checkpointer.note("a", "one", tokens=1, prompt_tokens=7)
     checkpointer.note("a", "one two", tokens=2, prompt_tokens=7)
     assert checkpointer.take("a") == Prefix("one two", 2, 7)
@@ -47,7 +47,7 @@ def test_what_was_noted_last_is_taken_once():
 
 def test_an_entry_expires():
     clock = Clock()
-    checkpointer = RequestCheckpointer(expire_after_s=60, now=clock)
+    checkpointer = Partials(expire_after_s=60, now=clock)
     checkpointer.note("a", "x")
     checkpointer.note("b", "x")
     clock.now_s += 59
@@ -57,7 +57,7 @@ def test_an_entry_expires():
 
 
 def test_there_are_never_too_many_nor_too_large_ones():
-    checkpointer = RequestCheckpointer(max_entries=3, max_bytes=100_000)
+    checkpointer = Partials(max_entries=3, max_bytes=100_000)
     for name in "abcd":
         checkpointer.note(name, "x")
     assert checkpointer.take("a") is None and len(checkpointer) == 3
@@ -71,7 +71,7 @@ def test_there_are_never_too_many_nor_too_large_ones():
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.text(max_size=5), st.sampled_from(["longer", "other", "save"]))))
 def test_another_one_that_gets_all_changes_knows_the_same(steps):
-    mine, other = RequestCheckpointer(), RequestCheckpointer()
+    mine, other = Partials(), Partials()
     now: dict[str, str] = {}
     records = []
     for name, text, what in steps:
@@ -90,7 +90,7 @@ def test_another_one_that_gets_all_changes_knows_the_same(steps):
 
 def test_of_two_texts_the_longer_one_is_kept_and_a_hole_is_none():
     records = {"request": "a", "from": 0, "text": "one two", "tokens": 2, "prompt_tokens": None, "at": 1e12}
-    checkpointer = RequestCheckpointer()
+    checkpointer = Partials()
     checkpointer.note("a", "one")
     checkpointer.adopt([records])
     assert checkpointer.take("a") == Prefix("one two", 2)
@@ -102,7 +102,7 @@ def test_of_two_texts_the_longer_one_is_kept_and_a_hole_is_none():
         checkpointer.adopt([{**records, "tokens": -1}])
 
 
-def keep(folder: Path, checkpointer: RequestCheckpointer, engine: str = "e") -> CheckpointFile:
+def keep(folder: Path, checkpointer: Partials, engine: str = "e") -> CheckpointFile:
     file = CheckpointFile(folder, OWNER, engine, checkpointer)
     file.epoch = 5
     asyncio.run(file.save())
@@ -110,7 +110,7 @@ def keep(folder: Path, checkpointer: RequestCheckpointer, engine: str = "e") -> 
 
 
 def test_a_file_holds_what_is_new_and_survives_a_torn_end(tmp_path):
-    mine, other = RequestCheckpointer(), RequestCheckpointer()
+    mine, other = Partials(), Partials()
     mine.note("7", "one", tokens=1)
     file = keep(tmp_path, mine)
     mine.note("7", "one two", tokens=2)
@@ -129,7 +129,7 @@ def test_a_file_holds_what_is_new_and_survives_a_torn_end(tmp_path):
 
 
 def test_text_of_another_engine_or_generation_is_not_used(tmp_path):
-    mine = RequestCheckpointer()
+    mine = Partials()
     mine.note("7", "one")
     keep(tmp_path, mine)
     assert list(records_in(tmp_path, NAME, "another")) == []
@@ -148,7 +148,7 @@ def test_a_changed_engine_has_another_fingerprint():
 
 
 def test_expired_files_are_deleted_and_a_finished_batch_leaves_none(tmp_path):
-    mine = RequestCheckpointer()
+    mine = Partials()
     mine.note("7", "one")
     keep(tmp_path, mine)
     old = partials_of(tmp_path) / segment_name(**{**OWNER, "life": 1}, epoch=5)
@@ -164,7 +164,7 @@ def test_expired_files_are_deleted_and_a_finished_batch_leaves_none(tmp_path):
 
 def test_a_file_that_has_grown_is_written_anew_with_what_is_in_flight(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "MAX_FILE_BYTES", 2000)
-    mine = RequestCheckpointer()
+    mine = Partials()
     mine.note("1", "x" * 3000)
     file = keep(tmp_path, mine)
     mine.forget("1")
@@ -174,13 +174,13 @@ def test_a_file_that_has_grown_is_written_anew_with_what_is_in_flight(tmp_path, 
     asyncio.run(file.save())
     path = partials_of(tmp_path) / NAME
     assert path.stat().st_size < 1000
-    other = RequestCheckpointer()
+    other = Partials()
     other.adopt(records_in(tmp_path, NAME, "e"))
     assert len(other) == 1 and other.take("2") == Prefix("y z", 2)
 
 
 def test_another_epoch_has_a_file_of_its_own(tmp_path):
-    mine = RequestCheckpointer()
+    mine = Partials()
     mine.note("1", "x")
     file = keep(tmp_path, mine)
     file.epoch = 6
@@ -191,7 +191,7 @@ def test_another_epoch_has_a_file_of_its_own(tmp_path):
 
 
 def test_a_disk_that_fails_costs_no_more_than_the_file(tmp_path, monkeypatch):
-    mine = RequestCheckpointer()
+    mine = Partials()
     mine.note("1", "x")
     file = keep(tmp_path, mine)
 
@@ -204,6 +204,6 @@ def test_a_disk_that_fails_costs_no_more_than_the_file(tmp_path, monkeypatch):
         asyncio.run(file.save())
     mine.note("1", "x y z", tokens=3)
     asyncio.run(file.save())
-    other = RequestCheckpointer()
+    other = Partials()
     other.adopt(records_in(tmp_path, NAME, "e"))
     assert other.take("1") == Prefix("x y z", 3), "all of it is written again"

@@ -39,7 +39,11 @@ class Engine:
 
 def beside(world: World, folder: Path) -> Batches:
     """The side of a router for this folder."""
-    return Batches(folder, world.router, open_paths=world.config.engine.open_paths, slots=4, tries=2, token=TOKEN)
+    router = world.router
+    return Batches(
+        folder, ready=lambda: router.ready, error=router.error, open_paths=world.config.engine.open_paths, slots=4,
+        tries=2, token=TOKEN,
+    )  # fmt: skip
 
 
 def client(world: World) -> openai.AsyncOpenAI:

@@ -10,8 +10,7 @@ import pytest
 from serving_world import KEY, answers, serving
 from waiting import until_async
 
-from slurmft.inference.gate import CONTROL, REQUESTS, STRANGERS_PER_ADDRESS, Gate, NotTheGate, knock
-from slurmft.inference.serving_driver import unix_connection
+from slurmft.inference.gate import CONTROL, REQUESTS, STRANGERS_PER_ADDRESS, Gate, NotTheGate, knock, unix_connection
 from slurmft.system.files import NONCE_BYTES, TAG_BYTES
 
 

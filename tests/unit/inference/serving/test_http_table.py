@@ -216,7 +216,9 @@ async def test_a_row_is_true(asks: list[str], checks: list[Callable[[list[str]],
     engines = {"command": ["transformers", "serve", "{socket}"]}
     origins = {"allow_origins": ["https://page.example"]}
     async with serving({"a": engine}, origins, engine=engines, max_retries=0) as world:
-        world.router.batches = Batches(tmp_path, world.router, open_paths=(), slots=1, tries=1, token=TOKEN)
+        world.router.batches = Batches(
+            tmp_path, ready=lambda: 1, error=world.router.error, open_paths=(), slots=1, tries=1, token=TOKEN
+        )  # fmt: skip
         answers = [await said(world, each.removeprefix("end "), end=each.startswith("end ")) for each in asks]
         for check in checks:
             check(answers)

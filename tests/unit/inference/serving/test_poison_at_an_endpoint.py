@@ -172,7 +172,7 @@ class Node:
 
         async def live() -> None:
             environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
-            argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
+            argv = [sys.executable, "-m", "slurmft.inference.gate"]
             process = await asyncio.create_subprocess_exec(*argv, env=environment, start_new_session=True)
             self._processes[number] = process
             code = await process.wait()

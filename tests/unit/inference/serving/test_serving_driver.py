@@ -47,7 +47,7 @@ async def test_an_engine_that_lives_behind_a_closed_port_is_ended(tmp_path: Path
         writer.close()
 
     environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
-    argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
+    argv = [sys.executable, "-m", "slurmft.inference.gate"]
     async with asyncio.timeout(60), await asyncio.start_unix_server(hear, tmp_path / "s"):
         driver = await asyncio.create_subprocess_exec(*argv, env=environment)
         port = await ports.get()

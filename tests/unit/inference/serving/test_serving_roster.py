@@ -5,13 +5,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.coordinator import Roster
 from slurmft.inference.endpoint import HighAvailabilityCluster
-from slurmft.inference.pool import AutoRestartManager
 from slurmft.ipc.messages import Call, Members, ReplicaDied, ReplicaPhase, ReplicaPlace, RouterPhase
+from slurmft.policy.inference import Restarts
 
 
 class Cluster:
@@ -142,21 +140,13 @@ def test_the_cluster_of_routers_is_read_as_it_was_written(tmp_path: Path) -> Non
 
 
 def test_restarts_of_an_endpoint_are_counted_within_a_window() -> None:
-    clock = [0.0]
-    manager = AutoRestartManager(2, window_s=100.0, clock=lambda: clock[0])
-    delays = []
+    restarts, delays = Restarts(2, window_s=100.0), []
     for at_s in (0.0, 10.0, 20.0, 105.0, 300.0):
-        clock[0] = at_s
-        delays.append(manager.failed(0))
-        manager.succeeded(0)
+        restarts = restarts.failed(at_s)
+        delays.append(restarts.delay_s)
+        restarts = restarts.succeeded()
     assert delays == [0.0, 1.0, None, None, 0.0], "what it answers in between does not matter, and old failures neither"
-    assert manager.failures(0) == 1
-
-
-@pytest.mark.parametrize("window_s", [None, 100.0])
-def test_each_replica_has_restarts_of_its_own(window_s: float | None) -> None:
-    manager = AutoRestartManager(0, window_s=window_s, clock=lambda: 0.0)
-    assert manager.failed(0) is None and manager.failures(1) == 0
+    assert restarts.failures == 1
 
 
 def test_a_handover_gives_the_routers_the_heirs_replicas_and_then_ends_them(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Endpoint:
         settings = ReplicaSettings(socket=str(self.folder / "s"), config=str(self.config), generation=1, node=0,
                                    replica=number, life=1, device="")  # fmt: skip
         environment = {**os.environ, SETTINGS_VARIABLE: settings.as_text(), "SLURMD_NODENAME": "127.0.0.1"}
-        argv = [sys.executable, "-m", "slurmft.inference.serving_driver"]
+        argv = [sys.executable, "-m", "slurmft.inference.gate"]
         self.drivers[str(number)] = await asyncio.create_subprocess_exec(*argv, env=environment)
         await until_async(lambda: self.router.ready == len(self.drivers))
 

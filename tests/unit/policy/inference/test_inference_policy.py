@@ -19,6 +19,7 @@ from slurmft.policy.inference import (
     devices_of,
     engine_kind,
     evidence_of,
+    is_loading,
     is_poison,
     is_suspect,
     judge,
@@ -175,12 +176,22 @@ def test_whatever_kills_at_the_same_time_is_found_and_nothing_else(count, data):
 def test_restarts_have_a_pause_that_doubles_and_an_end():
     restarts, delays = Restarts(max_restarts=4, first_delay_s=1.0, longest_delay_s=3.0), []
     for _ in range(4):
-        restarts = restarts.failed()
-        assert not restarts.exhausted
+        restarts = restarts.failed(0.0)
         delays.append(restarts.delay_s)
     assert delays == [0.0, 1.0, 2.0, 3.0]
-    assert restarts.failed().exhausted
-    assert not restarts.succeeded().failed().exhausted
+    assert restarts.failed(0.0).delay_s is None
+    assert restarts.succeeded().failed(0.0).delay_s == 0.0
+
+
+@of_each(status__text__expected=[
+        (503, "", True), (502, "<html>", True), (504, "", True), (500, '{"error": "Model m is not ready yet."}', True),
+        (500, "the model is still loading", True), (500, "Engine is starting up", True), (500, "not initialized", True),
+        (500, "", False), (500, "Internal Server Error", False), (500, "could not load model: no such file", False),
+        (500, "Error loading model", False), (501, "", False), (404, "the model is not loaded", False),
+        (200, "loading", False),
+    ])  # fmt: skip
+def test_an_engine_says_that_it_cannot_serve_yet(status, text, expected):
+    assert is_loading(status, text) is expected
 
 
 @of_each(command__name=[
