@@ -70,7 +70,8 @@ def test_keys_of_another_version_change_nothing():
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[1]", "7", '{"init_timeout_minutes": "soon"}', '{"step_timeout_minutes": NaN}', '{"checkpoint": 3}',
+    ["{", "[1]", "7", '{"rerun": {"mode": "sometimes"}}', '{"rerun": 7}',
+     '{"init_timeout_minutes": "soon"}', '{"step_timeout_minutes": NaN}', '{"checkpoint": 3}',
      '{"base_world_size": []}', "[" * 100_000],
     ids=lambda text: text[:20],
 )  # fmt: skip
