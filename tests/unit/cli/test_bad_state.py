@@ -523,6 +523,7 @@ def changed(**keys: object) -> object:
         (changed(committed_at="0001-01-01T00:00:00+14:00"), "is not a checkpoint's marker"),
         (changed(files=[]), "is not a checkpoint's marker"),
         (changed(files={"a": 5}), "is not a checkpoint's marker"),
+        (changed(files={"shared.pt": {"bytes": 1, "sha256": ""}}), "is not a checkpoint's marker"),
         (changed(files={"a": {"bytes": "5", "xxh3": "x"}}), "bytes is '5'"),
         (changed(files={"../a": {"bytes": 5, "xxh3": "x"}}), "leaves the folder"),
         (changed(files={"..": {"bytes": 5, "xxh3": "x"}}), "leaves the folder"),
