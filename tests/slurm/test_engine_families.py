@@ -52,7 +52,9 @@ def left(run: EndpointRun) -> list[Child]:
     return [one for one in family(run) if one.pid in now[one.node] and one.engine not in now[one.node]]
 
 
-@pytest.mark.parametrize("victim", ["engine", "driver", "zygote", "agent and zygote"])
+@pytest.mark.parametrize(
+    "victim", ["engine", pytest.param("driver", marks=pytest.mark.soak), "zygote", "agent and zygote"]
+)
 def test_no_process_of_an_engine_outlives_it(run: EndpointRun, victim: str) -> None:
     run.submit()
     node = run.other_node
