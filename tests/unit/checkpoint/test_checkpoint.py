@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -13,11 +12,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import xxhash
 from save_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
+from tiny_run import Run, same, steps
 from waiting import until
 from worker_variable import set_settings
 
@@ -31,41 +30,6 @@ from slurmft.system.files import write_json
 from slurmft.worker.data import ByteCorpus, WindowLoader
 from slurmft.worker.rerun import RerunStateMachine
 from slurmft.worker.rerun_data import RerunDataIterator
-
-
-class Run:
-    """A tiny training run with everything that has state: dropout, a schedule, a scaler, a loader."""
-
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        corpus = ByteCorpus(torch.arange(2000, dtype=torch.int64).to(torch.uint8), "numbers")
-        self.loader = WindowLoader(corpus, 8, 4, seed=5)
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
-
-    @property
-    def parts(self):
-        return {"scheduler": self.scheduler, "loader": self.loader}
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            x, _ = next(self.loader)
-            noise = random.random() + float(np.random.rand())
-            loss = (self.model(x.float() / 256 + noise) ** 2).mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.scheduler.step()
-
-    def weights(self) -> list[torch.Tensor]:
-        return [weight.detach().clone() for weight in self.model.state_dict().values()]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.fixture
@@ -85,10 +49,6 @@ def three(tmp_path: Path, run: Run) -> CheckpointManager:
 
 def newest(checkpoints: CheckpointManager) -> Path:
     return Catalog(checkpoints.directory).committed()[0].path
-
-
-def steps(folder: Path) -> list[int]:
-    return [entry.step for entry in Catalog(folder).committed()]
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
@@ -422,8 +382,8 @@ def flat(value) -> list[torch.Tensor]:
 def test_the_optimizers_state_keeps_its_types(tmp_path, optimizer, dtype):
     model, made = trained_in(dtype, optimizer)
     CheckpointManager(tmp_path).save(model, made, step=2)
-    for steps in (0, 1):
-        other, loaded = trained_in(dtype, optimizer, steps)
+    for trained in (0, 1):
+        other, loaded = trained_in(dtype, optimizer, trained)
         CheckpointManager(tmp_path).load_latest(other, loaded)
         for weight, same_weight in zip(model.parameters(), other.parameters(), strict=True):
             there, here = flat(dict(made.state[weight])), flat(dict(loaded.state[same_weight]))

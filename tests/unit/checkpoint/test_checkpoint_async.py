@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
+from tiny_run import same, steps
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager, snapshots
@@ -28,56 +30,14 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS, SaveOutcome
-from slurmft.worker.data import ByteCorpus, WindowLoader
 
 
-class Run:
-    """A tiny run with everything that has state."""
+class Run(tiny_run.Run):
+    """Its buffers change in each forward pass."""
 
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        corpus = ByteCorpus(torch.arange(2000, dtype=torch.int64).to(torch.uint8), "numbers")
-        self.loader = WindowLoader(corpus, 8, 4, seed=5)
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
-        self.step = 0
-
-    @property
-    def objects(self):
-        return self.model, self.optimizer
-
-    @property
-    def parts(self):
-        return {"scheduler": self.scheduler, "loader": self.loader}
-
-    def forward(self) -> None:
-        x, _ = next(self.loader)
-        loss = (self.model(x.float() / 256 + random.random()) ** 2).mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.forward()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.step += 1
-            SAVERS.at_boundary(self.step)
-
-    def tensors(self) -> list[torch.Tensor]:
-        state = self.optimizer.state_dict()["state"].values()
-        values = [*self.model.state_dict().values(), *(value for one in state for value in one.values())]
-        return [value.detach().clone() for value in values]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def steps(folder: Path) -> list[int]:
-    return [entry.step for entry in Catalog(folder).committed()]
+    @staticmethod
+    def last() -> torch.nn.Module:
+        return torch.nn.BatchNorm1d(16)
 
 
 @pytest.fixture(autouse=True)
