@@ -27,7 +27,7 @@ class Load:
 
     def __init__(self, run: EndpointRun, seconds: float, *, kind: str = "patient", clients: int = CLIENTS) -> None:
         argv = ["python", str(run.path.parent / "load.py"), str(run.path), str(clients), str(seconds), kind]
-        self._enough = run.path.parent / "enough"
+        self._run, self._enough = run, run.path.parent / "enough"
         self._told: dict[str, Any] = {"errors": {"the clients": "have not ended"}}
 
         def work() -> None:
@@ -37,14 +37,18 @@ class Load:
         self._thread = threading.Thread(target=work)
         self._thread.start()
 
-    def enough(self) -> dict[str, Any]:
+    def enough(self, *, right: int | None = None) -> dict[str, Any]:
         """End all loads on this endpoint, which seconds would end later; this one's counts."""
         self._enough.touch()
-        return self.result()
+        return self.result(right=right)
 
-    def result(self) -> dict[str, Any]:
+    def result(self, *, right: int | None = None) -> dict[str, Any]:
+        """What was counted; ``right``: none may have failed, and more than so many must have been asked."""
         self._thread.join(200)
-        return self._told
+        told = self._told
+        if right is not None:
+            assert told["errors"] == {} and told["right"] == told["asked"] > right, f"{told}\n{self._run.story()}"
+        return told
 
 
 class EndpointRun(Run):
@@ -60,6 +64,12 @@ class EndpointRun(Run):
 
     def wait_for_routers(self, count: int) -> None:
         eventually(lambda: len(self.routers) == count, PATIENCE_S, lambda: f"{count} routers\n{self.story()}")
+
+    def end(self) -> None:
+        """Stop it, and return when none of its jobs is left in the queue."""
+        self.slurmft("stop", str(self.path))
+        for job in self.folder.jobs():
+            self.wait_until_out_of_queue(job)
 
     @property
     def routers(self) -> list[str]:

@@ -137,8 +137,11 @@ def test_a_full_shared_memory_at_a_start_is_a_launch_failure_that_names_it(tmp_p
 
 
 @pytest.mark.parametrize("proxied", [[*TRAINER, "--steps", "2000", "--step-delay", "0.1"]], indirect=True, ids=[""])
-@pytest.mark.parametrize("cuts_answer", [False, True], ids=["the call", "its answer"])
-@pytest.mark.parametrize("kind", ["look", "propose", "commit"])
+@pytest.mark.parametrize(("kind", "cuts_answer"), [
+    ("propose", False), ("commit", True),
+    *(pytest.param(*each, marks=pytest.mark.soak)
+      for each in (("look", False), ("look", True), ("propose", True), ("commit", False))),
+])  # fmt: skip
 def test_a_stop_survives_the_connection_that_lost(
     proxied: tuple[LocalRun, Between], kind: str, cuts_answer: bool
 ) -> None:

@@ -12,24 +12,19 @@ COMMAND = ["python", "{folder}/gang_engine.py", "--rank", "{node_rank}", "--node
 CLIENTS = 20
 
 
-def begin(new_endpoint: NewEndpoint, spare_nodes: int) -> tuple[EndpointRun, str]:
+def begin(new_endpoint: NewEndpoint, spare_nodes: int) -> EndpointRun:
     run = new_endpoint(spare_nodes=spare_nodes, replicas_per_node=1, engine={"command": ["e", "{port}"]})
     command = [word.replace("{folder}", str(run.path.parent)) for word in COMMAND]
     run.configure(inference={"engine": {"command": command, "nodes": 2}})
-    job = run.slurmft("serve", str(run.config)).split(" as job ")[1].split()[0]
+    run.slurmft("serve", str(run.config))
     run.wait_for("replica ready")
     run.wait_for_routers(2)
-    return run, job
-
-
-def stop(run: EndpointRun, job: str) -> None:
-    run.slurmft("stop", str(run.path))
-    run.wait_until_out_of_queue(job)
+    return run
 
 
 @pytest.mark.long
 def test_a_node_in_reserve_takes_the_place_of_one_whose_power_is_off(lab: Lab, new_endpoint: NewEndpoint) -> None:
-    run, job = begin(new_endpoint, 1)
+    run = begin(new_endpoint, 1)
     load = Load(run, 200, clients=CLIENTS)
     run.wait_for_step(100)
     formed, host = run.events("gang formed")[0].details["nodes"], run.events("attempt started")[0].details["host"]
@@ -39,19 +34,18 @@ def test_a_node_in_reserve_takes_the_place_of_one_whose_power_is_off(lab: Lab, n
         again = run.wait_for("gang formed", 2)
         run.wait_for("replica ready", 2)
         run.wait_for_step(((run.folder.progress() or {}).get("step") or 0) + 100)
-        told = load.enough()
+        told = load.enough(right=200)
     finally:
         lab.start_node(victim)
-    assert told["errors"] == {} and told["right"] == told["asked"] > 200, f"{told}\n{run.story()}"
     assert victim not in again.details["nodes"] and len(run.events("attempt started")) == 1, run.story()
     broken, ready = run.events("gang broken")[0], run.events("replica ready")[1]
     print(told, f"ready {(ready.at - broken.at).total_seconds():.1f} s after the loss was seen")
-    stop(run, job)
+    run.end()
 
 
 @pytest.mark.soak
 def test_without_a_node_in_reserve_the_job_is_requeued(lab: Lab, new_endpoint: NewEndpoint) -> None:
-    run, _ = begin(new_endpoint, 0)
+    run = begin(new_endpoint, 0)
     host = run.events("attempt started")[0].details["host"]
     victim = next(node for node in run.events("gang formed")[0].details["nodes"] if node != host)
     lab.kill_node(victim)
@@ -62,4 +56,4 @@ def test_without_a_node_in_reserve_the_job_is_requeued(lab: Lab, new_endpoint: N
         eventually(lambda: run.routers, PATIENCE_S, run.story)
     finally:
         lab.start_node(victim)
-    stop(run, run.folder.jobs()[-1])
+    run.end()

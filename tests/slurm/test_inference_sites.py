@@ -212,27 +212,6 @@ def test_an_odd_folder_of_requests(lab: Lab, new_batch: NewBatch) -> None:  # no
 
 
 @pytest.mark.soak
-def test_the_controller_is_away_at_the_moment_of_a_stop(
-    lab: Lab, new_batch: NewBatch, moody: Path  # noqa: F811
-) -> None:  # fmt: skip
-    run = new_batch(500)
-    path = lab.run(["printenv", "PATH"]).stdout.strip()
-    argv = ["env", f"PATH={moody}:{path}", "slurmft", "infer", str(run.config)]
-    job = lab.run(argv).stdout.split(" as job ")[1].split()[0]
-    run.wait_for_answers(60)
-    (moody / "mode").write_text("fail\n")
-    lab.run(["scancel", "--signal=TERM", job])
-    run.wait_for("requeueing")
-    time.sleep(10)  # the time itself is what is tested
-    (moody / "mode").write_text("none\n")
-    run.wait_for("requeued", within_s=30)
-    run.slurmft("requeue", str(run.path))  # or wait for the begin time, which allows for slurmd's slow report
-    run.assert_exactly_once()
-    assert run.repeated() == 0
-    assert run.folder.jobs() == [job]
-
-
-@pytest.mark.soak
 def test_the_time_limit(new_batch: NewBatch) -> None:  # noqa: F811
     run = new_batch(4000, pause=0.5, slurm={"partition": "low", "time": "2"}, preemption={"signal_lead_s": 20})
     job = run.submit()

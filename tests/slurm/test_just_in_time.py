@@ -29,6 +29,8 @@ ACROSS = [*IN_NODE, "--across"]
 """Each node has a replica of the weights; each node has one shard of all replicas."""
 
 NO_REPLICA = [*FULL, "--shards", "4"]
+Digests = Callable[[list[str]], str]
+"""Of the weights after a training with these options that was left alone."""
 
 
 def new_run(
@@ -110,45 +112,7 @@ def wait_for_restart(run: LocalRun, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = new_run(tmp_path_factory.mktemp("just-in-time") / "undisturbed", delay=0.0)
-    run.submit("--wait")
-    return run.digest()
-
-
-CASES = {
-    "rank 0": lambda run: kill_ranks(run, 0, at_rest=0),
-    "all of rank 0's node": lambda run: kill_ranks(run, 0, 1, at_rest=0),
-    "rank 3": lambda run: kill_ranks(run, 3, at_rest=0),
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", CASES)
-def test_with_buffers_and_extra_no_step_is_lost(tmp_path: Path, undisturbed: str, case: str) -> None:
-    run = new_run(tmp_path / "run")
-    run.submit()
-    run.wait_for_step(16)
-    CASES[case](run)
-    run.wait_until_done()
-    assert resumed_from(run, 1) >= 16, run.story()
-    assert run.digest() == undisturbed
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.soak)])
-def test_with_peer_copies_no_step_is_lost_with_a_node(tmp_path: Path, undisturbed: str, rank: int) -> None:
-    run = new_run(tmp_path / "run", copies=1)
-    run.submit()
-    run.wait_for_step(16)
-    kill_node(run, rank, at_rest=rank)
-    run.wait_until_done()
-    assert resumed_from(run, 1) >= 16, run.story()
-    assert run.digest() == undisturbed
-
-
-@pytest.fixture(scope="module")
-def undisturbed_shards(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], str]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Digests:
     digests: dict[str, str] = {}
 
     def digest(options: list[str]) -> str:
@@ -163,60 +127,58 @@ def undisturbed_shards(tmp_path_factory: pytest.TempPathFactory) -> Callable[[li
 
 
 @dataclass(frozen=True)
-class Shards:
-    """A fault of a run whose weights are spread over ranks."""
+class Fault:
+    """One of a run, most of them of one whose weights are spread over ranks."""
 
     options: list[str]
     strike: Callable[[LocalRun], None]
     is_kept: bool = True
     copies: int = 0
+    hang_after: float | None = None
 
 
-SHARDS = {
-    "a rank": Shards(IN_NODE, lambda run: kill_ranks(run, 3, at_rest=2)),
-    "rank 0": Shards(IN_NODE, lambda run: kill_ranks(run, 0, at_rest=2)),
-    "two of different shards": Shards(IN_NODE, lambda run: kill_ranks(run, 0, 3, at_rest=2)),
-    "all of a shard": Shards(IN_NODE, lambda run: kill_ranks(run, 1, 3, at_rest=2), is_kept=False),
-    "all of a node": Shards(IN_NODE, lambda run: kill_ranks(run, 2, 3, at_rest=2)),
-    "a node": Shards(IN_NODE, lambda run: kill_node(run, 2, at_rest=2), copies=1),
-    "rank 0's node": Shards(IN_NODE, lambda run: kill_node(run, 0, at_rest=2), copies=1),
-    "a node without copies": Shards(IN_NODE, lambda run: kill_node(run, 2, at_rest=2), is_kept=False),
-    "shards across nodes, a rank": Shards(ACROSS, lambda run: kill_ranks(run, 1, at_rest=2)),
-    "shards across nodes, a node": Shards(ACROSS, lambda run: kill_node(run, 2, at_rest=2), is_kept=False, copies=1),
-    "no replica": Shards(NO_REPLICA, lambda run: kill_ranks(run, 3, at_rest=2), is_kept=False),
+def stop_rank(run: LocalRun, rank: int) -> None:
+    victim = workers(run)[rank]
+    until_it_rests(victim)
+    victim.suspend()
+
+
+FAULTS = {
+    "replicas, rank 0": Fault(FULL, lambda run: kill_ranks(run, 0, at_rest=0)),
+    "replicas, all of rank 0's node": Fault(FULL, lambda run: kill_ranks(run, 0, 1, at_rest=0)),
+    "replicas, rank 3": Fault(FULL, lambda run: kill_ranks(run, 3, at_rest=0)),
+    "replicas, a node": Fault(FULL, lambda run: kill_node(run, 2, at_rest=2), copies=1),
+    "replicas, rank 0's node": Fault(FULL, lambda run: kill_node(run, 0, at_rest=0), copies=1),
+    "a rank": Fault(IN_NODE, lambda run: kill_ranks(run, 3, at_rest=2)),
+    "rank 0": Fault(IN_NODE, lambda run: kill_ranks(run, 0, at_rest=2)),
+    "two of different shards": Fault(IN_NODE, lambda run: kill_ranks(run, 0, 3, at_rest=2)),
+    "all of a shard": Fault(IN_NODE, lambda run: kill_ranks(run, 1, 3, at_rest=2), is_kept=False),
+    "all of a node": Fault(IN_NODE, lambda run: kill_ranks(run, 2, 3, at_rest=2)),
+    "a node": Fault(IN_NODE, lambda run: kill_node(run, 2, at_rest=2), copies=1),
+    "rank 0's node": Fault(IN_NODE, lambda run: kill_node(run, 0, at_rest=2), copies=1),
+    "a node without copies": Fault(IN_NODE, lambda run: kill_node(run, 2, at_rest=2), is_kept=False),
+    "shards across nodes, a rank": Fault(ACROSS, lambda run: kill_ranks(run, 1, at_rest=2)),
+    "shards across nodes, a node": Fault(ACROSS, lambda run: kill_node(run, 2, at_rest=2), is_kept=False, copies=1),
+    "a rank that is stopped": Fault(IN_NODE, lambda run: stop_rank(run, 3), hang_after=2.0),
+    "no replica": Fault(NO_REPLICA, lambda run: kill_ranks(run, 3, at_rest=2), is_kept=False),
 }
-OFTEN = {"a rank", "a node"}
+OFTEN = {"a rank", "a node", "replicas, a node"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [one if one in OFTEN else pytest.param(one, marks=pytest.mark.soak) for one in SHARDS])
-def test_shards_with_replicas_lose_no_step_and_others_are_never_mixed(
-    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], name: str
+@pytest.mark.parametrize("name", [one if one in OFTEN else pytest.param(one, marks=pytest.mark.soak) for one in FAULTS])
+def test_what_a_living_node_has_all_of_loses_no_step_and_others_are_never_mixed(
+    tmp_path: Path, undisturbed: Digests, name: str
 ) -> None:
-    case = SHARDS[name]
-    run = new_run(tmp_path / "run", case.options, copies=case.copies)
+    case = FAULTS[name]
+    run = new_run(tmp_path / "run", case.options, copies=case.copies, hang_after=case.hang_after)
     run.submit()
     run.wait_for_step(16)
     case.strike(run)
     run.wait_until_done()
     resumed = resumed_from(run, 1)
     assert resumed >= 16 if case.is_kept else resumed in (10, 20), run.story()
-    assert run.digest() == undisturbed_shards(case.options)
-
-
-@pytest.mark.soak
-def test_a_rank_that_is_stopped_keeps_no_other_from_keeping_its_shard(
-    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str]
-) -> None:
-    run = new_run(tmp_path / "run", IN_NODE, hang_after=2.0)
-    run.submit()
-    run.wait_for_step(16)
-    victim = workers(run)[3]
-    until_it_rests(victim)
-    victim.suspend()
-    run.wait_until_done()
-    assert resumed_from(run, 1) >= 16, run.story()
-    assert run.digest() == undisturbed_shards(IN_NODE)
+    assert run.digest() == undisturbed(case.options)
 
 
 RANDOM = {
@@ -230,9 +192,7 @@ RANDOM = {
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", RANDOM)
-def test_faults_at_random_moments_change_nothing(
-    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], seed: int, name: str
-) -> None:
+def test_faults_at_random_moments_change_nothing(tmp_path: Path, undisturbed: Digests, seed: int, name: str) -> None:
     """Also two ranks at once, and a node after a rank; a fault may cost steps, but never mixes two."""
     chance = random.Random(seed)
     options, every = RANDOM[name]
@@ -251,7 +211,7 @@ def test_faults_at_random_moments_change_nothing(
         except (KeyError, IndexError, psutil.NoSuchProcess, AssertionError):
             pass  # gone already
     run.wait_until_done()
-    assert run.digest() == undisturbed_shards(options)
+    assert run.digest() == undisturbed(options)
 
 
 @contextlib.contextmanager
@@ -271,7 +231,7 @@ def silent_node(run: LocalRun, rank: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_with_peer_copies_no_step_is_lost_with_a_node_that_falls_silent(
-    tmp_path: Path, undisturbed: str, rank: int
+    tmp_path: Path, undisturbed: Digests, rank: int
 ) -> None:
     run = new_run(tmp_path / "run", copies=1, spares=1)
     run.submit()
@@ -281,10 +241,11 @@ def test_with_peer_copies_no_step_is_lost_with_a_node_that_falls_silent(
     assert resumed_from(run, 1) >= 16, run.story()
     told = [one.event for one in run.folder.journal().read()]
     assert told.index(EventName.STATE_KEPT) < told.index(EventName.KILLING_WORKERS), run.story()
-    assert run.digest() == undisturbed
+    assert run.digest() == undisturbed(FULL)
 
 
-def newest_copied(run: LocalRun) -> int:
+def copied(run: LocalRun) -> int:
+    """The newest step that all nodes have in memory, as the run reports it."""
     return int((run.folder.progress() or {}).get("copied") or 0)
 
 
@@ -306,24 +267,22 @@ def kill_all_agents(run: LocalRun) -> None:
 
 
 @pytest.mark.long
-def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(
-    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str]
-) -> None:
+def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(tmp_path: Path, undisturbed: Digests) -> None:
     """No node has another one's shards, and nothing but the first step is on disk."""
     run = new_run(tmp_path / "run", NO_REPLICA, every=1, interval=1000)
     run.submit()
-    copied = eventually(lambda: newest_copied(run) >= 8 and newest_copied(run), 120, run.story)
+    known = eventually(lambda: copied(run) >= 8 and copied(run), 120, run.story)
     kill_all_agents(run)
     run.wait_until_done()
     events = [one.event for one in run.folder.journal().read()]
     assert EventName.AGENTS_GONE in events, run.story()
     assert EventName.AGENT_LOST not in events, run.story()
-    assert resumed_from(run, 1) >= copied, run.story()
-    assert run.digest() == undisturbed_shards(NO_REPLICA)
+    assert resumed_from(run, 1) >= known, run.story()
+    assert run.digest() == undisturbed(NO_REPLICA)
 
 
 @pytest.mark.long
-def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, undisturbed: str) -> None:
+def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, undisturbed: Digests) -> None:
     run = new_run(tmp_path / "run", delay=0.2, lease=3.0, interval=1000)
     run.submit()
     run.wait_for_step(12)
@@ -337,4 +296,4 @@ def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, u
         supervisor.resume()
     run.wait_until_done()
     assert resumed_from(run, 1) >= 15, run.story()
-    assert run.digest() == undisturbed
+    assert run.digest() == undisturbed(FULL)

@@ -48,7 +48,8 @@ def nothing_lent(run: EndpointRun) -> None:
 
 @pytest.mark.long
 def test_replicas_go_from_none_to_lent_nodes_and_back_and_no_request_fails(small: EndpointRun) -> None:
-    run, job = small, submit(small)
+    run = small
+    submit(run)
     assert run.events("replica ready") == []
     steady = Load(run, 300, kind="plain", clients=3)
     run.wait_for_step(20)
@@ -68,8 +69,7 @@ def test_replicas_go_from_none_to_lent_nodes_and_back_and_no_request_fails(small
     assert all(each["errors"] == {} and each["right"] == each["asked"] > 100 for each in told), f"{told}\n{run.story()}"
     eventually(lambda: run.events("replicas wanted")[-1].details["wanted"] == 0, PATIENCE_S, run.story)
     assert before == 1 and [e for e in run.events("replica died") if e.details["in_flight"]] == [], run.story()
-    run.slurmft("stop", str(run.path))
-    run.wait_until_out_of_queue(job)
+    run.end()
 
 
 @pytest.mark.long
@@ -125,8 +125,6 @@ def test_a_successor_job_goes_on_with_what_is_lent(new_small: NewEndpoint) -> No
 
     eventually(lambda: ready() >= 3, PATIENCE_S, run.story)
     assert jobs(run) == lent and len(run.events("joining")) == 2, run.story()
-    told = load.enough()
-    assert told["errors"] == {} and told["right"] == told["asked"] > 300, f"{told}\n{run.story()}"
-    run.slurmft("stop", str(run.path))
-    run.wait_until_out_of_queue(successor)
+    load.enough(right=300)
+    run.end()
     nothing_lent(run)

@@ -96,18 +96,20 @@ def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
 
 
 @pytest.mark.long
-def test_term_is_a_preemption_and_comes_three_times(tmp_path: Path, undisturbed: str) -> None:
-    run = LocalRun(tmp_path / 'it\'s odd, "quoted" and 100% spaced')
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_the_signal_of_preemptions_comes_three_times(tmp_path: Path, undisturbed: str, name: str) -> None:
+    run = LocalRun(tmp_path / 'it\'s odd, "quoted" and 100% spaced', preemption={"signal": name})
     run.submit()
     run.wait_for_step(8)
     owner = run.folder.owner()
     assert owner is not None
     for _ in range(3):
-        os.kill(owner.pid, signal.SIGTERM)
+        os.kill(owner.pid, signal.Signals[name])
     run.wait_until_done()
-    events = [event.event for event in run.folder.journal().read()]
-    assert events.count("stop requested") == 1
-    assert events.count("starting anew") == 1
+    events = run.folder.journal().read()
+    (stop,) = [event for event in events if event.event == "stop requested"]
+    assert (stop.details["cause"], stop.details["reason"]) == ("preempted", f"{name} at the supervisor"), run.story()
+    assert [event.event for event in events].count("starting anew") == 1
     assert run.digest() == undisturbed
 
 
@@ -121,20 +123,6 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
     decision = run.folder.journal().read()[-1]
     assert (decision.event, decision.details["action"]) == ("decision", "stop"), run.story()
     assert "Ctrl-C" in decision.details["reason"]
-
-
-@pytest.mark.long
-def test_with_sigint_as_the_signal_of_preemptions_the_run_goes_on_behind_it(tmp_path: Path, undisturbed: str) -> None:
-    run = LocalRun(tmp_path / "sigint", preemption={"signal": "SIGINT"})
-    run.submit()
-    run.wait_for_step(8)
-    owner = run.folder.owner()
-    assert owner is not None
-    os.kill(owner.pid, signal.SIGINT)
-    run.wait_until_done()
-    (stop,) = [event for event in run.folder.journal().read() if event.event == "stop requested"]
-    assert (stop.details["cause"], stop.details["reason"]) == ("preempted", "SIGINT at the supervisor"), run.story()
-    assert run.digest() == undisturbed
 
 
 @pytest.mark.soak
@@ -276,7 +264,7 @@ time.sleep(300)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", pytest.param("SIGUSR2", marks=pytest.mark.soak)])
 def test_a_session_saves_at_each_signal_that_may_be_configured(tmp_path: Path, undisturbed: str, name: str) -> None:
     """Every process of the step gets it, as from sites that signal the whole tree."""
     run = LocalRun(tmp_path / "run", preemption={"signal": name}, checkpoint={"interval_steps": 1000})

@@ -62,7 +62,8 @@ class Gang(Endpoint):
                 os.kill(owner.pid, signal.SIGKILL)
 
 
-VICTIMS = ["head", "member", "agent of the member", "agent of the head", "supervisor"]
+VICTIMS = ["member", "agent of the head", "supervisor",
+           *(pytest.param(each, marks=pytest.mark.soak) for each in ("head", "agent of the member"))]  # fmt: skip
 
 
 @pytest.fixture

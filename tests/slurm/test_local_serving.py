@@ -257,46 +257,6 @@ def test_a_dead_router_costs_a_plain_client_what_it_had_a_patient_one_nothing(en
 
 
 @pytest.mark.soak
-def test_too_few_replicas_degrade_the_endpoint_and_it_comes_back(endpoint: Endpoint) -> None:
-    url, load = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0], endpoint.load(15)
-
-    def low() -> tuple[int, str, int, str]:
-        """Status, state in the header and Retry-After of a request of low priority; the state in ``/status``."""
-        headers = {**endpoint.headers, "X-Priority": "low"}
-        asked = urllib.request.Request(f"{url}/status", headers=headers)
-        with urllib.request.urlopen(asked, timeout=5, context=endpoint.trusted) as answer:
-            state = str(json.load(answer)["state"])
-        try:
-            asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
-            with urllib.request.urlopen(asked, context=endpoint.trusted) as answer:
-                return answer.status, answer.headers.get("X-Slurmft-State", ""), 0, state
-        except urllib.error.HTTPError as error:
-            return error.code, error.headers["X-Slurmft-State"], int(error.headers["Retry-After"]), state
-
-    eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)
-    assert low() == (200, "", 0, "well")
-    for engine in endpoint.processes("serving_engine.py")[:3]:
-        engine.kill()
-    refused = eventually(lambda: found if (found := low())[0] == 503 else None, 10, endpoint.story)
-    assert refused[1] == "degraded" and refused[2] > 0 and refused[3] == "degraded"
-    eventually(lambda: low() == (200, "", 0, "well"), 30, endpoint.story)
-    told = json.loads(load.communicate(timeout=120 * SLOWEST)[0])
-    assert told["errors"] == {} and told["right"] == told["asked"] > 1000, f"{told}\n{endpoint.story()}"
-
-
-@pytest.mark.soak
-def test_more_than_an_endpoint_can_do_is_refused_at_once(tmp_path: Path) -> None:
-    endpoint = Endpoint(tmp_path / "endpoint", concurrency=1, serving={"max_queue": 4})
-    try:
-        endpoint.start()
-        told = json.loads(endpoint.load(6, "plain").communicate(timeout=120 * SLOWEST)[0])
-        assert told["errors"].keys() == {"HTTP 429"} and told["right"] > 100, f"{told}\n{endpoint.story()}"
-        assert told["right"] + told["errors"]["HTTP 429"] == told["asked"] and told["longest_s"] < 5, told
-    finally:
-        endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
-
-
-@pytest.mark.soak
 def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp_path: Path) -> None:
     endpoint = Endpoint(tmp_path / "endpoint", max_restarts=1)
     try:

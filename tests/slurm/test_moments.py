@@ -95,16 +95,6 @@ def test_sbatch_train_sh_runs_the_same_supervisor(lab: Lab, new_run: NewRun, und
     assert run.digest() == undisturbed
 
 
-def test_every_reading_verb_tells_the_run(new_run: NewRun) -> None:
-    run = new_run(steps=5, delay=0.0)
-    run.submit()
-    run.wait_until_done()
-    assert "all 4 ranks finished at step 5" in run.slurmft("explain", str(run.path))
-    assert "finished" in run.slurmft("status", str(run.path))
-    assert "final weights sha256" in run.slurmft("logs", str(run.path))
-    assert "rank 3" in run.slurmft("logs", str(run.path), "--rank", "3")
-
-
 @pytest.mark.long
 def test_a_preemption_without_grace_goes_on_from_the_newest_checkpoint(
     lab: Lab, new_run: NewRun, undisturbed: str

@@ -113,8 +113,8 @@ def test_manual_requeue(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
 
 
 @pytest.mark.long
-def test_slurmft_requeue_saves_first(new_run: NewRun, undisturbed: str) -> None:
-    run = new_run()
+def test_slurmft_requeue_saves_first_and_switches_requeueing_on(new_run: NewRun, undisturbed: str) -> None:
+    run = new_run(slurm={"requeue": False})
     run.submit()
     run.wait_for_step(10)
     run.slurmft("requeue", str(run.path))
@@ -159,6 +159,8 @@ def test_scancel_ends_the_run(lab: Lab, new_run: NewRun) -> None:
     run.wait_until_out_of_queue(job)
     time.sleep(3.0)  # longer than a requeue takes: nothing may come
     assert list(run.job_states()) == [job]
+    assert len(run.events("attempt started")) == 1
+    eventually(lambda: f"by {lab.user}" in run.slurmft("status", str(run.path), "--json"), 20, "who cancelled it")
     assert run.job_states()[job].startswith("CANCELLED"), run.story()
     assert "the job was cancelled (scancel)" in run.slurmft("status", str(run.path), "--json")
     assert run.events("requeued") == run.events("resubmitted") == []
@@ -177,66 +179,20 @@ def test_a_preemption_that_cancels_is_continued_by_a_successor(lab: Lab, new_run
     assert run.digest() == undisturbed
 
 
-@pytest.mark.long
-def test_a_job_that_may_not_requeue_is_switched_on_first(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
-    run = new_run(slurm={"requeue": False})
-    job = run.submit()
-    run.wait_for_step(10)
-    lab.run(["scancel", "--signal=TERM", job])
-    run.wait_until_done()
-    assert_one_stop(run, "signalled", undisturbed)
-
-
-@pytest.mark.soak
-def test_a_successor_inherits_nothing_of_its_parent(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
-    run = new_run(preemption={"continue_by": "resubmit"})
-    job = run.submit()
-    run.wait_for_step(10)
-    lab.run(["scancel", "--signal=TERM", job])
-    run.wait_until_done()
-    attempts = [event.attempt for event in run.events("attempt started")]
-    assert attempts == [f"{job}.0.0", f"{run.folder.jobs()[1]}.0.0"]
-    assert run.digest() == undisturbed
-
-
-@pytest.mark.long
-def test_a_finished_run_is_not_run_again(lab: Lab, new_run: NewRun) -> None:
+def test_a_finished_run_is_told_by_every_reading_verb_and_not_run_again(lab: Lab, new_run: NewRun) -> None:
     run = new_run(steps=5, delay=0.0)
     run.submit()
     run.wait_until_done()
+    assert "all 4 ranks finished at step 5" in run.slurmft("explain", str(run.path))
+    assert "finished" in run.slurmft("status", str(run.path))
+    assert "final weights sha256" in run.slurmft("logs", str(run.path))
+    assert "rank 3" in run.slurmft("logs", str(run.path), "--rank", "3")
     again = lab.run(["sbatch", "--parsable", "--wait", str(run.folder.script)], cwd=lab.home).stdout.strip()
     assert len(run.events("attempt started")) == 1
     assert run.events("already finished")[0].attempt == f"{again}.0.0"
     refused = lab.run(["slurmft", "submit", str(run.path.with_suffix(".yaml"))], check=False)
     assert refused.returncode == 2
     assert f"finished at step {5}" in refused.stderr
-
-
-def test_a_run_that_is_in_the_queue_is_not_submitted_twice(lab: Lab, new_run: NewRun) -> None:
-    run = new_run(slurm={"begin": "now+1hour"})
-    job = run.submit()
-    refused = lab.run(["slurmft", "submit", str(run.path.with_suffix(".yaml"))], check=False)
-    assert refused.returncode == 2
-    assert f"has job {job} in state PENDING" in refused.stderr
-    assert f"cancelled the waiting job {job}" in run.slurmft("stop", str(run.path))
-
-
-def test_node_failure_is_requeued_by_slurm_and_resumes(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
-    run = new_run()
-    job = run.submit()
-    run.wait_for_saved(25)
-    hosts = run.events("agents ready")[0].details["hosts"]
-    lab.kill_node(hosts[1])
-    try:
-        eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 60, run.story)
-        run.slurmft("requeue", str(run.path))  # or wait for Slurm's own 121 s
-        run.wait_for("attempt started", 2)
-    finally:
-        lab.start_node(hosts[1])
-    run.wait_until_done(180)
-    assert run.folder.jobs() == [job]
-    assert run.events("first step")[1].details["resumed_from"] >= 25
-    assert run.digest() == undisturbed
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ from slurm.test_final_ends import (
     test_a_stop_in_the_start_after_a_preemption_is_not_undone,
 )
 from slurm.test_node_hooks import hooked, script
-from slurm.test_recovery import assert_one_stop, test_node_failure_is_requeued_by_slurm_and_resumes
+from slurm.test_recovery import assert_one_stop
 from slurm.test_sweep import Site, site
 from slurmft.errors import LabUnavailable
 from slurmft.lab import cluster
@@ -41,7 +41,6 @@ __all__ = [
     "test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand",
     "test_a_job_that_slurm_requeues_all_the_same_ends_at_once", "test_a_stop_in_the_grace_is_not_undone",
     "test_a_stop_in_the_start_after_a_preemption_is_not_undone", "test_exit_16_goes_on_on_different_nodes",
-    "test_node_failure_is_requeued_by_slurm_and_resumes",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(400)]
@@ -92,6 +91,10 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         pytest.skip(f"no lab of Slurm {request.param}: {error}")
     finally:
         cluster.purge(folder)
+
+
+def test_a_node_dies(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    test_endings.test_a_node_dies(lab, new_run, undisturbed, 1, no_kill=False)
 
 
 def test_the_lab_is_of_this_release(lab: Lab, request: pytest.FixtureRequest) -> None:

@@ -89,7 +89,7 @@ def send(script: Script, job: str, *how: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["USR1", "USR2", "INT", "TERM"])
+@pytest.mark.parametrize("name", ["USR1", pytest.param("USR2", marks=pytest.mark.soak), "INT", "TERM"])
 def test_a_signal_to_the_steps_reaches_workers_and_the_job_goes_on_once(script: Script, name: str) -> None:
     job = script.submit(HEAD + f"{TRAIN} SIG{name} 0\necho code $?\n", f"--signal={name}@60")
     script.wait_for("trains", 2)
@@ -143,9 +143,14 @@ FORMS = {
 }  # fmt: skip
 """By its name: the option, which says whom the test sends the signal to, and the script's text."""
 
+SELDOM = {"one that submits its copy", "a function", "a subshell", "a pipe"}
+"""In soak: another one like it is in every run, and ``test_script_forms`` has the ways to start a launch."""
+
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in SELDOM else name for name in FORMS]
+)
 def test_a_script_with_traps_goes_on_once(script: Script, name: str) -> None:
     option, text = FORMS[name]
     job = script.submit(HEAD + text, option)

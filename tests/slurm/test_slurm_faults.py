@@ -25,21 +25,6 @@ def stop_while(run: Run, moody: Path, mode: str) -> str:
 
 
 @pytest.mark.soak
-def test_slurm_does_not_answer_for_half_a_minute(lab: Lab, new_run: NewRun, undisturbed: str, moody: Path) -> None:
-    run = new_run()
-    job = stop_while(run, moody, "fail")
-    run.wait_for("requeueing")
-    time.sleep(30)  # the time itself is what is tested
-    (moody / "mode").write_text("none\n")
-    run.wait_for("requeued", within_s=30)
-    run.slurmft("requeue", str(run.path))  # or wait for the begin time, which allows for slurmd's slow report
-    run.wait_until_done()
-    assert len(run.events("requeued")) == len(run.events("requeueing")) == 1
-    assert run.folder.jobs() == [job]
-    assert run.digest() == undisturbed
-
-
-@pytest.mark.soak
 def test_an_answer_after_the_timeout_is_no_second_requeue(
     lab: Lab, new_run: NewRun, undisturbed: str, moody: Path
 ) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slurm.conftest import eventually
-from slurm.test_just_in_time import kill_node, kill_ranks, resumed_from, wait_for_restart, workers
+from slurm.test_just_in_time import copied, kill_node, kill_ranks, resumed_from, wait_for_restart, workers
 from slurm.test_local import LocalRun
 
 pytestmark = pytest.mark.timeout(200)
@@ -35,11 +35,6 @@ def new_run(path: Path, *options: str, delay: float = 0.2, copies: int = 1, **ch
         checkpoint={"interval_steps": 1000, "peer_copies": copies, "peer_interval": 1, **checkpoint},
         fault_tolerance={"num_in_job_restarts": 30},
     )
-
-
-def copied(run: LocalRun) -> int:
-    """The newest step that all nodes have in memory, as the run reports it."""
-    return int((run.folder.progress() or {}).get("copied") or 0)
 
 
 def step_of(run: LocalRun) -> int:
@@ -65,7 +60,7 @@ def undisturbed_wide(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_lost_node_costs_a_sharded_run_one_step(tmp_path: Path, undisturbed: str, rank: int) -> None:
     run = new_run(tmp_path / "run")
     run.submit()

@@ -129,23 +129,3 @@ def test_a_run_folder_that_stalls_after_the_requeue_does_not_cost_slurms_two_min
     [_, second] = run.events("first step")
     assert second.details["seconds_since_stop_request"] < 60, run.story()
     assert run.digest() == undisturbed
-
-
-@pytest.mark.soak
-def test_a_run_folder_that_stalls_while_workers_are_restarted(
-    new_run: NewRun, undisturbed: str, disk: SmallDisk
-) -> None:
-    """For longer than the lease; the restart needs the folder, and waits for it."""
-    run = new_run(fault_tolerance={"supervisor_lease_s": 4, "num_in_job_restarts": 3})
-    run = Run(run.lab, disk.path / "run", written_at=run.config)
-    run.configure(run_folder=str(run.path))
-    job = run.submit()
-    run.wait_for_step(10)
-    disk.freeze()
-    run.kill("n1", 1)
-    time.sleep(10)  # the time itself is what is tested
-    disk.thaw()
-    run.wait_until_done()
-    assert run.folder.jobs() == [job]
-    assert run.events("verdict")[0].details["rank"] == 1, run.story()
-    assert run.digest() == undisturbed

@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -13,11 +12,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import xxhash
 from save_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
+from tiny_run import Run, same, steps
 from waiting import until
 from worker_variable import set_settings
 
@@ -30,41 +29,6 @@ from slurmft.system.files import write_json
 from slurmft.worker.data import ByteCorpus, WindowLoader
 from slurmft.worker.rerun import RerunStateMachine
 from slurmft.worker.rerun_data import RerunDataIterator
-
-
-class Run:
-    """A tiny training run with everything that has state: dropout, a schedule, a scaler, a loader."""
-
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        corpus = ByteCorpus(torch.arange(2000, dtype=torch.int64).to(torch.uint8), "numbers")
-        self.loader = WindowLoader(corpus, 8, 4, seed=5)
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
-
-    @property
-    def parts(self):
-        return {"scheduler": self.scheduler, "loader": self.loader}
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            x, _ = next(self.loader)
-            noise = random.random() + float(np.random.rand())
-            loss = (self.model(x.float() / 256 + noise) ** 2).mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.scheduler.step()
-
-    def weights(self) -> list[torch.Tensor]:
-        return [weight.detach().clone() for weight in self.model.state_dict().values()]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.fixture
@@ -84,10 +48,6 @@ def three(tmp_path: Path, run: Run) -> CheckpointManager:
 
 def newest(checkpoints: CheckpointManager) -> Path:
     return Catalog(checkpoints.directory).committed()[0].path
-
-
-def steps(folder: Path) -> list[int]:
-    return [entry.step for entry in Catalog(folder).committed()]
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
@@ -183,11 +143,6 @@ def edit_marker(**changes):
     return damage
 
 
-def marker_is_a_folder(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    (folder / "manifest.json").mkdir()
-
-
 def trusted_garbage(folder: Path) -> None:
     """Right size and hash, wrong content: written so by a sick host."""
     garbage = b"not an index" * 10
@@ -234,16 +189,9 @@ DAMAGES = [
     pytest.param(trusted_garbage_object, f"{IMAGE} cannot be read", id="garbage-object-with-a-right-hash"),
     pytest.param(index_of_another, f"{INDEX} cannot be read", id="files-of-another-checkpoint"),
     pytest.param(marker("{"), "manifest.json cannot be read", id="marker-cut-off"),
-    pytest.param(marker("[]"), "manifest.json cannot be read", id="marker-not-an-object"),
-    pytest.param(marker('{"format": 1}'), "manifest.json cannot be read", id="marker-empty"),
-    pytest.param(edit_marker(step=77), "manifest.json cannot be read", id="marker-of-another-step"),
     pytest.param(edit_marker(world_size=0), "manifest.json cannot be read", id="marker-of-no-rank"),
-    pytest.param(edit_marker(world_size=10**9), "manifest.json cannot be read", id="marker-of-too-many-ranks"),
-    pytest.param(edit_marker(files={"../x": {"bytes": 1, "xxh3": ""}}), "manifest.json cannot", id="path-escapes"),
     pytest.param(edit_marker(files={}), f"{INDEX} is missing", id="marker-lists-nothing"),
-    pytest.param(edit_marker(files={"shared.pt": {"bytes": 1, "sha256": ""}}), "manifest.json cannot", id="old-kind"),
     pytest.param(edit_marker(format=99), "manifest.json was written by a newer slurmft", id="newer-format"),
-    pytest.param(marker_is_a_folder, "manifest.json cannot be read", id="marker-is-a-folder"),
 ]
 
 
@@ -433,8 +381,8 @@ def flat(value) -> list[torch.Tensor]:
 def test_the_optimizers_state_keeps_its_types(tmp_path, optimizer, dtype):
     model, made = trained_in(dtype, optimizer)
     CheckpointManager(tmp_path).save(model, made, step=2)
-    for steps in (0, 1):
-        other, loaded = trained_in(dtype, optimizer, steps)
+    for trained in (0, 1):
+        other, loaded = trained_in(dtype, optimizer, trained)
         CheckpointManager(tmp_path).load_latest(other, loaded)
         for weight, same_weight in zip(model.parameters(), other.parameters(), strict=True):
             there, here = flat(dict(made.state[weight])), flat(dict(loaded.state[same_weight]))
@@ -442,17 +390,26 @@ def test_the_optimizers_state_keeps_its_types(tmp_path, optimizer, dtype):
             assert same(here, there)
 
 
-def test_weights_of_another_type_are_an_error_unless_asked_for(tmp_path):
-    model, made = trained_in(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("optimizer", "types"),
+    [(Precise, {"moment": torch.float16, "count": torch.int64}),
+     (torch.optim.AdamW, {"exp_avg": torch.float16, "step": torch.float32})],
+)  # fmt: skip
+def test_weights_of_another_type_are_an_error_unless_asked_for(tmp_path, optimizer, types):
+    """Moments are cast with the weights, and counters are not, whose numbers that type could not hold."""
+    model, made = trained_in(torch.bfloat16, optimizer)
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(model, made, step=2)
-    other, fresh = trained_in(torch.float16, steps=0)
+    other, fresh = trained_in(torch.float16, optimizer, steps=0)
     before = [weight.detach().clone() for weight in other.parameters()]
     with pytest.raises(CheckpointError, match="bfloat16 there and float16 here") as caught:
         checkpoints.load_latest(other, fresh)
     assert "allow_cast=True" in caught.value.hint and same(before, list(other.parameters()))
     assert checkpoints.load_latest(other, fresh, allow_cast=True).step == 2
     assert same([weight.to(torch.float16) for weight in model.parameters()], list(other.parameters()))
+    there, here = made.state[model.weight], fresh.state[other.weight]
+    assert {name: here[name].dtype for name in types} == types
+    assert all(torch.equal(here[name], there[name].to(types[name])) for name in types)
 
 
 # ---- transactions ----------------------------------------------------------------------------------------------------
@@ -747,31 +704,6 @@ def test_strangers_in_the_directory_are_left_alone(three, run, eventually):
 def test_settings_that_make_no_sense_are_refused(tmp_path, bad):
     with pytest.raises(UsageError):
         CheckpointManager(tmp_path, **bad)
-
-
-class Averaging(torch.optim.Optimizer):
-    """With a moment of the weights' type, and a counter that type could not hold."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        for one in (one for group in self.param_groups for one in group["params"]):
-            self.state[one] = {"moment": torch.ones_like(one), "samples": torch.tensor(100_001)}
-
-
-def test_counters_keep_their_type_where_weights_are_cast(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    optimizer = Averaging(model.parameters())
-    optimizer.step()
-    checkpoints = CheckpointManager(tmp_path)
-    checkpoints.save(model, optimizer, step=1)
-    other = torch.nn.Linear(2, 2).to(torch.float16)
-    fresh = Averaging(other.parameters())
-    checkpoints.load_latest(other, fresh, allow_cast=True)
-    state = fresh.state[other.weight]
-    assert state["moment"].dtype == torch.float16
-    assert state["samples"].dtype == torch.int64 and state["samples"] == 100_001
 
 
 @pytest.mark.parametrize(

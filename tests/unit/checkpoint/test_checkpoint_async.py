@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
+from tiny_run import same, steps
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager, snapshots
@@ -28,56 +30,14 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.worker_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS, SaveOutcome
-from slurmft.worker.data import ByteCorpus, WindowLoader
 
 
-class Run:
-    """A tiny run with everything that has state."""
+class Run(tiny_run.Run):
+    """Its buffers change in each forward pass."""
 
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        corpus = ByteCorpus(torch.arange(2000, dtype=torch.int64).to(torch.uint8), "numbers")
-        self.loader = WindowLoader(corpus, 8, 4, seed=5)
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
-        self.step = 0
-
-    @property
-    def objects(self):
-        return self.model, self.optimizer
-
-    @property
-    def parts(self):
-        return {"scheduler": self.scheduler, "loader": self.loader}
-
-    def forward(self) -> None:
-        x, _ = next(self.loader)
-        loss = (self.model(x.float() / 256 + random.random()) ** 2).mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.forward()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.step += 1
-            SAVERS.at_boundary(self.step)
-
-    def tensors(self) -> list[torch.Tensor]:
-        state = self.optimizer.state_dict()["state"].values()
-        values = [*self.model.state_dict().values(), *(value for one in state for value in one.values())]
-        return [value.detach().clone() for value in values]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def steps(folder: Path) -> list[int]:
-    return [entry.step for entry in Catalog(folder).committed()]
+    @staticmethod
+    def last() -> torch.nn.Module:
+        return torch.nn.BatchNorm1d(16)
 
 
 @pytest.fixture(autouse=True)
@@ -655,108 +615,3 @@ def test_of_two_notes_of_one_boundary_the_newer_counts(tmp_path, notes):
         record.note(7, {"place": place})
     found = read_record(tmp_path, 0, 7, 1)
     assert found is not None and found["loader"] == {"place": notes - 1}
-
-
-KILLED = """
-import json, os, random, signal, sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.write_requests import VARIABLE
-from slurmft.trainer.savers import SAVERS
-from slurmft.worker.data import ByteCorpus, WindowLoader
-from slurmft.worker.digests import weights_digest
-
-torch.set_num_threads(1)
-torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())  # imports for a second, which the forks would do each
-root = sys.argv[1]
-
-class Listener:
-    def __getattr__(self, name):
-        return lambda *values, **more: None
-
-def work(name, rank, victim, until):
-    folder = f"{root}/{name}"
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                      SLURMFT_MEMORY_DIR=folder + "/memory", SLURMFT_GENERATION=str(len(victim) and 1 or 2))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{len(victim)}", rank=rank, world_size=2,
-                            timeout=timedelta(seconds=60))
-    SAVERS.listener = Listener()
-    torch.manual_seed(1)
-    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
-    model = DistributedDataParallel(plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    corpus = ByteCorpus(torch.arange(999).to(torch.uint8), "numbers")
-    loader = WindowLoader(corpus, 8, 2, rank=rank, world_size=2)
-    torch.manual_seed(100 + rank)
-    random.seed(rank)
-    checkpoints = CheckpointManager(folder + "/checkpoints", async_save=True)
-    loaded = checkpoints.load_latest(model, optimizer, loader=loader)
-    if not loaded.found and not name.startswith("only"):
-        checkpoints.save(model, optimizer, step=0, loader=loader)
-    try:
-        for step in range(loaded.step, until):
-            x, _ = next(loader)
-            loss = model(x.float() / 256 + random.random()).pow(2).mean()
-            if [rank, step] == victim:
-                checkpoints.wait = None
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            SAVERS.at_boundary(step + 1)
-            if name.startswith(("saving", "only")) and step + 1 == 4 and victim:
-                if rank == victim[0]:
-                    os.environ[VARIABLE] = "half staged=kill"
-                checkpoints.save(model, optimizer, step=4, loader=loader)
-    except RuntimeError:
-        SAVERS.rescue()
-        os._exit(7)
-    checkpoints.wait()
-    with open(f"{folder}/report-{rank}", "w") as stream:
-        json.dump({"from": loaded.step, "source": loaded.source, "digest": weights_digest(plain),
-                   "draw": random.random(), "torch": float(torch.rand(())), "position": loader.position}, stream)
-    os._exit(0)
-
-def start(name, victim, until=6):
-    os.makedirs(f"{root}/{name}/memory", exist_ok=True)
-    children = []
-    for rank in (0, 1):
-        if (child := os.fork()) == 0:
-            try:
-                work(name, rank, victim, until)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                os._exit(1)
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-codes = [start("whole", [])]
-for name, rank in (("first", 0), ("second", 1), ("saving-first", 0), ("saving-second", 1),
-                   ("only-first", 0), ("only-second", 1)):
-    codes += [start(name, [rank, 4]), start(name, [])]
-print(json.dumps(codes))
-"""
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
-    """In a step, and while it stages a save (the very first, too) that the other one has staged already."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=200, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout)
-    assert codes == [[0, 0], *3 * [[-9, 7], [0, 0], [7, -9], [0, 0]]], done.stderr
-    reports = {
-        name: [json.loads((tmp_path / name / f"report-{rank}").read_text()) for rank in (0, 1)]
-        for name in ("whole", "first", "second", "saving-first", "saving-second", "only-first", "only-second")
-    }
-    for name in reports.keys() - {"whole"}:
-        for whole, resumed in zip(reports["whole"], reports[name], strict=True):
-            assert resumed["from"] == 4 and "memory" in resumed["source"], done.stderr
-            assert {**whole, "from": 0, "source": ""} == {**resumed, "from": 0, "source": ""}

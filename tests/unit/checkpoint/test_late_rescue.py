@@ -154,6 +154,11 @@ def get_on(run: Run, stream: Stream | None = None) -> None:
     run.device.run(stream or run.device.default)
 
 
+def whole_step(run: Run) -> None:
+    run.step()
+    get_on(run)
+
+
 def loaded(run: Run, monkeypatch) -> tuple[int, list[float], float, float, int]:
     """Step, weights, rate, counter, and the scheduler's place, as the next attempt finds them."""
     run.checkpoints.close()
@@ -193,8 +198,7 @@ def test_the_step_that_lies_on_the_device_is_kept_however_far_the_host_is_ahead(
 
 def test_where_the_host_waits_in_the_step_that_hangs_the_one_before_is_kept(run, listener, monkeypatch):
     run.step()
-    run.step()
-    get_on(run)
+    whole_step(run)
     run.device.hang()
     rescued()
     assert listener.rescued == [3]
@@ -214,8 +218,7 @@ def test_a_device_that_is_too_far_behind_keeps_nothing(run, listener, caplog):
 
 @pytest.mark.parametrize("kernels", [1, 2, 3])
 def test_an_update_that_is_half_done_is_not_kept(run, listener, kernels):
-    run.step()
-    get_on(run)
+    whole_step(run)
     run.step()
     run.device.run(run.device.default, 1 + kernels)  # the mark at its beginning, and some of its kernels
     rescued()
@@ -223,8 +226,7 @@ def test_an_update_that_is_half_done_is_not_kept(run, listener, kernels):
 
 
 def test_an_update_that_begins_during_the_copy_is_not_kept(run, listener, monkeypatch, caplog):
-    run.step()
-    get_on(run)
+    whole_step(run)
     end = run.device.hang()
     run.step()
     copy = snapshots.copy_into
@@ -260,8 +262,7 @@ def test_an_optimizer_with_a_stream_of_its_own_is_waited_for(run, listener, monk
 
 def test_the_end_of_a_later_step_on_another_stream_leaves_nothing_to_trust(run, listener):
     """The device is past the end of step 3, which copies buffers, and before its update."""
-    run.step()
-    get_on(run)
+    whole_step(run)
     with run.device.stream("optimizer") as own:
         run.device.frozen.add(own)
         run.optimizer.step()
@@ -282,8 +283,7 @@ def test_buffers_are_of_the_step_wherever_the_device_stands(
     run = begun(Run(tmp_path / "checkpoints", device, has_buffer=True))
     for buffer in run.checkpoints._rescue._buffers.values():
         device.owned(buffer)
-    run.step()
-    get_on(run)
+    whole_step(run)
     run.step(updates=updates)
     device.run(device.default, things)
     rescued()
@@ -297,8 +297,7 @@ def test_buffers_are_of_the_step_wherever_the_device_stands(
 
 def test_the_steps_before_a_load_are_not_those_of_what_was_loaded(run, listener):
     """Step 2 comes twice: the device has done the first one, and the second one is what ranks have noted."""
-    run.step()
-    get_on(run)
+    whole_step(run)
     found = run.checkpoints.load_latest(run.model, run.optimizer, scheduler=run.scheduler)
     assert found.step == 1
     run.done = 1
@@ -310,8 +309,7 @@ def test_the_steps_before_a_load_are_not_those_of_what_was_loaded(run, listener)
 
 def test_the_steps_before_it_was_armed_anew_are_not_kept(run, listener):
     """While it was not, an update was not heard of: the device has the weights of step 3."""
-    run.step()
-    get_on(run)
+    whole_step(run)
     parts = {"scheduler": run.scheduler, "async_save": True}
     run.checkpoints.save(run.model, run.optimizer, step=2, extra={"only": "here"}, **parts)
     run.step()
@@ -322,8 +320,7 @@ def test_the_steps_before_it_was_armed_anew_are_not_kept(run, listener):
 
 def test_nothing_is_copied_where_the_device_has_gone_on_before(run, listener, monkeypatch, caplog):
     """The place would be lost, and what lies in it."""
-    run.step()
-    get_on(run)
+    whole_step(run)
     run.step()
     alone, copies = just_in_time.alone_on_this_node, len(run.device.copies)
 
@@ -342,8 +339,7 @@ def test_nothing_is_copied_where_the_device_has_gone_on_before(run, listener, mo
 
 def test_a_device_that_has_failed_keeps_nothing_and_says_so(run, listener, monkeypatch, caplog):
     """As CUDA does at every question after an illegal access; what has failed must reach the agent nevertheless."""
-    run.step()
-    get_on(run)
+    whole_step(run)
 
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -361,8 +357,7 @@ def test_nothing_is_kept_of_a_model_on_two_devices(memory, listener, tmp_path, m
     run = Run(tmp_path / "checkpoints", first)
     run.model.other = torch.nn.Parameter(second.owned(torch.zeros(1)))
     begun(run)
-    run.step()
-    get_on(run)
+    whole_step(run)
     rescued()
     assert listener.rescued == []
     assert "2 devices" in run.checkpoints._rescue.reason
@@ -389,8 +384,7 @@ def test_what_reads_a_number_from_the_device_does_not_wait_for_the_collective(ru
     run.device.frozen.clear()
     scale = Scale(run.device)
     run.checkpoints.save(run.model, run.optimizer, step=1, scaler=scale, async_save=False)
-    run.step()
-    get_on(run)
+    whole_step(run)
     run.device.hang()
     rescued()
     assert listener.rescued == [2]
@@ -398,8 +392,7 @@ def test_what_reads_a_number_from_the_device_does_not_wait_for_the_collective(ru
 
 def test_a_copy_that_does_not_end_is_given_up(run, listener, monkeypatch, caplog):
     monkeypatch.setattr(snapshots, "DEVICE_S", 0.05)
-    run.step()
-    get_on(run)
+    whole_step(run)
     with run.device.beside():
         end = run.device.hang()
     try:
@@ -413,8 +406,7 @@ def test_a_copy_that_does_not_end_is_given_up(run, listener, monkeypatch, caplog
 
 def test_a_save_that_hangs_on_the_device_does_not_keep_a_rescue_waiting(run, listener, monkeypatch):
     """Its wait comes before the lock."""
-    run.step()
-    get_on(run)
+    whole_step(run)
     wait, hung, go_on = run.device.wait_for_everything, threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -443,8 +435,7 @@ def test_nothing_is_kept_where_an_error_lets_the_device_go_on(run, listener, mon
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
     run.device.frozen.clear()
     run.save()
-    run.step()
-    get_on(run)
+    whole_step(run)
     rescued()
     assert listener.rescued == []
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] in run.checkpoints._rescue.reason

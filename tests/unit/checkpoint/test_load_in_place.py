@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_run import same
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.image_file import is_held
@@ -38,10 +39,6 @@ def tensors(model, optimizer) -> list[torch.Tensor]:
 
 def values(*objects) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors(*objects)]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Anything under any name in a checkpoint directory: an older checkpoint is taken, and no verb hangs or fails oddly."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch
 from another_user import OTHER, as_user, needs_root, sticky_folder
 from click.testing import CliRunner
 from of_each import of_each
+from verbs import slurmft
 from waiting import slowness, until
 
 from slurmft.checkpoint import CheckpointManager
@@ -26,7 +28,7 @@ from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.write_requests import CommitOrder, SpawnedWriter
 from slurmft.checkpoint.writer import _committed_before, _opened, give_up, gone_file, reason_of
 from slurmft.cli.main import cli
-from slurmft.errors import SlurmftError, StorageError
+from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, QUARANTINE, Identity, usable
 from slurmft.system.files import UnsafeFile
 
@@ -76,13 +78,7 @@ def loaded_step(directory: Path) -> int:
     return found.step
 
 
-def typed(*words: object) -> tuple[int, str]:
-    result = CliRunner(env={"COLUMNS": "600"}).invoke(cli, ["checkpoint", *map(str, words)], standalone_mode=False)
-    if isinstance(result.exception, SlurmftError):
-        return result.exception.exit_code, str(result.exception)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.return_value or 0, result.output
+checkpoint = functools.partial(slurmft, "checkpoint", COLUMNS="600")
 
 
 @contextlib.contextmanager
@@ -118,21 +114,21 @@ def test_the_verbs_tell_what_is_wrong_and_go_on(tmp_path, template, own_environm
     put(kind, directory, name)
     is_missing = kind == "dangling link" and name == MANIFEST
     with quickly():
-        code, text = typed("list", directory)
+        code, text = checkpoint("list", directory)
         assert code == 0
         assert "1970" not in text
-        code, text = typed("verify", directory)
+        code, text = checkpoint("verify", directory)
         assert f"{OLD.folder_name}: intact" in text
         owner_does_not_matter = kind == "stranger's" and name == METADATA_FILE  # its digest is in the marker
         assert code == (0 if is_missing or owner_does_not_matter else 1), text
-        code, text = typed("verify", directory, "--json")
+        code, text = checkpoint("verify", directory, "--json")
         assert len(json.loads(text)["checkpoints"]) >= 1
-        code, text = typed("export", directory, tmp_path / "out.pt")
+        code, text = checkpoint("export", directory, tmp_path / "out.pt")
         assert code in (0, 1), text
-        code, text = typed("export", directory, tmp_path / "out.pt", "--step", 1, "--overwrite")
+        code, text = checkpoint("export", directory, tmp_path / "out.pt", "--step", 1, "--overwrite")
         assert code == 0, text
         if not is_missing:
-            code, text = typed("rm", directory, 2, "--force")
+            code, text = checkpoint("rm", directory, 2, "--force")
             assert code == 0, text
             assert not (directory / NEW.folder_name).exists()
     assert (directory / OLD.folder_name / MANIFEST).exists()
@@ -145,8 +141,8 @@ def test_the_folder_itself_may_be_anything(directory, kind):
     odd_files.put(kind, directory / NEW.folder_name)
     with quickly():
         assert loaded_step(directory) == 1
-        assert typed("list", directory)[0] == 0
-        assert typed("verify", directory)[0] == 0
+        assert checkpoint("list", directory)[0] == 0
+        assert checkpoint("verify", directory)[0] == 0
 
 
 @pytest.mark.timeout(60)
@@ -155,8 +151,8 @@ def test_a_checkpoint_of_more_ranks_than_there_can_be_is_damaged_and_takes_no_me
     for ranks in (2**63, 10**12):
         marker.write_text(json.dumps(json.loads(marker.read_text()) | {"world_size": ranks}))
         with quickly():
-            assert typed("verify", directory)[0] == 1
-            assert f"it names {ranks} ranks" in typed("list", directory)[1]
+            assert checkpoint("verify", directory)[0] == 1
+            assert f"it names {ranks} ranks" in checkpoint("list", directory)[1]
             assert loaded_step(directory) == 1
 
 
@@ -301,7 +297,7 @@ def test_a_lock_that_a_reader_does_not_let_go_keeps_nothing_from_being_verified(
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with quickly():
-            code, text = typed("verify", directory)
+            code, text = checkpoint("verify", directory)
             assert code == 0
             assert f"{NEW.folder_name}: intact" in text
             assert loaded_step(directory) == 2

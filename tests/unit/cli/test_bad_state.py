@@ -11,12 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from of_each import of_each
+from verbs import slurmft
 
 from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Identity, write_marker
-from slurmft.cli.main import cli, main
-from slurmft.errors import SlurmftError
+from slurmft.cli.main import main
 from slurmft.operations import control as overview_module
 from slurmft.operations.control import overviews
 from slurmft.policy.job_identity import JobIdentity
@@ -53,16 +52,6 @@ def make(path: Path, name: str, content: bytes) -> RunFolder:
     (path / "config.yaml").touch()
     (path / name).write_bytes(content)
     return RunFolder(path)
-
-
-def slurmft(*arguments: str) -> tuple[int, str]:
-    """The verb in this process, for speed: what main() would print and exit with."""
-    result = CliRunner().invoke(cli, arguments, standalone_mode=False)
-    if isinstance(result.exception, SlurmftError):
-        return result.exception.exit_code, str(result.exception)
-    if result.exception is not None:
-        raise result.exception
-    return result.return_value or 0, result.output
 
 
 def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -523,6 +512,7 @@ def changed(**keys: object) -> object:
         (changed(committed_at="0001-01-01T00:00:00+14:00"), "is not a checkpoint's marker"),
         (changed(files=[]), "is not a checkpoint's marker"),
         (changed(files={"a": 5}), "is not a checkpoint's marker"),
+        (changed(files={"shared.pt": {"bytes": 1, "sha256": ""}}), "is not a checkpoint's marker"),
         (changed(files={"a": {"bytes": "5", "xxh3": "x"}}), "bytes is '5'"),
         (changed(files={"../a": {"bytes": 5, "xxh3": "x"}}), "leaves the folder"),
         (changed(files={"..": {"bytes": 5, "xxh3": "x"}}), "leaves the folder"),

@@ -11,8 +11,11 @@ from slurmft.config.run import RunConfig, from_values
 from slurmft.errors import UsageError
 from slurmft.operations import submit
 
+LACKS_ALL = 'shift 3; echo "missing: $@"'
+LOUD = 'echo loaded module torch; shift 3; [ "$1" = torch ] && echo missing:'
 
-def python_in(folder: Path, name: str = "python", body: str = 'shift 3; echo "missing: $@"') -> Path:
+
+def python_in(folder: Path, name: str = "python", body: str = LACKS_ALL) -> Path:
     """An interpreter that lacks every package that it is asked for."""
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -74,13 +77,28 @@ def test_what_cannot_start_is_refused_before_anything_is_made(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "command",
-    [("python", "-m", "json.tool"), ("python", "-u", "-m", "here"), ("python", "-c", "1"), ("true",)],
-    ids=str,
-)
-def test_what_it_cannot_judge_it_lets_pass(tmp_path, command):
-    (tmp_path / "here.py").write_text("")
-    submit.refuse_unusable_command(settings_of(tmp_path, *command), os.environ)
+    ("command", "script", "body"),
+    [
+        pytest.param("python -m json.tool", "", "", id="a module"),
+        pytest.param("python -u -m train", "", "", id="a module that is here"),
+        pytest.param("python -c 1", "", "", id="code"),
+        pytest.param("true", "", "", id="a program"),
+        pytest.param("{other} train.py", "try:\n    import torch\nexcept ImportError:\n    torch = None\n", LACKS_ALL,
+                     id="an import that may fail"),
+        pytest.param("{other} train.py", '"""Type:\n\nimport torch\n"""\n', LACKS_ALL, id="a docstring"),
+        pytest.param("{other} train.py", "import torch +\n", LACKS_ALL, id="no syntax"),
+        pytest.param("{other} train.py", "import torch\n", "echo nonsense; exit 3", id="an interpreter that is broken"),
+        pytest.param("{other} train.py", "import torch\n", LOUD, id="words that one prints at its start"),
+        pytest.param("{other}-on-numa 0 train.py", "import torch\n", LACKS_ALL, id="a wrapper with its name"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_judge_it_lets_pass(tmp_path, command, script, body):
+    (tmp_path / "train.py").write_text(script)
+    other = tmp_path / "bin" / "python"
+    for name in ("python", "python-on-numa"):
+        python_in(other.parent, name, body)
+    words = command.replace("{other}", str(other)).split()
+    submit.refuse_unusable_command(settings_of(tmp_path, *words), os.environ)
 
 
 def test_torchrun_is_started_by_slurmfts_own_interpreter(tmp_path, monkeypatch):
@@ -94,33 +112,6 @@ def test_torchrun_is_started_by_slurmfts_own_interpreter(tmp_path, monkeypatch):
 def test_a_script_that_is_no_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "train.py")
     submit.refuse_unusable_command(settings_of(tmp_path, "python", "train.py"), os.environ)
-
-
-def test_an_interpreter_that_answers_nonsense_is_not_judged(tmp_path):
-    broken = python_in(tmp_path / "bin", body="echo nonsense; exit 3")
-    (tmp_path / "train.py").write_text("import torch\n")
-    submit.refuse_unusable_command(settings_of(tmp_path, str(broken), "train.py"), os.environ)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "try:\n    import torch\nexcept ImportError:\n    torch = None\n",
-        '"""Type:\n\nimport torch\n"""\n',
-        "import torch +\n",
-    ],
-    ids=["try", "docstring", "no syntax"],
-)
-def test_only_an_import_that_must_succeed_counts(tmp_path, text):
-    other = python_in(tmp_path / "bin")
-    (tmp_path / "train.py").write_text(text)
-    submit.refuse_unusable_command(settings_of(tmp_path, str(other), "train.py"), os.environ)
-
-
-def test_words_that_an_interpreter_prints_at_its_start_are_no_answer(tmp_path):
-    loud = python_in(tmp_path / "bin", body='echo loaded module torch; shift 3; [ "$1" = torch ] && echo missing:')
-    (tmp_path / "train.py").write_text("import torch\n")
-    submit.refuse_unusable_command(settings_of(tmp_path, str(loud), "train.py"), os.environ)
 
 
 def another_python(folder: Path) -> Path:
@@ -169,8 +160,3 @@ def test_an_interpreter_that_hangs_is_ended_with_what_it_has_started(tmp_path, m
         time.sleep(0.01)
     else:
         assert not Path(f"/proc/{pid}").exists()
-
-
-def test_a_wrapper_is_no_python_for_its_name(tmp_path):
-    wrapper = python_in(tmp_path / "bin", "python-on-numa")
-    submit.refuse_unusable_command(settings_of(tmp_path, str(wrapper), "0", "train.py"), os.environ)

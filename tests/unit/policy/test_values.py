@@ -73,7 +73,7 @@ def test_keys_of_another_version_change_nothing():
     ["{", "[1]", "7", '{"init_timeout_minutes": "soon"}', '{"step_timeout_minutes": NaN}', '{"checkpoint": 3}',
      '{"base_world_size": []}', '{"batch_divisor": 0}', '{"checkpoint": {"keep_last_n": 0}}',
      '{"checkpoint": {"bandwidth": true}}', '{"checkpoint": {"mtbf_s": Infinity}}', '{"rerun": {"max_attempts": "3"}}',
-     "[" * 100_000],
+     '{"rerun": {"mode": "sometimes"}}', '{"rerun": 7}', "[" * 100_000],
     ids=lambda text: text[:20],
 )  # fmt: skip
 def test_a_variable_that_was_changed_by_hand_is_refused(text):

@@ -10,14 +10,13 @@ from typing import Any
 
 import odd_files
 import pytest
-from click.testing import CliRunner
 from of_each import of_each
 from reported_evidence import read_evidence
+from verbs import slurmft
 from waiting import slowness
 
 from slurmft.agent import hangs
 from slurmft.cli import status
-from slurmft.cli.main import cli
 from slurmft.config.run import load
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import read_results, write_result
@@ -192,18 +191,6 @@ VERBS = [
     ["submit", "runs/bad/config.yaml", "--dry-run", "--cluster", "local"],
     ["advise", "runs/bad/config.yaml"], ["doctor", "runs/bad/config.yaml"], ["join", "bad"],
 ]  # fmt: skip
-
-
-def slurmft(*arguments: str) -> tuple[int, str]:
-    """The verb in this process, for speed: what main() would print and exit with."""
-    result = CliRunner().invoke(cli, arguments, standalone_mode=False)
-    if isinstance(result.exception, SlurmftError):
-        return result.exception.exit_code, str(result.exception)
-    if isinstance(result.exception, OSError):
-        return 1, str(result.exception)
-    if result.exception is not None:
-        raise result.exception
-    return result.return_value or 0, result.output
 
 
 @of_each(name=FILES, kind=odd_files.MAKERS)

@@ -58,6 +58,12 @@ class Node:
     def upload(self, patience_s: float = 5.0) -> sync_folder.Manifest | None:
         return self.uploader.upload(at_end=True, patience_s=patience_s)
 
+    def keep(self, **files: str) -> None:
+        """Begin its first generation, and have these files uploaded."""
+        self.begin(1)
+        self.write(**files)
+        self.upload()
+
     def write(self, **files: str) -> None:
         for name, text in files.items():
             (self.path / name).write_text(text)
@@ -108,9 +114,7 @@ def test_what_one_node_stores_another_one_gets(node: Node, other: Node):
 
 
 def test_what_has_not_changed_is_not_sent_twice(node: Node, store: FolderStore, monkeypatch: pytest.MonkeyPatch):
-    node.begin(1)
-    node.write(big="x" * 100_000, small="1")
-    node.upload()
+    node.keep(big="x" * 100_000, small="1")
     sent: list[str] = []
     write = FolderStore.write
     monkeypatch.setattr(
@@ -152,9 +156,7 @@ def test_a_garbage_collection_that_was_killed_is_made_up_for(node: Node, store: 
 
 
 def test_beside_a_version_that_cannot_be_read_nothing_is_removed(node: Node, other: Node, store: FolderStore):
-    node.begin(1)
-    node.write(snapshot="1")
-    node.upload()
+    node.keep(snapshot="1")
     store.write(sync_folder.new_name(sync_folder.Version(1, 7)), [b"{torn"], size=5)
     node.write(snapshot="2")
     node.upload()
@@ -175,9 +177,7 @@ def test_a_version_without_its_contents_does_not_count(node: Node, other: Node, 
 
 
 def test_altered_contents_are_not_given_to_the_script(tmp_path: Path, node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="good")
-    node.upload()
+    node.keep(snapshot="good")
     (blob,) = (tmp_path / "shared" / RUN / "lead" / "data").iterdir()
     blob.write_text("evil")
     with pytest.raises(StorageError, match="digest"):
@@ -190,18 +190,14 @@ def test_altered_contents_are_not_given_to_the_script(tmp_path: Path, node: Node
 
 
 def test_a_restart_on_the_same_node_keeps_what_is_newer_there(node: Node):
-    node.begin(1)
-    node.write(snapshot="stored")
-    node.upload()
+    node.keep(snapshot="stored")
     node.write(snapshot="newer, and not stored")
     assert node.begin(2) == "keep"
     assert node.content() == {"snapshot": b"newer, and not stored"}
 
 
 def test_a_node_that_comes_back_gets_what_was_saved_elsewhere_and_keeps_its_own_beside(node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="1")
-    node.upload()
+    node.keep(snapshot="1")
     node.write(snapshot="never stored")
     assert other.begin(2) == "restore"
     other.write(snapshot="2")
@@ -212,9 +208,7 @@ def test_a_node_that_comes_back_gets_what_was_saved_elsewhere_and_keeps_its_own_
 
 
 def test_what_lies_there_of_something_else_is_set_aside(node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="1")
-    node.upload()
+    node.keep(snapshot="1")
     other.path.mkdir()
     other.write(snapshot="another training's", rest="x")
     assert other.begin(2) == "restore"
@@ -241,9 +235,7 @@ def test_the_other_nodes_follow_the_first_one(node: Node, other: Node):
 
 
 def test_a_restore_that_was_killed_is_done_again(node: Node, other: Node, monkeypatch: pytest.MonkeyPatch):
-    node.begin(1)
-    node.write(a="1", b="2")
-    node.upload()
+    node.keep(a="1", b="2")
     other.path.mkdir()
     other.write(mine="old")
     rename, moved = Path.rename, []
@@ -390,9 +382,7 @@ def test_a_file_that_vanishes_while_it_is_read(node: Node, monkeypatch: pytest.M
 
 
 def test_a_file_with_the_same_size_and_time_is_still_noticed(node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="aaaa")
-    node.upload()
+    node.keep(snapshot="aaaa")
     status = (node.path / "snapshot").stat()
     node.write(snapshot="bbbb")
     os.utime(node.path / "snapshot", ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -415,9 +405,7 @@ def test_many_small_files(node: Node, other: Node):
 
 
 def test_an_attempt_that_was_overtaken_stores_and_removes_nothing(node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="1")
-    node.upload()
+    node.keep(snapshot="1")
     other.begin(2)
     node.write(snapshot="late")
     with pytest.raises(Fenced):
@@ -444,18 +432,14 @@ def test_the_order_of_versions_is_not_that_of_clocks(node: Node, other: Node, mo
 
 
 def test_a_folder_that_others_can_write_to_is_not_believed(tmp_path: Path, node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="1")
-    node.upload()
+    node.keep(snapshot="1")
     (tmp_path / "shared" / RUN / "lead" / "data").chmod(0o777)
     with pytest.raises(StorageError, match="written to by other users"):
         other.begin(2)
 
 
 def test_a_link_in_the_place_of_contents_is_not_followed(tmp_path: Path, node: Node, other: Node):
-    node.begin(1)
-    node.write(snapshot="1")
-    node.upload()
+    node.keep(snapshot="1")
     (blob,) = (tmp_path / "shared" / RUN / "lead" / "data").iterdir()
     blob.unlink()
     blob.symlink_to("/etc/passwd")

@@ -380,15 +380,19 @@ LEFT_EARLY = each_its_own(st.sampled_from([(), (4,), (-1,), (-3,)]))
 
 
 @MODEL
-@given(EVEN, NODE, SCHEDULES)
-def test_ranks_with_a_collective_per_step_stop_together(evaluations, per_node, schedule):
-    explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
-
-
-@MODEL
-@given(WITHOUT_EVALUATION, NODE, SCHEDULES)
-def test_ranks_without_a_collective_per_step_stop_together(evaluations, per_node, schedule):
-    explore(evaluations, per_node=per_node, coupled=False, schedule=schedule)
+@pytest.mark.parametrize(
+    ("evaluations", "coupled"),
+    [
+        pytest.param(EVEN, True, id="with a collective per step"),
+        pytest.param(WITHOUT_EVALUATION, False, id="without one"),
+        pytest.param(UNEVEN, True, id="with uneven evaluations"),
+        pytest.param(UNEVEN, False, id="with neither in common"),
+        pytest.param(LEFT_EARLY, True, id="that leave evaluations early"),
+    ],
+)
+@given(data=st.data(), per_node=NODE, schedule=SCHEDULES)
+def test_ranks_stop_together(evaluations, coupled, data, per_node, schedule):
+    explore(data.draw(evaluations), per_node=per_node, coupled=coupled, schedule=schedule)
 
 
 def test_a_rank_that_waits_some_steps_behind_the_proposal_has_passed_it():
@@ -396,24 +400,6 @@ def test_a_rank_that_waits_some_steps_behind_the_proposal_has_passed_it():
     ahead = Look(attached=True, tick=tick_of(8), alive=True, holding=P)
     waiting = Look(attached=True, tick=P, alive=True, holding=P)
     assert passed([ahead, waiting], P)
-
-
-@MODEL
-@given(UNEVEN, NODE, SCHEDULES)
-def test_ranks_with_uneven_evaluations_stop_together(evaluations, per_node, schedule):
-    explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
-
-
-@MODEL
-@given(UNEVEN, NODE, SCHEDULES)
-def test_ranks_with_neither_in_common_stop_together(evaluations, per_node, schedule):
-    explore(evaluations, per_node=per_node, coupled=False, schedule=schedule)
-
-
-@MODEL
-@given(LEFT_EARLY, NODE, SCHEDULES)
-def test_ranks_that_leave_evaluations_early_stop_together(evaluations, per_node, schedule):
-    explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
 
 
 @pytest.mark.parametrize(
