@@ -11,7 +11,7 @@ from fake_slurm import HELD_FOR_GOOD
 from lives import slurm
 from lives.nodes import HANG_S, Agent
 from lives.timeline import PROCESS, Thread, inside
-from lives.world import World
+from lives.world import PAUSE_S, World
 from slurmft.errors import SlurmftError
 from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
@@ -20,7 +20,6 @@ from slurmft.storage.run_folder import FRESH_S, Attempt, Owner
 from slurmft.supervisor import run as run_module
 
 Fault = Callable[[World], None]
-PAUSE_S = 5.0
 
 
 def _agent(world: World, *, may_be: str = "") -> Agent | None:
@@ -45,7 +44,7 @@ def _request(kind: str) -> Fault:
 
 
 def _may_fail(world: World) -> bool:
-    """Whether the run folder has been well for a moment: it is waited for, but no longer than for two minutes."""
+    """Whether the run folder has been well for a moment."""
     return world.timeline.now_s > max(world.silent_until_s, world.full_until_s) + PAUSE_S
 
 
