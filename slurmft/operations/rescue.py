@@ -39,7 +39,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, newest_of
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
 from slurmft.supervisor import avoided_nodes
-from slurmft.supervisor.observations import began_to_resubmit, progressed
+from slurmft.supervisor.observations import progressed
 from slurmft.supervisor.placement import Placement, duty_of, next_placement, ours
 from slurmft.system import files, processes
 
@@ -587,8 +587,9 @@ def _submit_again(
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, history=events)
-        has_other = began_to_resubmit(events, lost) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
-        job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
+        # a full disk may have taken neither the entry of a successor nor its number
+        in_memory = is_known and own_jobs.earlier_try(run.script, run.own_jobs()) is None
+        job_id = bring_back(run, mine, placement, in_memory=in_memory)
         job_id = job_id or _sbatch(run, mine, placement, events)
     except BaseException:
         claim.give_back()

@@ -507,3 +507,25 @@ def drawn(chance: random.Random, *, most: int, in_slurm: bool = False) -> list[t
         at_s += chance.choice((0.0, 0.01, 0.1, 0.5, 2.0, 10.0, 40.0)) * chance.random()
         faults.append((at_s, chance.choice(RARE if chance.random() < RARELY else usual)))
     return faults
+
+
+def in_its_work(fault: Fault, effects: int) -> Fault:
+    """The fault, as soon as the supervisor has had so many more effects."""
+
+    def wait(world: World) -> None:
+        world.befalls[world.effects + effects] = fault
+
+    wait.__name__ = f"{fault.__name__}_after_{effects}_effects"
+    return wait
+
+
+STEPS_IN: tuple[Fault, ...] = (ask_for_stop, cancel_job, requeue_job)
+
+
+def stepped_in(chance: random.Random, befalls: list[tuple[float, Fault]], *, in_slurm: bool) -> tuple[float, Fault]:
+    """A user ends the run, or an administrator puts its job back: at any moment, often soon after something else."""
+    fault = chance.choice(STEPS_IN if in_slurm else STEPS_IN[:1])
+    at_s = chance.choice([0.0, *(at_s for at_s, _ in befalls)])
+    if chance.random() < 0.5:
+        return at_s, in_its_work(fault, chance.randrange(1, 80))
+    return at_s + chance.choice((0.1, 1.0, 10.0, 60.0)) * chance.random(), fault

@@ -279,6 +279,9 @@ class World:
         self.full_at, self.full_s = -1, 0.0
         """The disk of the run folder is full from this effect on, for so many seconds."""
 
+        self.befalls: dict[int, Callable[[World], None]] = {}
+        """What comes as soon as the supervisor has had so many effects."""
+
         self.killed_after = ""
         """The supervisor is killed after the first command that begins like this."""
 
@@ -647,6 +650,9 @@ class World:
                 raise Killed
             return
         self.effects += 1
+        if self.befalls and (fault := self.befalls.pop(self.effects, None)) is not None:
+            with inside(None):
+                self.timeline.call_soon(fault, self)
         is_enough = self.timeline.now_s < max(self.silent_until_s, self.full_until_s) + PAUSE_S
         if self.effects == self.full_at and not is_enough:
             self.note(f"before {what}: the run folder is full for {self.full_s} s")
