@@ -476,7 +476,7 @@ def _rescue(
             if any(each.alive or each.waiting for each in later):
                 return _cancel_replaced(job)
             return release(run, job, record, who)
-        if record.waiting and parsing.is_held_for_good(record.reason) and run.see_request("KILL") is None:
+        if record.waiting and parsing.is_held_for_good(record.reason):
             return _submit_in_place_of(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
@@ -518,7 +518,8 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         return _cancel_replaced(job)
     events = run.journal().read()
-    if not is_unfinished(events, job.job_id):  # it has ended for good, and Slurm could not be told
+    # it has ended for good, and Slurm could not be told, or it is to end
+    if not is_unfinished(events, job.job_id) or run.see_request("KILL") is not None:
         return None
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):
