@@ -39,7 +39,7 @@ from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, newest_of
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
 from slurmft.supervisor import avoided_nodes
-from slurmft.supervisor.observations import began_to_resubmit, progressed
+from slurmft.supervisor.observations import progressed
 from slurmft.supervisor.placement import Placement, duty_of, next_placement, ours
 from slurmft.system import files, processes
 
@@ -476,7 +476,7 @@ def _rescue(
             if any(each.alive or each.waiting for each in later):
                 return _cancel_replaced(job)
             return release(run, job, record, who)
-        if record.waiting and parsing.is_held_for_good(record.reason) and run.see_request("KILL") is None:
+        if record.waiting and parsing.is_held_for_good(record.reason):
             return _submit_in_place_of(run, job, record, who)
     if any(record.alive or record.waiting for record in records.values()):
         return None
@@ -518,7 +518,8 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     if [each.job_id for each in run.own_jobs(newest=1)] != [job.job_id]:  # it was done, but for this
         return _cancel_replaced(job)
     events = run.journal().read()
-    if not is_unfinished(events, job.job_id):  # it has ended for good, and Slurm could not be told
+    # it has ended for good, and Slurm could not be told, or it is to end
+    if not is_unfinished(events, job.job_id) or run.see_request("KILL") is not None:
         return None
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
     if not claim.take(who) and not _take_broken(run, claim, who):
@@ -587,8 +588,9 @@ def _submit_again(
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, history=events)
-        has_other = began_to_resubmit(events, lost) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
-        job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
+        # a full disk may have taken neither the entry of a successor nor its number
+        in_memory = is_known and own_jobs.earlier_try(run.script, run.own_jobs()) is None
+        job_id = bring_back(run, mine, placement, in_memory=in_memory)
         job_id = job_id or _sbatch(run, mine, placement, events)
     except BaseException:
         claim.give_back()

@@ -379,7 +379,7 @@ class Do(StrEnum):
     """Write the verdict down, and decide."""
 
     ASK_IN_DOUBT = "ask in doubt"
-    """Nodes were lost: ask Slurm whether it requeues the job, before the run goes on in it."""
+    """Nodes were lost, or the supervisor: ask Slurm whether it requeues the job, before the run goes on in it."""
 
     TELL_LIST = "tell the list"
     """Hand in what is held against nodes: the exclusion list influences where the run goes on."""
@@ -489,7 +489,7 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """``in_doubt``: nodes were lost, and Slurm may be ending the job."""
+    """``in_doubt``: nodes were lost, or the supervisor, and Slurm may be ending the job."""
 
     decision: Decision
     in_doubt: bool = False

@@ -601,7 +601,8 @@ class AttemptEnd:
         self._budget = budget = replace(budget, has_nodes=self._has_nodes(), outlived=self._outlived)
         remedies = Remedies(self.config, self.start, self._sender, has_nodes=budget.has_nodes)
         decision = remedies.applied(verdict, decide(verdict, budget, self.config.exit_actions))
-        return Decided(decision, in_doubt=bool(self.cluster.lost))
+        # what a lost supervisor had heard of Slurm is not known here
+        return Decided(decision, in_doubt=bool(self.cluster.lost) or self._outlived)
 
     def _tell_list(self) -> None:
         self._sender.finish(self._state.verdict, wait=self._decision.action is not Action.RESTART)

@@ -545,7 +545,7 @@ class InferenceAttempt:
                 return False
             await asyncio.sleep(POLL_S)  # their connections have time to come back, then they are lost
         self._begun_again = self._begun_again.once_more()
-        return bool(self._crew.roster.returning)
+        return bool(self._crew.roster.returning) or self._crew.lives  # it may be back within one look already
 
     # Reports
 

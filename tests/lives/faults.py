@@ -11,7 +11,7 @@ from fake_slurm import HELD_FOR_GOOD
 from lives import slurm
 from lives.nodes import HANG_S, Agent
 from lives.timeline import PROCESS, Thread, inside
-from lives.world import World
+from lives.world import PAUSE_S, World
 from slurmft.errors import SlurmftError
 from slurmft.policy.suspicion import ManualEntry
 from slurmft.storage.exclusions import ExclusionList
@@ -20,7 +20,6 @@ from slurmft.storage.run_folder import FRESH_S, Attempt, Owner
 from slurmft.supervisor import run as run_module
 
 Fault = Callable[[World], None]
-PAUSE_S = 5.0
 
 
 def _agent(world: World, *, may_be: str = "") -> Agent | None:
@@ -45,7 +44,7 @@ def _request(kind: str) -> Fault:
 
 
 def _may_fail(world: World) -> bool:
-    """Whether the run folder has been well for a moment: it is waited for, but no longer than for two minutes."""
+    """Whether the run folder has been well for a moment."""
     return world.timeline.now_s > max(world.silent_until_s, world.full_until_s) + PAUSE_S
 
 
@@ -508,3 +507,25 @@ def drawn(chance: random.Random, *, most: int, in_slurm: bool = False) -> list[t
         at_s += chance.choice((0.0, 0.01, 0.1, 0.5, 2.0, 10.0, 40.0)) * chance.random()
         faults.append((at_s, chance.choice(RARE if chance.random() < RARELY else usual)))
     return faults
+
+
+def in_its_work(fault: Fault, effects: int) -> Fault:
+    """The fault, as soon as the supervisor has had so many more effects."""
+
+    def wait(world: World) -> None:
+        world.befalls[world.effects + effects] = fault
+
+    wait.__name__ = f"{fault.__name__}_after_{effects}_effects"
+    return wait
+
+
+STEPS_IN: tuple[Fault, ...] = (ask_for_stop, cancel_job, requeue_job)
+
+
+def stepped_in(chance: random.Random, befalls: list[tuple[float, Fault]], *, in_slurm: bool) -> tuple[float, Fault]:
+    """A user ends the run, or an administrator puts its job back: at any moment, often soon after something else."""
+    fault = chance.choice(STEPS_IN if in_slurm else STEPS_IN[:1])
+    at_s = chance.choice([0.0, *(at_s for at_s, _ in befalls)])
+    if chance.random() < 0.5:
+        return at_s, in_its_work(fault, chance.randrange(1, 80))
+    return at_s + chance.choice((0.1, 1.0, 10.0, 60.0)) * chance.random(), fault

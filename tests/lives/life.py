@@ -55,6 +55,9 @@ class Bounds:
 
 NUMBER = re.compile(r"(restart|retry) (\d+)")
 
+REQUEUED = "Slurm has requeued the job"
+"""In the reason of a decision that was to be a restart."""
+
 SAYS_HOW = frozenset({EventName.WORKER_FAILED, EventName.AGENT_LOST, EventName.WORKER_HUNG})
 """Events that say how an attempt has come to its end."""
 
@@ -329,6 +332,9 @@ def _judge_budgets(world: World, events: Sequence[Event]) -> None:
                 world.violate("budgets add up", f"{said[0]} after attempt {attempt} is number {spent[purse]}")
             undecided[purse] -= int(said[2]) - spent[purse]
             spent[purse] = int(said[2])
+        elif event.event == EventName.DECISION and attempt not in counted and REQUEUED in facts["reason"]:
+            counted.add(attempt)  # in place of a restart that has its number
+            undecided[causes[attempt]] += 1
 
 
 def story(world: World) -> str:

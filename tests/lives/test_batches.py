@@ -36,6 +36,13 @@ def test_an_engine_that_is_to_show_that_it_lives_is_not_asked_a_request_again(se
     life([(3.0, hang_all)], seed=seed, nodes=1)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_an_agent_that_is_back_at_once_is_worked_with(seed: int) -> None:
+    """Where it had reported before it was looked whether it is begun again, all agents counted as ended."""
+    world = life([(2.5, kill_agent)], seed=seed, nodes=1)
+    assert world.starts == [1], story(world)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_node_that_is_kept_off_answers_nothing(seed: int) -> None:
     """The journal said so, and its agent was taken in as all others."""

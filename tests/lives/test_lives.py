@@ -37,6 +37,7 @@ from lives.planted import (
     PLANTED,
     SLURM,
     _controller,
+    _drain,
     _hold,
     _look,
     fail_everywhere,
@@ -428,6 +429,24 @@ def test_ranks_that_are_started_after_another_has_failed_are_ended() -> None:
     faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, cut))]
     settings = {**KEEPING, "fault_tolerance": {**PATIENT, "agent_timeout_s": 10.0}}
     world = lived(faults, until=60, peers_fail=False, nodes=2, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+def test_a_stop_ends_a_run_whose_successor_waits_for_a_job_that_is_held_for_good() -> None:
+    """Cron left both of them alone, since a stop was asked for, and neither ever began or ended."""
+    has_successor = once(lambda world: world.events()[-1].event == EventName.RESUBMITTED, requeue_job)
+    faults = [(4.0, _hold(HELD_FOR_GOOD)), (5.0, ask_for_requeue), (5.0, has_successor), (15.0, ask_for_stop)]
+    settings = {**KEEPING, "slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, in_slurm=SLURM, nodes=1, **settings)
+    assert not world.violations, story(world)
+    assert world.run.done() is None
+
+
+def test_cron_finds_a_successor_of_which_a_full_disk_has_taken_nothing() -> None:
+    """It requeued the job before it, and both of them waited."""
+    faults = [(4.9, run_folder_is("full", 60.0)), (5.0, ask_for_requeue), (5.0, _drain(150.0))]
+    settings = {**KEEPING, "slurm": {"partition": "low"}, "preemption": {"continue_by": "resubmit"}}
+    world = lived(faults, until=60, in_slurm=SLURM, nodes=1, **settings)
     assert not world.violations, story(world)
 
 

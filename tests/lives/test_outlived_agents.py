@@ -167,6 +167,12 @@ def test_agents_whose_lease_is_over_before_the_run_folder_is_well_are_begun_agai
     assert len(world.agents) == 4, story(world)
 
 
+def test_a_job_that_slurm_has_put_back_gets_its_begin_time_from_what_follows_its_supervisor() -> None:
+    """It was to go on in the job, which began two minutes later."""
+    befalls = [(3.0, faults.requeue_job), (3.2, kill_supervisor)]
+    answered(befalls, bounds=Bounds(within_s=60.0), **IN_SLURM)
+
+
 def test_a_guardian_that_gives_up_leaves_no_agent_behind() -> None:
     """Without Slurm they lived on, with their engines, beside those of the next start."""
     befalls = [(at_s, kill_supervisor) for at_s in (3.0, 6.0, 9.0, 12.0)]

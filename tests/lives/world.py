@@ -55,6 +55,9 @@ LOGIN = processes.Process("login", 1, "1")
 START_S = 1_700_000_000.0
 LONGEST_S = 2 * 3600.0
 FOLDER_S = 10.0
+PAUSE_S = 5.0
+"""The run folder is well for so long between two faults: it is waited for, but no longer than for two minutes."""
+
 PARTLY = 0.3
 """How often a full disk still has room for a part of what is written."""
 
@@ -276,6 +279,9 @@ class World:
         self.full_at, self.full_s = -1, 0.0
         """The disk of the run folder is full from this effect on, for so many seconds."""
 
+        self.befalls: dict[int, Callable[[World], None]] = {}
+        """What comes as soon as the supervisor has had so many effects."""
+
         self.killed_after = ""
         """The supervisor is killed after the first command that begins like this."""
 
@@ -454,6 +460,7 @@ class World:
         """Whether nothing but the end of their supervisor has befallen agents that outlive one: they are needed."""
         is_calm = self.folder_is_well and self.network.is_whole and not self.off and not self.stop_asked_s
         is_calm = is_calm and self.run.done() is None and not self.ahead_s and not self.is_record_spoiled
+        is_calm = is_calm and (self.job is None or self.job.state == "RUNNING")
         return is_calm and not self.asked and (self.slurm is None or not self.slurm.errs)
 
     @property
@@ -643,7 +650,11 @@ class World:
                 raise Killed
             return
         self.effects += 1
-        if self.effects == self.full_at:
+        if self.befalls and (fault := self.befalls.pop(self.effects, None)) is not None:
+            with inside(None):
+                self.timeline.call_soon(fault, self)
+        is_enough = self.timeline.now_s < max(self.silent_until_s, self.full_until_s) + PAUSE_S
+        if self.effects == self.full_at and not is_enough:
             self.note(f"before {what}: the run folder is full for {self.full_s} s")
             self.full_until_s = self.timeline.now_s + self.full_s
         if self.effects == self.killed_at:
