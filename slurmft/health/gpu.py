@@ -455,7 +455,10 @@ MAX_RECORDS = 100_000
 MAX_LOOK_S = 1.0
 _RECORD = re.compile(r"(?:\d+),\d+,(\d+)[^;]*;(.*)")
 _XID = re.compile(r"(NVRM: Xid|SXid) \((?:PCI:)?([0-9A-Fa-f:.]+)(?: GPU-[^)]{1,40})?\): (\d{1,5})\b,?\s*(.*)")
-_NO_START = re.compile(r"NVRM: GPU ([0-9A-Fa-f:.]+): ((?:RmInitAdapter|rm_init_adapter) failed|GPU has fallen off).*")
+_NO_START = re.compile(
+    r"NVRM: (?:GPU ([0-9A-Fa-f:.]+): )?((?:RmInitAdapter|rm_init_adapter|The NVIDIA probe routine) failed"
+    r"|GPU has fallen off).*"
+)
 _DETAILS = re.compile(r"Severity \d|Data \{")
 """Of a switch's error: what follows its first line, under the same code."""
 
@@ -591,7 +594,7 @@ def parse_xids(lines: Iterable[str]) -> list[Xid]:
                 found.append(one)
         elif match := _NO_START.search(record[2]):
             code, kind = (79, "Xid") if match[2].startswith("GPU") else (0, "RmInitAdapter")
-            found.append(Xid(device=match[1], code=code, at_s=at_s, text=match[0][:300], kind=kind))
+            found.append(Xid(device=match[1] or "one GPU", code=code, at_s=at_s, text=match[0][:300], kind=kind))
     return found
 
 

@@ -269,8 +269,8 @@ def last_word(environment: Mapping[str, str]) -> str:
         return ""
     whys = [str(line["why"]) for line in lines if "why" in line]
     tried = [str(line["why"]) for line in lines if "why" in line and line.get("trains")]
-    why = (tried or whys or [_NONE_MET])[0]
-    return f"nothing of this script was supervised, because {why}; SLURMFT=train in front of a command supervises it"
+    advice = "" if tried else "; SLURMFT=train srun COMMAND supervises it"
+    return f"nothing of this script was supervised, because {(tried or whys or [_NONE_MET])[0]}{advice}"
 
 
 def launch(
@@ -290,7 +290,7 @@ def launch(
     if name == policy.SUBMITS:
         return _submitted(name, words, script, tell)
     line = split_line(words, policy.SRUN_FLAGS) if name == "srun" else Line((), (), tuple(words))
-    rule = policy.judged(name, line.command, said=_said(environment), environment=script.own)
+    rule = policy.judged(name, _with_scripts(name, line, script.own), said=_said(environment), environment=script.own)
     if not rule.trains:
         with contextlib.suppress(OSError):
             script.note(why=rule.why)
@@ -362,6 +362,17 @@ def _has_left(run: RunFolder) -> bool:
     return bool(_LEAVES.intersection(events[decided:]))
 
 
+def _with_scripts(name: str, line: Line, own: Mapping[str, str]) -> list[str]:
+    """The command, and that of a shell script which srun runs: ``srun ./launch.sh``, ``srun bash launch.sh``."""
+    words = list(line.command)
+    for each in policy.scripts_of(line) if name == "srun" else ():
+        with contextlib.suppress(OSError, ValueError, SlurmftError):
+            path = Path(line.value("chdir", "D") or ".", each)
+            found = path if path.is_file() else shutil.which(each, path=own.get("PATH")) or each
+            words.append(policy.commands_in(files.read_part(found, 0, _MAX_LINE_BYTES).decode(errors="replace")))
+    return words
+
+
 def _said(environment: Mapping[str, str]) -> str:
     """What the script says of this launch."""
     if (said := environment.get("SLURMFT", "")) in ("train", "off"):
@@ -418,7 +429,8 @@ def _plan(name: str, line: Line, script: _Script, read_ranks: ReadRanks) -> _Pla
         return _Plan(places=places, settings={**settings, **found}, ranks_are_tasks=False, attached=True)
     if name == "deepspeed" and int(own.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return "deepspeed starts its ranks on other nodes by itself (ssh)"
-    attached = name in ("python", "python3", "srun") and not policy.starts_ranks(command, own)
+    read = [name, *_with_scripts(name, line, own)]
+    attached = name in ("python", "python3", "srun") and not policy.starts_ranks(read, own)
     settings["command"] = _found(command, own)
     return _Plan(places=places, settings=settings, ranks_are_tasks=True, attached=attached)
 
@@ -469,7 +481,9 @@ def _found(command: Sequence[str], own: Mapping[str, str]) -> list[str]:
     found = shutil.which(command[0], path=own.get("PATH"))
     if command[0].rpartition("/")[2].startswith("python") and found is not None:
         return [found, *command[1:]]
-    return list(command) if found is not None and not command[0].endswith(".py") else ["env", *command]
+    if found is not None and not command[0].endswith(".py"):
+        return list(command)
+    return ["env", command[0] if found or "/" in command[0] else f"./{command[0]}", *command[1:]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from slurmft.errors import UsageError
@@ -583,6 +584,23 @@ def starts_ranks(command: Sequence[str], environment: Mapping[str, str]) -> bool
     return _LAUNCHES.search(_text(command, environment)) is not None
 
 
+def scripts_of(line: Line) -> list[str]:
+    """The words of srun's command that may name a shell script, which is run: the first one, and those behind a shell.
+
+    The first one may be srun's list of programs (``--multi-prog``) as well.
+    """
+    words = [word for word in line.command if not word.startswith("-")]
+    return words[:1] + [word for shell, word in pairwise(words) if shell.rpartition("/")[2] in _SHELLS]
+
+
+def commands_in(text: str) -> str:
+    """The commands of a shell script in one line; none where it is something else."""
+    if "\0" in text or re.match(r"#!(?!.*\b(?:ba|da|z)?sh\b)", text):
+        return ""
+    lines = text.replace("\\\n", " ").splitlines()
+    return "; ".join(line.strip() for line in lines if not line.lstrip().startswith("#"))
+
+
 def said_in(lines: Sequence[str], line: int) -> str:
     """``train`` or ``off``, where ``#SLURMFT`` says so at the end of the command in ``line``, or right above it."""
     at = line - 1
@@ -617,10 +635,11 @@ _OF_PLACE = frozenset(
     """
     N nodes n ntasks ntasks-per-node tasks-per-node c cpus-per-task w nodelist x exclude export D chdir m distribution
     mem mem-per-cpu cpu-bind cpu_bind mem-bind mem_bind t time jobid overlap threads-per-core hint r relative k no-kill
-    C constraint p partition A account q qos gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind
+    C constraint p partition A account q qos gres gpus-per-node mpi gpus-per-task ntasks-per-gpu gpu-bind G gpus
+    cpus-per-gpu mem-per-gpu ntasks-per-socket network comment reservation
     """.split()  # noqa: SIM905 - as above
 )
-_FOR_AGENTS = frozenset({"gres", "gpus-per-node", "mem", "hint", "threads-per-core"})
+_FOR_AGENTS = frozenset({"gres", "gpus-per-node", "gpus", "mem", "hint", "threads-per-core", "network"})
 """Options of place that hold for a whole node, and so for its agent."""
 
 
@@ -628,7 +647,8 @@ def why_not_srun(line: Line) -> str:
     """Why a step with these options cannot be one of agents; empty where it can."""
     if not line.command:
         return "this srun has no command"
-    strange = [name for name, _ in line.options if name not in _OF_OUTPUT | _OF_PLACE]
+    strange = [name for name, value in line.options if name not in _OF_OUTPUT | _OF_PLACE
+               and (name not in ("i", "input") or value not in ("none", "/dev/null"))]  # fmt: skip
     if strange:
         dashes = "-" if len(strange[0]) == 1 else "--"
         return f"srun {dashes}{strange[0]} cannot be carried over to a supervised run"
@@ -650,7 +670,8 @@ def options_for_tasks(line: Line) -> list[str]:
 
 def options_for_agents(line: Line) -> list[str]:
     """Those that the step of agents needs as well."""
-    return [f"--{name}={value}" for name, value in line.options if name in _FOR_AGENTS]
+    named = ((SHORT_OPTIONS.get(name, name), value) for name, value in line.options)
+    return [f"--{name}={value}" for name, value in named if name in _FOR_AGENTS]
 
 
 def output_name(pattern: str, environment: Mapping[str, str], *, user: str) -> str | None:

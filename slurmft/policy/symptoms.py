@@ -259,6 +259,7 @@ SIGNATURES: Sequence[Signature] = (
     _row("two ranks on one GPU", _C.CODE, _S.CODE, _R.STOP, "NCCL", r"Duplicate GPU detected",
          r"ncclCommInitRank failed: invalid usage"),
     _row("a kernel was used wrongly", _C.CODE, _S.CODE, _R.STOP, "CUDA, HIP",
+         r"CUBLAS_STATUS_(?:INVALID_VALUE|NOT_SUPPORTED|ARCH_MISMATCH)",
          r"(?:CUDA|HIP) error: (?:device-side assert|invalid |no kernel image|misaligned address)",
          r"(?:CUDA|HIP) error: (?:too many resources|peer access is|operation not (?:permitted|supported))",
          r"[Cc]uda failure (?:\d+ )?'operation not supported", r"hipErrorNoBinaryForGpu",
@@ -400,7 +401,7 @@ _REMARK = re.compile(
 """Remarks of a library, after any exception as well: "destroy_process_group() was not called" is no reason."""
 
 _GROUP = re.compile(r"^[ +|]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
-_FRAME = re.compile(r'\s+File "|\s+[\^~+]+(?:\s|$)|[│╭╰❱]')
+_FRAME = re.compile(r'\s+File "|\s+[\^~+]+(?:\s|$)|[│╭╰❱]|\S{1,300}:\d+: \w*Warning: ')
 _JSON = re.compile(r'\s*"message": "(.*)",?$')
 _STEP = re.compile(r"\b(?:step|epoch|iter(?:ation)?)\b", re.IGNORECASE)
 _PROGRESS = re.compile(r"\d ?(?:it/s|s/it|[MG]B/s)\b|resuming normal operation")
@@ -521,7 +522,10 @@ def _is_progress(words: str) -> bool:
 
 def _lines(text: str) -> list[str]:
     """The newest lines, without our own."""
-    lines = [_COLOUR.sub("", line[:MAX_LINE]) for line in text[-MAX_CHARACTERS:].splitlines()[-MAX_LINES:]]
+    text = text[-MAX_CHARACTERS:]
+    if f"{TRACEBACK}\\n" in text:  # a logger of JSON, whose records are a line each
+        text = text.replace("\\n", "\n").replace('\\"', '"')
+    lines = [_COLOUR.sub("", line[:MAX_LINE]) for line in text.splitlines()[-MAX_LINES:]]
     return [line for line in lines if not (_MAY_BE_OURS.search(line) and _OURS.match(_stripped(line)[1]))]
 
 
@@ -563,7 +567,8 @@ def _of_failure(failure: _Failure) -> Signature | None:
         rows = [row for words in link if (row := _meaning(words)) is not None
                 and not (failure.is_exception and row.is_echo and "NCCL WARN" in words)]  # fmt: skip
         if rows:
-            last = min(rows, key=SIGNATURES.index)
+            named = _meaning(link[0])
+            last = named if named in rows and named.strength > 1 else min(rows, key=SIGNATURES.index)
             if last.strength > 0:
                 break
     return last

@@ -165,6 +165,39 @@ def test_a_text_for_a_shell_is_judged_with_the_values_of_its_variables():
     assert not sbatch.judged("srun", text, said="", environment={"LAUNCHER": "hostname"}).trains
 
 
+@of_each(
+    words__names=[
+        ("./launch.sh --epochs 3", ["./launch.sh"]),
+        ("bash -l launch.sh x", ["bash", "launch.sh"]),
+        ("apptainer exec x.sif sh run.sh", ["apptainer", "run.sh"]),
+        ("-n4 --multi-prog list", ["list"]),
+        ("cp launch.sh /tmp", ["cp"]),
+        ("", []),
+    ]
+)
+def test_which_words_name_a_script_that_runs(words, names):
+    assert sbatch.scripts_of(split_line(words.split(), sbatch.SRUN_FLAGS)) == names
+
+
+@of_each(
+    text__commands=[
+        ("#!/bin/bash -l\n# python x.py\nset -e\ntorchrun \\\n  x.py\n", "set -e; torchrun    x.py"),
+        ("0 python a.py\n1-3 python b.py", "0 python a.py; 1-3 python b.py"),
+        ("#!/usr/bin/env python3\nimport x  # sh\n", ""),
+        ("\x7fELF\0python x.py", ""),
+    ]
+)
+def test_the_commands_of_a_script(text, commands):
+    assert sbatch.commands_in(text) == commands
+
+
+def test_a_step_of_agents_has_the_gpus_and_the_network_of_the_step_that_it_stands_for():
+    line = split_line(["-G4", "--network=job_vni", "--comment", "x", "-i", "none", "python", "x.py"], sbatch.SRUN_FLAGS)
+    assert sbatch.why_not_srun(line) == ""
+    assert sbatch.options_for_agents(line) == ["--gpus=4", "--network=job_vni"]
+    assert "--input" in sbatch.why_not_srun(split_line(["--input=all", "python", "x.py"], sbatch.SRUN_FLAGS))
+
+
 @of_each(words=[["python"] * 10_000, ["python" * 10_000], ["python -"] * 10_000, [f"/d/f{n}" for n in range(10_000)]])
 def test_no_command_takes_long_to_judge(words):
     began = time.process_time()

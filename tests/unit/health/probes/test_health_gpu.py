@@ -239,6 +239,7 @@ def sxid(words: str) -> str:
         (["3,1,90000000000,-;NVRM: GPU 0000:04:00.0: RmInitAdapter failed! (0x26:0xffff:1127)"], CRITICAL,
          Problem.HARDWARE),
         (["3,1,90000000000,-;NVRM: GPU 0000:04:00.0: GPU has fallen off the bus."], CRITICAL, Problem.HARDWARE),
+        (["3,1,90000000000,-;NVRM: The NVIDIA probe routine failed for 1 device(s)."], CRITICAL, Problem.HARDWARE),
         ([kmsg(94, 90_000, "Contained: SM (0x1)", device="PCI:0000:3b:00 GPU-I:03")], WARNING, Problem.HARDWARE),
         ([kmsg(13, 90_000, "Graphics Exception", device="PCI:0000:3b:00 GPU-I:03 GPU-CI:00")], OK, Problem.USER),
         ([sxid("20034, Fatal, Link 29 LTSSM Fault Up"), sxid("20034, Severity 1 Engine instance 29")], CRITICAL,
@@ -248,8 +249,8 @@ def sxid(words: str) -> str:
     ],
     ids=["none", "others", "off the bus", "a program's", "contained", "several", "long ago", "not in the table",
          "reboot asked for", "recovered", "old format", "a link's, not fatal", "a link's", "a GPU that did not start",
-         "off the bus, without a code", "of a part of a GPU (MIG)", "a program's, on a part of a GPU",
-         "a switch's", "a switch's, not fatal", "a switch's, its beginning is lost"],
+         "off the bus, without a code", "a GPU without an address", "of a part of a GPU (MIG)",
+         "a program's, on a part of a GPU", "a switch's", "a switch's, not fatal", "a switch's, its beginning is lost"],
 )  # fmt: skip
 def test_xids(lines, status, problem):
     found = judge_xids(parse_xids(lines), 100_000, 24)

@@ -1,5 +1,6 @@
 """What is read in excerpts of public threads, how fast, and what follows from it."""
 
+import json
 import random
 import time
 
@@ -82,6 +83,19 @@ def test_a_quoted_source_line_says_nothing(source):
     assert cause_of_text(text) is None
     assert categorize_failure(text) is FailureCategory.CODE
     assert categorize_failure(text.replace("    ^^^^^^\n", "")) is FailureCategory.CODE
+    assert signature_of(f"/env/m.py:9: UserWarning: odd\n  {source}\nstarting\n") is None
+
+
+def test_an_exceptions_first_line_says_more_than_advice_below_it():
+    text = f"{TRACE}RuntimeError: CUDA error: device-side assert triggered\nTip: CUDA out of memory? Lower it\n"
+    assert signature_of(text).name == "a kernel was used wrongly"
+
+
+def test_a_traceback_in_a_record_of_json_is_read():
+    record = json.dumps({"level": "error", "exc": f"{TRACE}torch.OutOfMemoryError: CUDA out of memory."})
+    assert cause_of_text(f"step 1\n{record}\n") is Cause.DEVICE_OUT_OF_MEMORY
+    bug = json.dumps({"level": "error", "exc": f"{TRACE}    x[\"a\"]\nKeyError: 'a'"})
+    assert categorize_failure(f"{bug}\n") is FailureCategory.CODE
 
 
 @of_each(line=["step 12 loss 2.31", " 12%|#2    | 12/100 [00:01<00:09,  9.1it/s]", "INFO epoch 3: loss=0.5"])
@@ -123,6 +137,7 @@ def test_an_error_after_which_the_program_went_on_is_no_end(line):
         ("errors_impl.DataLossError: {{function_node x}} corrupted record at 12", "damaged file"),
         ("pyarrow.lib.ArrowInvalid: Parquet magic bytes not found in footer.", "damaged file"),
         ("HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION: beyond the largest legal address.", "an illegal access"),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(x)`", "a kernel was used"),
         ("RuntimeError: DataLoader worker (pid 9) is killed by signal: Segmentation fault.", "a child crashed"),
     ]
 )  # fmt: skip
