@@ -28,7 +28,7 @@ from pydantic import (
 from slurmft.config import base as config_base
 from slurmft.config.base import Count, Folder, Text, Words, section_of
 from slurmft.config.base import Section as _Section
-from slurmft.config.inference import InferenceConfig, ServingConfig, TrialsConfig
+from slurmft.config.inference import STANDARD_INPUT, InferenceConfig, ServingConfig, TrialsConfig
 from slurmft.config.sections import (
     CheckpointConfig,
     ContainerConfig,
@@ -655,27 +655,20 @@ def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
 
 def _absolute(config: RunConfig, *, source: str) -> RunConfig:
     base = Path.cwd()
-
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else Path(os.path.abspath(base / path.expanduser()))  # noqa: PTH100 - keeps links
-
     try:
-        folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
-        checkpoint = config.checkpoint.model_copy(update=folders)
-        exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
-        mounts = tuple(each.model_copy(update={"source": absolute(each.source)}) for each in config.container.mounts)
-        return config.model_copy(
-            update={
-                "run_folder": absolute(config.run_folder),
-                "working_directory": absolute(config.working_directory or Path()),
-                "checkpoint": checkpoint,
-                "exclusions": exclusions,
-                "metrics": config.metrics.with_paths(absolute),
-                "notify": config.notify.with_paths(absolute),
-                "inference": config.inference and config.inference.with_paths(absolute),
-                "trials": config.trials and config.trials.with_paths(absolute),
-                "container": config.container.model_copy(update={"mounts": mounts}),
-            }
-        )
+        return _placed(config.model_copy(update={"working_directory": config.working_directory or base}), base)
     except RuntimeError as error:  # ~name of an unknown user
         raise ConfigError(f"{source}: a path begins with the home folder of a user who does not exist here") from error
+
+
+def _placed(section: Own, base: Path) -> Own:
+    """The section with each path in it, and in the sections below it, absolute; standard input stays what it is."""
+    placed: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Path) and not (name == "input" and value == STANDARD_INPUT):
+            placed[name] = Path(os.path.abspath(base / value.expanduser()))  # noqa: PTH100 - keeps links
+        elif isinstance(value, BaseModel):
+            placed[name] = _placed(value, base)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            placed[name] = tuple(_placed(each, base) for each in value)
+    return section.model_copy(update=placed)

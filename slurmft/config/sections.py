@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -612,12 +612,6 @@ class MetricsConfig(Section):
         """Something is to be written or served."""
         return self.textfile_folder is not None or self.port is not None
 
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``."""
-        return self.model_copy(
-            update={name: absolute(getattr(self, name)) for name in ("textfile_folder", "token_file")}
-        )
-
 
 # --- The section ``nccl`` of the configuration ---
 
@@ -724,10 +718,6 @@ class NotifyConfig(Section):
     def is_on(self) -> bool:
         """Messages go somewhere."""
         return bool(self.command or self.webhook_file or self.webhook_variable)
-
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``."""
-        return self.model_copy(update={name: absolute(getattr(self, name)) for name in ("webhook_file",)})
 
 
 # --- The section ``oom`` of the configuration ---
