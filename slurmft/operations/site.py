@@ -35,7 +35,7 @@ from slurmft.policy.container import Container, command_prefix, srun_options, st
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.own_jobs import preempt, signal_job
+from slurmft.scheduler.own_jobs import preempt_argv, signal_job
 from slurmft.scheduler.parsing import parse_time
 from slurmft.scheduler.slurm import nodes
 from slurmft.storage import history
@@ -537,7 +537,7 @@ def _disturb(drill: Drill, job: OwnJob, tell: Callable[[str], None]) -> str:
     record = own_jobs.find_one(job)
     if record is None or not record.nodes:
         raise LaunchError(f"job {job} of the drill is gone")
-    other = preempt(record.nodes, drill.preempt_with)
+    other = slurm.submit(preempt_argv(record.nodes, drill.preempt_with))
     tell(f"job {other} in partition {drill.preempt_with} preempts it")
     return f"preemption by a job in partition {drill.preempt_with}"
 
