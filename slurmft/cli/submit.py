@@ -325,12 +325,12 @@ def configuration_schema() -> dict[str, Any]:
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     texts: dict[tuple[str, str], str] = {}
     models = _models()
-    for source in {Path(inspect.getfile(each)) for model in models for each in _with_bases(model)}:
+    for source in {Path(inspect.getfile(model)) for model in models}:
         texts |= _texts(source.read_text(encoding="utf-8"))
     parts = {**value["$defs"], RunConfig.__name__: value}
     for model in models:
         for key, facts in parts[model.__name__].get("properties", {}).items():
-            if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
+            if text := texts.get((model.__name__, key)):
                 facts["description"] = text
     of_functions = {"required": ["trials"], "properties": {"trials": {"type": "object", "required": ["callable"]}}}
     value["oneOf"] = [{"required": ["command"]}, {"required": ["inference"]}, of_functions]
@@ -355,13 +355,6 @@ def _parts(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [part for each in get_args(annotation) for part in _parts(each)]
-
-
-def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """A section, and those whose keys it has as well."""
-    from pydantic import BaseModel
-
-    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each.__module__.startswith("slurmft.")]
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from slurmft.config.base import Count, Folder, Positive, Seconds, Section, Text
+from slurmft.config.base import Count, Folder, Positive, Seconds, Section, Share, Text
 from slurmft.policy import values as plain
 from slurmft.policy.node_health import HealthRules
 
-Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 Amount = Annotated[float, Field(ge=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(1e15))]
 Limit = Annotated[float, Field(gt=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(3600))]
 _Natural = Annotated[Count, Field(ge=0)]
