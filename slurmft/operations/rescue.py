@@ -14,7 +14,7 @@ import pwd
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -496,20 +496,18 @@ def is_orphan(record: parsing.JobRecord) -> bool:
 def _requeue_orphan(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str:
     owner = run.owner()
     restart = owner.restart if owner is not None and owner.job == job.job_id else 0
-    journal = run.journal()
     claim = run.ending(Attempt(job=job.job_id, restart=restart))
-    if not claim.take(who) and not _take_broken(run, claim, who):
-        return f"another process is already rescuing job {job}"
-    journal.append(EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
-    try:
+    with _claimed(run, claim, who) as is_ours:
+        if not is_ours:
+            return f"another process is already rescuing job {job}"
+        run.journal().append(
+            EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who
+        )
         # Slurm may have started it once more, and that start was lost before it took the run over
         own_jobs.requeue(job, restart=own_jobs.restarts(job), delay_s=own_jobs.SOONEST_S)
-    except SlurmError:
-        claim.give_back()
-        raise
     claim.settle("rescued")
     _begin_when_pending(job)
-    journal.append(EventName.REQUEUED, job=job.job_id, who=who)
+    run.journal().append(EventName.REQUEUED, job=job.job_id, who=who)
     return f"job {job} had lost its batch host {record.batch_host}; it is requeued"
 
 
@@ -521,21 +519,18 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     if not is_unfinished(events, job.job_id):  # it has ended for good, and Slurm could not be told
         return None
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
-    if not claim.take(who) and not _take_broken(run, claim, who):
-        return f"another process is already rescuing job {job}"
-    with run.lock():  # else its new time of submission makes it look like another job, which this has submitted
-        run.add_job(job.job_id, record.identity)
-    run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
-    try:
+    with _claimed(run, claim, who) as is_ours:
+        if not is_ours:
+            return f"another process is already rescuing job {job}"
+        with run.lock():  # else its new time of submission makes it look like another job, which this has submitted
+            run.add_job(job.job_id, record.identity)
+        run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
         placement = placement_of(run, partition=record.partition, history=events)
         try:
             job_id = _sbatch(run, job, placement, events)
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
             own_jobs.cancel(job)
             job_id = _sbatch(run, job, placement, events)
-    except BaseException:
-        claim.give_back()
-        raise
     claim.settle(f"rescued as job {job_id}")
     own_jobs.cancel(job)
     return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
@@ -580,19 +575,16 @@ def _submit_again(
     lost = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     claim = run.ending(lost)
     # a job that has ended has no supervisor any more
-    if not claim.take(who, instead_of=SUPERVISOR if is_known else "") and not _take_broken(run, claim, who):
-        return None
-    journal = run.journal()
-    journal.append(EventName.RESCUING, job=owner.job, reason="its job is gone and no verdict ended the run", who=who)
-    partition = records[mine].partition if is_known else ""
-    try:
+    with _claimed(run, claim, who, instead_of=SUPERVISOR if is_known else "") as is_ours:
+        if not is_ours:
+            return None
+        reason = "its job is gone and no verdict ended the run"
+        run.journal().append(EventName.RESCUING, job=owner.job, reason=reason, who=who)
+        partition = records[mine].partition if is_known else ""
         placement = placement_of(run, partition=partition, history=events)
         has_other = began_to_resubmit(events, lost) and own_jobs.earlier_try(run.script, run.own_jobs()) is not None
         job_id = bring_back(run, mine, placement, in_memory=is_known and not has_other)
         job_id = job_id or _sbatch(run, mine, placement, events)
-    except BaseException:
-        claim.give_back()
-        raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
 
@@ -603,15 +595,24 @@ def _is_recent(run: RunFolder, owner: Owner) -> bool:
     return run_folder.is_fresh(run, owner) or (told_s is not None and told_s < SETTLED_S)
 
 
-def _take_broken(run: RunFolder, claim: EndingClaim, who: str) -> bool:
-    """Take over a claim that was settled but not acted on: the run has had no job for long."""
-    if claim.outcome() is None:
-        return False
-    age_s = run_folder.seconds_since(run, claim.path)
-    if age_s is None or age_s < SETTLED_S:
-        return False
-    claim.give_back()
-    return claim.take(who)
+@contextlib.contextmanager
+def _claimed(run: RunFolder, claim: EndingClaim, who: str, *, instead_of: str = "") -> Iterator[bool]:
+    """Whether this process may bring the run back now; what fails gives the claim back, for the next rescue.
+
+    One that was settled but not acted on, so that the run has had no job for long, is taken over.
+    """
+    is_ours = claim.take(who, instead_of=instead_of)
+    if not is_ours and claim.outcome() is not None:
+        age_s = run_folder.seconds_since(run, claim.path)
+        if age_s is not None and age_s >= SETTLED_S:
+            claim.give_back()
+            is_ours = claim.take(who)
+    try:
+        yield is_ours
+    except BaseException:
+        if is_ours:
+            claim.give_back()
+        raise
 
 
 def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: Sequence[Event]) -> str:
