@@ -51,7 +51,6 @@ from slurmft.system.processes import bounded, who
 
 FORMAT = 1
 DEFAULT_DAYS = 30
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _COLOURS = {State.EXCLUDED: "red", State.PROBATION: "yellow", State.FREE: "green"}
 _EXIT_CODES = """\b
 Exit codes:
@@ -245,9 +244,7 @@ def _expanded(hostlist: str) -> list[str]:
 def _after(text: str, now: float) -> float | None:
     if text in ("ever", "forever"):
         return None
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text.strip())
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if seconds <= 0 or seconds > 100 * 366 * _UNITS_S["d"]:
+    if (seconds := arguments.seconds_in(text)) is None:
         raise UsageError(f"--for {text[:80]!r} is not a time", hint="such as 90m, 12h, 7d, 2w, or ever")
     return now + seconds
 
@@ -312,8 +309,8 @@ def _now(entry: Weighed) -> str:
 def _age(seconds: float) -> str:
     seconds = max(0.0, seconds)
     for unit in ("w", "d", "h", "m"):
-        if seconds >= 2 * _UNITS_S[unit]:
-            return f"{seconds / _UNITS_S[unit]:.0f}{unit}"
+        if seconds >= 2 * arguments.UNITS_S[unit]:
+            return f"{seconds / arguments.UNITS_S[unit]:.0f}{unit}"
     return f"{seconds:.0f}s"
 
 

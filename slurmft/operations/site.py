@@ -42,6 +42,7 @@ from slurmft.storage import history
 from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import user_name as owner_name
 from slurmft.supervisor import grace
 from slurmft.supervisor.cluster import bundle_for
 from slurmft.supervisor.observations import history_of
@@ -394,7 +395,7 @@ def place(path: Path) -> policy.TrustedPath:
         return policy.TrustedPath(path=str(path), exists=False)
     owner = path.stat().st_uid
     found = sorted({who for each in _rooms(path) for who in _changers(each, beside=owner)})
-    return policy.TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
+    return policy.TrustedPath(path=str(path), owner=owner_name(owner), changeable_by=", ".join(found))
 
 
 def _rooms(path: Path) -> Iterator[Path]:
@@ -413,7 +414,7 @@ def _changers(path: Path, *, beside: int) -> Iterator[str]:
     if stat.S_ISLNK(facts.st_mode):
         return
     if facts.st_uid not in (0, os.geteuid(), beside):
-        yield _name(facts.st_uid)
+        yield owner_name(facts.st_uid)
     is_sticky = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
     if facts.st_mode & stat.S_IWOTH and not is_sticky:
         yield "every user"
@@ -427,13 +428,6 @@ def _is_alone(uid: int, gid: int) -> bool:
         return gid == 0 or (pwd.getpwuid(uid).pw_gid == gid and not grp.getgrgid(gid).gr_mem)
     except KeyError:
         return False
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 # --- A preemption fire drill: a small job with the user's own options, the real signal, and the results ---
