@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from slurmft.config.run import RunConfig
     from slurmft.ipc.zygote_start import Zygote
-    from slurmft.operations.script import Ranks
     from slurmft.operations.submit import Submitted
 
 # --- ``slurmft submit`` ---
@@ -292,14 +291,7 @@ def _infer(context: click.Context, cluster: str, data: str | None) -> int:
         killer.stop()
     if code:
         return int(code)
-    found = submitting.summary_of(run)
-    rows = {
-        "requests": found.requests, "answered": found.answered, "errors": found.errors,
-        "replicas killed": f"{killer.killed} (died: {found.died}, started again: {found.restarted})",
-        "computed twice": f"{found.twice}; one answer of each counts", "seconds": f"{found.seconds:.1f}",
-        "answers": found.output / "answers.jsonl",
-    }  # fmt: skip
-    for name, value in rows.items():
+    for name, value in submitting.summary_of(run, killer.killed).items():
         say(f"  {name:<16} {value}")
     return 0
 
@@ -556,12 +548,10 @@ def launch(*, last_word: bool, words: tuple[str, ...]) -> int:
     return script.launch(words[0], words[1:], os.environ, read_ranks=_ranks, tell=tell)
 
 
-def _ranks(words: Sequence[str]) -> Ranks:
+def _ranks(words: Sequence[str]) -> Mapping[str, Any]:
     from slurmft.compat import neighbours
-    from slurmft.operations.script import Ranks
 
-    found = neighbours.parse(words)
-    return Ranks(settings=found.settings, remarks=found.remarks)
+    return neighbours.parse(words).settings
 
 
 # --- ``slurmft convert``: what there is in its place ---

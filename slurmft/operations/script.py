@@ -153,18 +153,9 @@ UNSEEN_CYCLES = 50
 _LEAVES = frozenset({EventName.REQUEUED, EventName.PLACED, EventName.LEFT_TO_SLURM, EventName.RESUBMITTED})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """A launcher's command line in our words."""
-
-    settings: Mapping[str, Any]
-    """Keys of a configuration, its command without an interpreter among them."""
-
-    remarks: Sequence[str]
-
-
-ReadRanks = Callable[[Sequence[str]], Ranks]
-"""Takes the words behind torchrun; raises UsageError for what slurmft has no counterpart for."""
+ReadRanks = Callable[[Sequence[str]], Mapping[str, Any]]
+"""Makes the words behind torchrun keys of a configuration, its command without an interpreter among them; raises
+UsageError for what slurmft has no counterpart for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -436,10 +427,9 @@ def _ranks(command: Sequence[str], own: Mapping[str, str], places: Places, read:
         case _:
             return None
     try:
-        ranks = read(rest)
+        settings = dict(read(rest))
     except SlurmftError:
         return None
-    settings = dict(ranks.settings)
     settings.pop("run_folder", None)
     if settings.get("nodes") != places.nodes or "elastic" in settings or interpreter is None:
         return None
