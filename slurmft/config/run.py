@@ -376,17 +376,27 @@ def load_section(path: Path | None, model: type[Own], overrides: Sequence[str] =
         raise ConfigError(f"{path} must hold keys and values")
     for override in overrides:
         _apply(raw, override)
-    path = Path("the command line") if path is None else path
+    source = "the command line" if path is None else str(path)
+    given, problems = _given(raw, source)
+    return _made(model, given, problems, source)
+
+
+def _given(raw: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """The keys that have a value, and what is wrong with values whatever their keys are."""
     given = {key: value for key, value in raw.items() if value is not None}
     try:
-        problems = list(plain.unusable(given))
+        return given, list(plain.unusable(given))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+
+
+def _made(model: type[Own], given: Mapping[str, Any], problems: list[str], source: str, hint: str = "") -> Own:
+    try:
         section = model.model_validate(given)
     except ValidationError as error:
         problems += [_problem(detail, model) for detail in error.errors(include_input=False, include_url=False)]
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}", hint="look at its aliases (*name)") from error
     if problems:
-        raise ConfigError(f"{path}: {plain.as_text(problems)}")
+        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint=hint)
     return section
 
 
@@ -403,11 +413,7 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
     Raises:
         ConfigError: one line for each problem.
     """
-    given = {key: value for key, value in raw.items() if value is not None}  # a key without a value: not given
-    try:
-        problems = list(plain.unusable(given))
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+    given, problems = _given(raw, source)
     try:
         given, lines = sbatch.ours(given)
     except ValueError as error:
@@ -415,13 +421,8 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
     for line in lines:
         log.warning("%s: %s", source, line)
     problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields), known_here)
-    try:
-        config = RunConfig.model_validate(_with_all_sections(given))
-    except ValidationError as error:
-        problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
-    if problems:
-        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="every key: slurmft examples reference.yaml")
-    return config
+    hint = "every key: slurmft examples reference.yaml"
+    return _made(RunConfig, _with_all_sections(given), problems, source, hint)
 
 
 # --- roles ---
@@ -633,7 +634,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     target[last] = value
 
 
-def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
+def _problem(detail: Mapping[str, Any], of: type[BaseModel]) -> str:
     where = ".".join(plain.shown(part) for part in detail["loc"])
     *section, last = detail["loc"] or ("",)
     if detail["type"] == "extra_forbidden":

@@ -99,11 +99,9 @@ def releases_without_start(history: Sequence[Event]) -> int:
     """How often the run's job was released since the run last began."""
     count = 0
     for event in history:
-        count = (
-            0
-            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED)
-            else count + (event.event == EventName.RELEASED)
-        )
+        if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED):
+            count = 0
+        count += event.event == EventName.RELEASED
     return count
 
 

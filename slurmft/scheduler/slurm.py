@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,14 +153,15 @@ def submit(
 
 
 @contextlib.contextmanager
-def ignoring_signals() -> Iterator[None]:
-    """Ignore the signals that a requeue sends to the very processes that ask for it, children included.
+def ignoring_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Ignore these signals, by default those that a requeue sends to the very processes that ask for it.
 
     Ignored signals stay ignored across exec, handlers do not: a handler would leave ``scontrol`` itself to be killed
-    between the requeue and the update that follows it. Main thread only.
+    between the requeue and the update that follows it. Only the main thread can; others ignore nothing.
     """
-    numbers = (signal.SIGTERM, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    numbers = numbers or (signal.SIGTERM, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers if is_main}
     try:
         yield
     finally:
