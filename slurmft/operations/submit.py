@@ -83,7 +83,7 @@ def plan(
     _make_checkpoint_dir(settings, only_look=True)
     settings = _with_a_command_that_works(settings, unchecked=unchecked)
     text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
-    return text if where == "slurm" else " ".join(submission.RunSupervisor(run.config).argv())
+    return text if where == "slurm" else " ".join(submission.supervisor_argv(run.config))
 
 
 def submit_run(
