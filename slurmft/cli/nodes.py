@@ -452,7 +452,7 @@ def report_lines(report: SweepReport) -> Iterator[str]:
 def as_object(report: SweepReport) -> dict[str, Any]:
     """The report for scripts."""
     found = asdict(replace(report, plan=None))
-    for own in ("plan", "queries", "took_s"):
+    for own in ("plan", "took_s"):
         del found[own]
     found |= {"format": SWEEP_FORMAT, "exit_code": report.exit_code, "seconds": round(report.took_s, 3)}
     if report.plan is not None:

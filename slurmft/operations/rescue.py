@@ -31,10 +31,11 @@ from slurmft.errors import (
 from slurmft.operations.control import NEWEST
 from slurmft.operations.run_configuration import configuration_of, refuse_moved
 from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.node_health import NodeFact
 from slurmft.policy.suspicion import observed
 from slurmft.policy.verdict import GOES_ON, Action, Cause, Evidence, Kind, Suspect
 from slurmft.scheduler import own_jobs, parsing, slurm
-from slurmft.scheduler.slurm import Refusal, compress, undisturbed
+from slurmft.scheduler.slurm import compress, undisturbed
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, newest_of
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
@@ -65,7 +66,7 @@ def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) ->
     refusals = _refusals(record, history)
     names = sorted({each.node for each in refusals})
     if times >= MAX_RELEASES:
-        where = f" (now by {', '.join(f'{each.node}: {each.reason}' for each in refusals)})" if refusals else ""
+        where = f" (now by {', '.join(f'{each.node}: {each.reason[:200]}' for each in refusals)})" if refusals else ""
         raise LaunchError(
             f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
             hint=f"fix what fails there (a Prolog?), then scontrol release {job}",
@@ -105,7 +106,7 @@ def releases_without_start(history: Sequence[Event]) -> int:
     return count
 
 
-def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[Refusal]:
+def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[NodeFact]:
     """Nodes that Slurm has drained when it put the job back into the queue, without those of an earlier time."""
     at = record.identity.submitted
     told = {
@@ -114,7 +115,7 @@ def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[Refus
         if event.event == EventName.EVIDENCE
     }
     try:
-        return [each for each in slurm.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
+        return [each for each in slurm.refusals(at[-1]) if (each.node, each.since) not in told] if at else []
     except SlurmError as error:
         log.warning("Slurm does not report which node refused job %s: %s", record.job_id, error.what)
         return []
@@ -128,10 +129,10 @@ def _configuration(run: RunFolder) -> RunConfig | None:
         return None
 
 
-def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[Refusal]) -> None:
+def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[NodeFact]) -> None:
     evidence = [
         Evidence(kind=Kind.LAUNCH_FAILED, suspect=Suspect(node=each.node),
-                 message=f"it could not start job {job}: {each.reason}", at=each.at)
+                 message=f"it could not start job {job}: {each.reason[:200]}", at=each.since or 0.0)
         for each in refusals
     ]  # fmt: skip
     try:

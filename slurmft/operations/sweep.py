@@ -98,9 +98,6 @@ class SweepReport:
     left_alone: str = ""
     """Which runs of other users were not touched, in one line."""
 
-    queries: int = 0
-    """Questions asked of Slurm about the whole cluster."""
-
     silent: str = ""
     """Why Slurm did not answer; nothing is changed from then on."""
 
@@ -159,11 +156,9 @@ def _look_and_act(order: SweepOrder, report: SweepReport) -> None:
 
 
 def _look(order: SweepOrder, report: SweepReport) -> SweepPlan:
-    report.queries += 1
     facts = slurm.node_facts()
     visits = order.visits
     if visits.room(len(facts)) and order.results is not None:
-        report.queries += 2
         visits = replace(visits, under_way=slurm.nodes_under_test(), switch_of=slurm.switches())
     try:
         results = Results(checkups={}) if order.results is None else read_results(order.results)
@@ -251,7 +246,6 @@ def _rescue_runs(order: SweepOrder, report: SweepReport) -> None:
     """Runs that have lost their supervisor, and requeues that were interrupted."""
     if order.dry_run or order.runs is None:
         return
-    report.queries += 1
     try:
         found = rescue_below(order.runs, order.who, limit_s=order.limit_s * RESCUE_FRACTION)
     except SlurmUnavailable:

@@ -191,7 +191,6 @@ class Account:
 
     jobs: int = 0
     events: int = 0
-    unreadable: int = 0
     step: int = 0
     saves: int = 0
     world_size: int = 0

@@ -543,45 +543,6 @@ class NodeRecord:
         return self.usable and self.state.rstrip("~#") == "IDLE"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """A node that Slurm has drained because it could not start a job."""
-
-    node: str
-    reason: str
-    at: float
-    """Unix time, by the controller's clock."""
-
-
-REFUSAL_FORMAT = "%N|%H|%E"
-_REFUSED = re.compile(r"prolog|batch job complete failure|launch fail|duplicate jobid", re.IGNORECASE)
-WITHIN_S = 5.0
-"""Slurm drains a node that refuses a job and puts the job back into the queue in one go, to the second."""
-
-
-def refusals(at: float) -> list[Refusal]:
-    """Nodes that were drained at that time by the controller's clock, because they could not start a job.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    found = parse_refusals(run(["sinfo", "-h", "-a", "-N", "-o", REFUSAL_FORMAT], timeout_s=5.0))
-    return [each for each in found if abs(each.at - at) <= WITHIN_S]
-
-
-def parse_refusals(text: str) -> list[Refusal]:
-    """The nodes in the output of ``sinfo -N -o REFUSAL_FORMAT`` that could not start a job, each once."""
-    found: dict[str, Refusal] = {}
-    for fields in (line.split("|", 2) for line in text.splitlines()):
-        if (
-            len(fields) == 3
-            and _REFUSED.search(fields[2])
-            and (at := parsing.parse_time(fields[1].strip())) is not None
-        ):
-            found.setdefault(fields[0].strip(), Refusal(node=fields[0].strip(), reason=fields[2].strip()[:200], at=at))
-    return list(found.values())
-
-
 def nodes(*, timeout_s: float = 5.0) -> list[NodeRecord]:
     """Every node of every partition, hidden ones too; one that is in several is there several times. One question.
 
@@ -696,6 +657,10 @@ PROBE_FORMAT = "%i|%T|%N|%n"
 PROBE_NAME = "slurmft-probe"
 QUESTION_S = 20.0
 
+_REFUSED = re.compile(r"prolog|batch job complete failure|launch fail|duplicate jobid", re.IGNORECASE)
+WITHIN_S = 5.0
+"""Slurm drains a node that refuses a job and puts the job back into the queue in one go, to the second."""
+
 _REFUSALS = ("permission denied", "Access/permission", "Invalid user id", "not authorized")
 
 
@@ -735,6 +700,16 @@ def parse_facts(text: str) -> dict[str, NodeFact]:
             reason="" if reason.strip() == "none" else reason.strip(), since=since,
         )  # fmt: skip
     return found
+
+
+def refusals(at: float) -> list[NodeFact]:
+    """Nodes that were drained at that time by the controller's clock, because they could not start a job.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    found = node_facts().values()
+    return [each for each in found if _REFUSED.search(each.reason) and abs((each.since or 0.0) - at) <= WITHIN_S]
 
 
 def _reason_and_time(text: str) -> tuple[str, float | None]:

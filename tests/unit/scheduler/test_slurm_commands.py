@@ -888,7 +888,7 @@ def test_each_error_of_a_refusal_is_told_once_and_nothing_is_left_of_it(stubs, r
     words = ["sbatch: a word of the site's", *["sbatch: error: no project was named"] * 2, "sbatch: error: Unspecified"]
     stubs.write("sbatch", "".join(f'echo "{line}" >&2; ' for line in words) + "exit 1")
     run.create()
-    with pytest.raises(SlurmError, match="sbatch refused the job: no project was named Unspecified$"):
+    with pytest.raises(SlurmError, match=r"sbatch refused the job: no project was named Unspecified$"):
         submit_to_slurm(config_of(run), run, {}, frozenset())
     assert list(run.submissions.iterdir()) == []
 
