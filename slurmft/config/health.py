@@ -303,15 +303,11 @@ class HealthConfig(Section):
     one that matches a node holds."""
 
     @model_validator(mode="after")
-    def _folders_are_absolute(self) -> Self:
+    def _makes_sense(self) -> Self:
         for name in ("results_folder", "evidence_folder"):
             path = getattr(self, name)
             if path is not None and not path.is_absolute():
                 raise ValueError(f"{name}: {str(path)!r} is not absolute; hooks run in any folder")
-        return self
-
-    @model_validator(mode="after")
-    def _platforms_make_sense(self) -> Self:
         for name, changes in self.platforms.items():
             patterns = changes.get("nodes")
             if not isinstance(patterns, list) or not patterns or not all(isinstance(each, str) for each in patterns):

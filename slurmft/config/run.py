@@ -190,26 +190,14 @@ class RunConfig(_Section):
         return bool(getattr(self, name) != RunConfig.model_fields[name].get_default(call_default_factory=True))
 
     @model_validator(mode="after")
-    def _ray_starts_its_own_workers(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.launcher == "ray" and self.nproc_per_node != 1:
             raise ValueError("nproc_per_node: must be 1 with launcher: ray, which starts workers as the command asks")
-        return self
-
-    @model_validator(mode="after")
-    def _spares_can_rehearse(self) -> Self:
         if self.spares == "rehearse" and (self.launcher != "agent" or self.inference is not None):
             raise ValueError("spares: rehearse needs a trainer that is started by slurmft's agent (launcher: agent)")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> Self:
         self.elastic.size(self.nodes)
         if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):
             raise ValueError(f"checkpoint.peer_copies={copies} needs more than {copies} nodes; nodes={self.nodes}")
-        return self
-
-    @model_validator(mode="after")
-    def _folders_can_be_kept(self) -> Self:
         if self.inference is not None and self.inference.serving is not None:
             scaled, places = self.inference.serving.replicas, self.inference.replicas_on(self.size.maximum)
             for name, value in (("min", scaled.min), ("max", scaled.max)):

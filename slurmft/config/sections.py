@@ -153,7 +153,7 @@ class CheckpointConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _interval_has_its_number(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.interval == "seconds" and not self.interval_seconds:
             raise ValueError("checkpoint.interval: seconds needs interval_seconds above 0")
         if self.interval == "steps" and self.interval_seconds:
@@ -161,10 +161,6 @@ class CheckpointConfig(Section):
                 f"checkpoint.interval_seconds={self.interval_seconds:g} does nothing with interval: steps; "
                 "say interval: seconds"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tiers_differ(self) -> Self:
         if self.local_directory is not None and self.local_directory == self.directory:
             raise ValueError(
                 "checkpoint.local_directory is the shared directory; name a folder on the nodes' own disks"
