@@ -141,20 +141,20 @@ def _working_folder() -> Path | None:
         return None
 
 
-def _of_node(name: str, act: Callable[[Path, str], None], about: str) -> None:
+def _of_node(name: str, act: Callable[[Lab, str], None], about: str) -> None:
     """Add a verb that does something to one node."""
 
     @lab.command(name, help=about)
     @click.argument("node")
     @click.pass_obj
     def command(folder: Path, /, node: str) -> None:
-        act(folder, node)
+        act(Lab.standing(folder), node)
 
 
-_of_node("kill-node", cluster.kill_node, "End a node at once, with everything on it, as a power cut does.")
-_of_node("start-node", cluster.start_node, "Start a dead node again.")
-_of_node("partition", cluster.partition, "Cut a node off the network; its processes go on.")
-_of_node("heal", cluster.heal, "Connect a node again that `partition` cut off.")
+_of_node("kill-node", Lab.kill_node, "End a node at once, with everything on it, as a power cut does.")
+_of_node("start-node", Lab.start_node, "Start a dead node again.")
+_of_node("partition", Lab.partition, "Cut a node off the network; its processes go on.")
+_of_node("heal", Lab.heal, "Connect a node again that `partition` cut off.")
 
 
 @lab.command("slow-node")
@@ -169,10 +169,11 @@ _of_node("heal", cluster.heal, "Connect a node again that `partition` cut off.")
 @click.pass_obj
 def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: bool) -> None:
     """Limit the CPU time of a node, as a failing fan or a noisy neighbour does."""
+    standing = Lab.standing(folder)
     if undo:
-        cluster.restore_speed(folder, node)
+        standing.restore_speed(node)
     else:
-        cluster.slow_node(folder, node, cpus=cpus, for_s=seconds)
+        standing.slow_node(node, cpus=cpus, for_s=seconds)
 
 
 @lab.command("stop-controller")
@@ -180,14 +181,14 @@ def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: boo
 @click.pass_obj
 def stop_controller(folder: Path, crash: bool) -> None:
     """Stop slurmctld; jobs go on, no command is answered."""
-    (cluster.crash_controller if crash else cluster.stop_controller)(folder)
+    (Lab.crash_controller if crash else Lab.stop_controller)(Lab.standing(folder))
 
 
 @lab.command("start-controller")
 @click.pass_obj
 def start_controller(folder: Path) -> None:
     """Start slurmctld again from its saved state."""
-    cluster.start_controller(folder)
+    Lab.standing(folder).start_controller()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from slurmft.policy.node_health import Condition, Visits
 from slurmft.policy.site import passed
 from slurmft.policy.suspicion import (
     ManualEntry,
-    Observation,
     Rules,
     Standing,
     State,
@@ -51,7 +50,6 @@ from slurmft.system.processes import bounded, who
 
 FORMAT = 1
 DEFAULT_DAYS = 30
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _COLOURS = {State.EXCLUDED: "red", State.PROBATION: "yellow", State.FREE: "green"}
 _EXIT_CODES = """\b
 Exit codes:
@@ -245,9 +243,7 @@ def _expanded(hostlist: str) -> list[str]:
 def _after(text: str, now: float) -> float | None:
     if text in ("ever", "forever"):
         return None
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text.strip())
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if seconds <= 0 or seconds > 100 * 366 * _UNITS_S["d"]:
+    if (seconds := arguments.seconds_in(text)) is None:
         raise UsageError(f"--for {text[:80]!r} is not a time", hint="such as 90m, 12h, 7d, 2w, or ever")
     return now + seconds
 
@@ -295,25 +291,18 @@ def _observation_lines(weighed: Sequence[Weighed], now: float) -> Iterator[str]:
         parts = (each.gpu, f"job {each.job}" if each.job else "", Path(each.run).name)
         of = f" ({', '.join(part for part in parts if part)})" if any(parts) else ""
         seen_by = f" seen by {each.source}" if each.source else ""
-        weights = f"{_weight(each)}, now {_now(entry)}"
+        weight = "all" if each.weight < -1000 else f"{each.weight:+.2f}"
+        weights = f"{weight}, now {f'{entry.value:+.2f}' if entry.counts else 'same run'}"
         yield f"  {_age(now - each.at):>4} ago  {each.kind}  {weights}{seen_by}{of}"
         if each.evidence:
             yield f"            {each.evidence}"
 
 
-def _weight(observation: Observation) -> str:
-    return "all" if observation.weight < -1000 else f"{observation.weight:+.2f}"
-
-
-def _now(entry: Weighed) -> str:
-    return f"{entry.value:+.2f}" if entry.counts else "same run"
-
-
 def _age(seconds: float) -> str:
     seconds = max(0.0, seconds)
     for unit in ("w", "d", "h", "m"):
-        if seconds >= 2 * _UNITS_S[unit]:
-            return f"{seconds / _UNITS_S[unit]:.0f}{unit}"
+        if seconds >= 2 * arguments.UNITS_S[unit]:
+            return f"{seconds / arguments.UNITS_S[unit]:.0f}{unit}"
     return f"{seconds:.0f}s"
 
 
@@ -462,21 +451,9 @@ def report_lines(report: SweepReport) -> Iterator[str]:
 
 def as_object(report: SweepReport) -> dict[str, Any]:
     """The report for scripts."""
-    found: dict[str, Any] = {
-        name: getattr(report, name)
-        for name in (
-            "nodes",
-            "done",
-            "for_admin",
-            "problems",
-            "drained",
-            "resumed",
-            "tested",
-            "rescued",
-            "left_alone",
-            "silent",
-        )
-    }
+    found = asdict(replace(report, plan=None))
+    for own in ("plan", "took_s"):
+        del found[own]
     found |= {"format": SWEEP_FORMAT, "exit_code": report.exit_code, "seconds": round(report.took_s, 3)}
     if report.plan is not None:
         found["cluster_problems"] = [asdict(problem) for problem in report.plan.cluster_problems]

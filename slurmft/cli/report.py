@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import textwrap
 import time
 from pathlib import Path
@@ -17,8 +16,8 @@ from rich.text import Text
 from slurmft.cli import arguments
 from slurmft.cli.main import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
-from slurmft.reporting.accounting import MEANING, WITHOUT_NODES, Category
-from slurmft.reporting.report import Fleet, Report, hours, page_of, percent, report_of, span
+from slurmft.reporting.accounting import MEANING, Category
+from slurmft.reporting.report import Fleet, Report, dearest, hours, page_of, percent, report_of, span
 from slurmft.storage.run_folder import RunFolder, with_roles
 from slurmft.system.files import mode_of_shown_files, replace_atomically
 from slurmft.system.foreign_text import one_line
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 # --- ``slurmft report``: where a run's time went, and what failures have cost ---
 
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
-
 
 class _Age(click.ParamType[float]):
     name = "age"
@@ -37,10 +34,9 @@ class _Age(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        match = re.fullmatch(r"([0-9]{1,6})([mhdw])", str(value).strip())
-        if match is None or not int(match[1]):
+        if (seconds := arguments.seconds_in(str(value))) is None:
             self.fail(f"{str(value)[:40]!r} is no age such as 12h, 30d or 2w.", param, ctx)
-        return int(match[1]) * _UNITS[match[2]]
+        return seconds
 
 
 @click.command()
@@ -157,19 +153,13 @@ def _table_of_times(reports: list[Report]) -> Table:
     table.add_column("")
     for category in Category:
         if any(each.account.seconds[category] > 0 for each in reports):
-            cells = [cell for each in reports for cell in _cells(each, category)]
+            rows = [each.row_of(category) for each in reports]
+            cells = [cell for _, s, share, rank_s in rows for cell in (span(s), percent(share), hours(rank_s))]
             table.add_row(str(category), *cells, Text(MEANING[category] if len(reports) == 1 else "", style="dim"))
     for title, name in (("ETTR", "ettr"), ("goodput", "goodput")):
         cells = [cell for each in reports for cell in ("", percent(getattr(each.account, name)), "")]
         table.add_row(Text(title, style="bold"), *cells, "")
     return table
-
-
-def _cells(report: Report, category: Category) -> tuple[str, str, str]:
-    account = report.account
-    seconds = account.seconds[category]
-    ranks = None if category in WITHOUT_NODES else account.rank_s[category]
-    return span(seconds), percent(seconds / (account.wall_s or 1.0)), hours(ranks)
 
 
 def _words(report: Report) -> list[str]:
@@ -183,7 +173,7 @@ def _words(report: Report) -> list[str]:
             limits = f"{span(found.low_s)} to {span(found.high_s)}"
             lines.append(f"  time between failures: {span(found.mean_s)} (95 % sure: {limits})")
     for title, table in (("cause", account.by_cause), ("node", account.by_node)):
-        for name, loss in sorted(table.items(), key=lambda each: -each[1].rank_s)[:5]:
+        for name, loss in dearest(table)[:5]:
             rank_hours = hours(loss.rank_s)
             lines.append(
                 f"  {title} {name}: {counted(loss.ends, 'end')}, {span(loss.seconds)}, {rank_hours} rank-hours"

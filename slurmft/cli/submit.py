@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from slurmft.config.run import RunConfig
     from slurmft.ipc.zygote_start import Zygote
-    from slurmft.operations.script import Ranks
     from slurmft.operations.submit import Submitted
 
 # --- ``slurmft submit`` ---
@@ -292,14 +291,7 @@ def _infer(context: click.Context, cluster: str, data: str | None) -> int:
         killer.stop()
     if code:
         return int(code)
-    found = submitting.summary_of(run)
-    rows = {
-        "requests": found.requests, "answered": found.answered, "errors": found.errors,
-        "replicas killed": f"{killer.killed} (died: {found.died}, started again: {found.restarted})",
-        "computed twice": f"{found.twice}; one answer of each counts", "seconds": f"{found.seconds:.1f}",
-        "answers": found.output / "answers.jsonl",
-    }  # fmt: skip
-    for name, value in rows.items():
+    for name, value in submitting.summary_of(run, killer.killed).items():
         say(f"  {name:<16} {value}")
     return 0
 
@@ -325,12 +317,12 @@ def configuration_schema() -> dict[str, Any]:
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     texts: dict[tuple[str, str], str] = {}
     models = _models()
-    for source in {Path(inspect.getfile(each)) for model in models for each in _with_bases(model)}:
+    for source in {Path(inspect.getfile(model)) for model in models}:
         texts |= _texts(source.read_text(encoding="utf-8"))
     parts = {**value["$defs"], RunConfig.__name__: value}
     for model in models:
         for key, facts in parts[model.__name__].get("properties", {}).items():
-            if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
+            if text := texts.get((model.__name__, key)):
                 facts["description"] = text
     of_functions = {"required": ["trials"], "properties": {"trials": {"type": "object", "required": ["callable"]}}}
     value["oneOf"] = [{"required": ["command"]}, {"required": ["inference"]}, of_functions]
@@ -355,13 +347,6 @@ def _parts(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [part for each in get_args(annotation) for part in _parts(each)]
-
-
-def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """A section, and those whose keys it has as well."""
-    from pydantic import BaseModel
-
-    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each.__module__.startswith("slurmft.")]
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:
@@ -563,12 +548,10 @@ def launch(*, last_word: bool, words: tuple[str, ...]) -> int:
     return script.launch(words[0], words[1:], os.environ, read_ranks=_ranks, tell=tell)
 
 
-def _ranks(words: Sequence[str]) -> Ranks:
+def _ranks(words: Sequence[str]) -> Mapping[str, Any]:
     from slurmft.compat import neighbours
-    from slurmft.operations.script import Ranks
 
-    found = neighbours.parse(words)
-    return Ranks(settings=found.settings, remarks=found.remarks)
+    return neighbours.parse(words).settings
 
 
 # --- ``slurmft convert``: what there is in its place ---

@@ -49,9 +49,7 @@ Positive = Annotated[int, Field(ge=1), BeforeValidator(plain.no_bool), AfterVali
 Seconds = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS))]
 Minutes = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS / 60))]
 Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(plain.no_bool)]
-
-
-Score = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
+Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 
 
 Folder = Annotated[Path, BeforeValidator(plain.usable_path)]

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from slurmft.config.base import Count, Folder, Positive, Seconds, Section, Text
+from slurmft.config.base import Count, Folder, Positive, Seconds, Section, Share, Text
 from slurmft.policy import values as plain
 from slurmft.policy.node_health import HealthRules
 
-Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 Amount = Annotated[float, Field(ge=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(1e15))]
 Limit = Annotated[float, Field(gt=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(3600))]
 _Natural = Annotated[Count, Field(ge=0)]
@@ -304,15 +303,11 @@ class HealthConfig(Section):
     one that matches a node holds."""
 
     @model_validator(mode="after")
-    def _folders_are_absolute(self) -> Self:
+    def _makes_sense(self) -> Self:
         for name in ("results_folder", "evidence_folder"):
             path = getattr(self, name)
             if path is not None and not path.is_absolute():
                 raise ValueError(f"{name}: {str(path)!r} is not absolute; hooks run in any folder")
-        return self
-
-    @model_validator(mode="after")
-    def _platforms_make_sense(self) -> Self:
         for name, changes in self.platforms.items():
             patterns = changes.get("nodes")
             if not isinstance(patterns, list) or not patterns or not all(isinstance(each, str) for each in patterns):

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -179,15 +178,11 @@ class ServingConfig(Section):
         """Whether the routers speak HTTPS."""
         return self.tls_own or self.tls_certificate is not None
 
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``."""
-        names = ("token_file", "tls_certificate", "tls_key")
-        return self.model_copy(update={name: absolute(getattr(self, name)) for name in names})
-
 
 # --- The section ``inference`` of the configuration: a batch of requests, or an endpoint, instead of a trainer ---
 
 MAX_CONCURRENCY = 4096
+STANDARD_INPUT = Path("-")
 PORT_WORD = "{port}"
 SOCKET_WORD = "{socket}"
 
@@ -423,7 +418,7 @@ class InferenceConfig(Section):
     @property
     def from_stdin(self) -> bool:
         """Requests come from standard input."""
-        return self.input == Path("-")
+        return self.input == STANDARD_INPUT
 
     @property
     def output_file(self) -> Path | None:
@@ -433,15 +428,6 @@ class InferenceConfig(Section):
     def output_folder(self, run_folder: Path) -> Path:
         """The folder of the output, and of its parts."""
         return run_folder / "output" if self.output is None or self.output_file is not None else self.output
-
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``; standard input stays what it is."""
-        engine = self.engine.model_copy(update={"token_file": absolute(self.engine.token_file)})
-        given = self.input if self.from_stdin else absolute(self.input)
-        serving = self.serving and self.serving.with_paths(absolute)
-        return self.model_copy(
-            update={"engine": engine, "input": given, "output": absolute(self.output), "serving": serving}
-        )
 
 
 # --- The section ``trials``: a sweep, of which each trial is a process of its own ---
@@ -541,10 +527,6 @@ class TrialsConfig(Section):
         if self.nodes > 1 and self.per_node > 1:
             raise ValueError(f"per_node ({self.per_node}) must be 1 with nodes ({self.nodes}) above 1")
         return self
-
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``."""
-        return self.model_copy(update={"file": absolute(self.file)})
 
     def as_inference(self, command: tuple[str, ...], run_folder: Path) -> InferenceConfig:
         """The batch that a sweep is: each trial a request, whose engine is a process of its own."""

@@ -28,7 +28,7 @@ from pydantic import (
 from slurmft.config import base as config_base
 from slurmft.config.base import Count, Folder, Text, Words, section_of
 from slurmft.config.base import Section as _Section
-from slurmft.config.inference import InferenceConfig, ServingConfig, TrialsConfig
+from slurmft.config.inference import STANDARD_INPUT, InferenceConfig, ServingConfig, TrialsConfig
 from slurmft.config.sections import (
     CheckpointConfig,
     ContainerConfig,
@@ -190,26 +190,14 @@ class RunConfig(_Section):
         return bool(getattr(self, name) != RunConfig.model_fields[name].get_default(call_default_factory=True))
 
     @model_validator(mode="after")
-    def _ray_starts_its_own_workers(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.launcher == "ray" and self.nproc_per_node != 1:
             raise ValueError("nproc_per_node: must be 1 with launcher: ray, which starts workers as the command asks")
-        return self
-
-    @model_validator(mode="after")
-    def _spares_can_rehearse(self) -> Self:
         if self.spares == "rehearse" and (self.launcher != "agent" or self.inference is not None):
             raise ValueError("spares: rehearse needs a trainer that is started by slurmft's agent (launcher: agent)")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> Self:
         self.elastic.size(self.nodes)
         if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):
             raise ValueError(f"checkpoint.peer_copies={copies} needs more than {copies} nodes; nodes={self.nodes}")
-        return self
-
-    @model_validator(mode="after")
-    def _folders_can_be_kept(self) -> Self:
         if self.inference is not None and self.inference.serving is not None:
             scaled, places = self.inference.serving.replicas, self.inference.replicas_on(self.size.maximum)
             for name, value in (("min", scaled.min), ("max", scaled.max)):
@@ -384,17 +372,27 @@ def load_section(path: Path | None, model: type[Own], overrides: Sequence[str] =
         raise ConfigError(f"{path} must hold keys and values")
     for override in overrides:
         _apply(raw, override)
-    path = Path("the command line") if path is None else path
+    source = "the command line" if path is None else str(path)
+    given, problems = _given(raw, source)
+    return _made(model, given, problems, source)
+
+
+def _given(raw: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """The keys that have a value, and what is wrong with values whatever their keys are."""
     given = {key: value for key, value in raw.items() if value is not None}
     try:
-        problems = list(plain.unusable(given))
+        return given, list(plain.unusable(given))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+
+
+def _made(model: type[Own], given: Mapping[str, Any], problems: list[str], source: str, hint: str = "") -> Own:
+    try:
         section = model.model_validate(given)
     except ValidationError as error:
         problems += [_problem(detail, model) for detail in error.errors(include_input=False, include_url=False)]
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}", hint="look at its aliases (*name)") from error
     if problems:
-        raise ConfigError(f"{path}: {plain.as_text(problems)}")
+        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint=hint)
     return section
 
 
@@ -411,11 +409,7 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
     Raises:
         ConfigError: one line for each problem.
     """
-    given = {key: value for key, value in raw.items() if value is not None}  # a key without a value: not given
-    try:
-        problems = list(plain.unusable(given))
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+    given, problems = _given(raw, source)
     try:
         given, lines = sbatch.ours(given)
     except ValueError as error:
@@ -423,13 +417,8 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
     for line in lines:
         log.warning("%s: %s", source, line)
     problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields), known_here)
-    try:
-        config = RunConfig.model_validate(_with_all_sections(given))
-    except ValidationError as error:
-        problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
-    if problems:
-        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="every key: slurmft examples reference.yaml")
-    return config
+    hint = "every key: slurmft examples reference.yaml"
+    return _made(RunConfig, _with_all_sections(given), problems, source, hint)
 
 
 # --- roles ---
@@ -641,7 +630,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     target[last] = value
 
 
-def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
+def _problem(detail: Mapping[str, Any], of: type[BaseModel]) -> str:
     where = ".".join(plain.shown(part) for part in detail["loc"])
     *section, last = detail["loc"] or ("",)
     if detail["type"] == "extra_forbidden":
@@ -663,27 +652,20 @@ def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
 
 def _absolute(config: RunConfig, *, source: str) -> RunConfig:
     base = Path.cwd()
-
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else Path(os.path.abspath(base / path.expanduser()))  # noqa: PTH100 - keeps links
-
     try:
-        folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
-        checkpoint = config.checkpoint.model_copy(update=folders)
-        exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
-        mounts = tuple(each.model_copy(update={"source": absolute(each.source)}) for each in config.container.mounts)
-        return config.model_copy(
-            update={
-                "run_folder": absolute(config.run_folder),
-                "working_directory": absolute(config.working_directory or Path()),
-                "checkpoint": checkpoint,
-                "exclusions": exclusions,
-                "metrics": config.metrics.with_paths(absolute),
-                "notify": config.notify.with_paths(absolute),
-                "inference": config.inference and config.inference.with_paths(absolute),
-                "trials": config.trials and config.trials.with_paths(absolute),
-                "container": config.container.model_copy(update={"mounts": mounts}),
-            }
-        )
+        return _placed(config.model_copy(update={"working_directory": config.working_directory or base}), base)
     except RuntimeError as error:  # ~name of an unknown user
         raise ConfigError(f"{source}: a path begins with the home folder of a user who does not exist here") from error
+
+
+def _placed(section: Own, base: Path) -> Own:
+    """The section with each path in it, and in the sections below it, absolute; standard input stays what it is."""
+    placed: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Path) and not (name == "input" and value == STANDARD_INPUT):
+            placed[name] = Path(os.path.abspath(base / value.expanduser()))  # noqa: PTH100 - keeps links
+        elif isinstance(value, BaseModel):
+            placed[name] = _placed(value, base)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            placed[name] = tuple(_placed(each, base) for each in value)
+    return section.model_copy(update=placed)

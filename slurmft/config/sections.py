@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -30,9 +30,9 @@ from slurmft.config.base import (
     Minutes,
     ModuleName,
     Positive,
-    Score,
     Seconds,
     Section,
+    Share,
     Text,
     Words,
 )
@@ -153,7 +153,7 @@ class CheckpointConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _interval_has_its_number(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.interval == "seconds" and not self.interval_seconds:
             raise ValueError("checkpoint.interval: seconds needs interval_seconds above 0")
         if self.interval == "steps" and self.interval_seconds:
@@ -161,10 +161,6 @@ class CheckpointConfig(Section):
                 f"checkpoint.interval_seconds={self.interval_seconds:g} does nothing with interval: steps; "
                 "say interval: seconds"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tiers_differ(self) -> Self:
         if self.local_directory is not None and self.local_directory == self.directory:
             raise ValueError(
                 "checkpoint.local_directory is the shared directory; name a folder on the nodes' own disks"
@@ -358,7 +354,6 @@ class ElasticConfig(Section):
 MAX_HOURS = 10 * 365 * 24.0
 _Hours = Annotated[float, Field(gt=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_HOURS))]
 _Score = Annotated[float, Field(gt=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(1000))]
-_Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 
 
 class ExclusionsConfig(Section):
@@ -381,7 +376,7 @@ class ExclusionsConfig(Section):
     half_life_hours: dict[str, _Hours] = Field(default_factory=dict)
     """Hours in which half of the suspicion fades, by kind of observation, where the default is to be another one."""
 
-    max_excluded_fraction: _Share = 0.5
+    max_excluded_fraction: Share = 0.5
     """Share of a partition's nodes that the list may exclude at most; the weakest suspicion is dropped first."""
 
     @field_validator("path")
@@ -427,148 +422,6 @@ class ExclusionsConfig(Section):
         return int(self.mode, 8)
 
 
-# --- Faults that a run injects into itself: part of the section ``fault_tolerance:`` ---
-
-
-class SimulatedFaults(Section):
-    """One fault, once in the run's life, to see what follows. Not for runs that matter."""
-
-    simulate_fault: bool = False
-    """For tests: inject one fault, once in the run's life."""
-
-    simulated_fault_type: Literal["rank_killed", "rank_hung", "random"] = "random"
-    """For tests: SIGKILL, SIGSTOP, or one of them by chance."""
-
-    simulated_fault_rank: Annotated[Count, Field(ge=0)] | None = None
-    """For tests: the rank to hit; by chance when empty."""
-
-    simulated_fault_base_delay: Seconds = Field(default=0.0, ge=0)
-    """For tests: seconds from the start of the workers; up to a tenth more, by chance."""
-
-
-# --- hangs ---
-# The part of the section ``fault_tolerance`` about hangs: how long sections may take before a rank counts as hung.
-
-MAX_NAME_BYTES = 47
-MAX_NAMES = 100
-DEFAULTS: Mapping[str, float] = {SETUP: 1800.0, STEP: 3600.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
-"""Long enough for healthy runs: a limit that was not configured must never cause a false alarm."""
-
-OUT_OF_SECTION_S = 3600.0
-START_UP_S = 1800.0
-
-
-def _defaults() -> dict[str, float | None]:
-    return {**DEFAULTS}
-
-
-def _off_is_zero(value: Any) -> Any:
-    return 0.0 if value is None or (isinstance(value, str) and value.strip().lower() in ("null", "off")) else value
-
-
-def _section_name(value: Any) -> Any:
-    if isinstance(value, str):
-        value = value.strip()
-        if not value or not value.isprintable():
-            raise ValueError(f"{value[:60]!r} is not the name of a section")
-        if len(value.encode(errors="replace")) > MAX_NAME_BYTES:
-            raise ValueError(f"{value[:60]!r} is longer than {MAX_NAME_BYTES} bytes")
-    return value
-
-
-def _as_mapping(value: Any) -> Any:
-    """``setup:600,step:180`` as on a command line, or a mapping; names that are missing keep their defaults.
-
-    Raises:
-        ValueError: a part of the text is not of that form, or a name is there twice.
-    """
-    if isinstance(value, str):
-        found: dict[str, Any] = {}
-        for part in filter(str.strip, value.split(",")):
-            name, colon, seconds = part.rpartition(":")
-            if not colon or not name.strip():
-                raise ValueError(f"{part.strip()[:60]!r} is not of the form name:seconds, such as step:180")
-            if name.strip() in found:
-                raise ValueError(f"{name.strip()[:60]!r} is there twice")
-            found[name.strip()] = seconds.strip()
-        value = found
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_NAMES:
-        raise ValueError(f"{len(value)} sections are too many; at most {MAX_NAMES}")
-    return {**DEFAULTS, **value}
-
-
-Limit = Annotated[
-    float | None, Field(ge=0), BeforeValidator(plain.no_bool), BeforeValidator(_off_is_zero),
-    AfterValidator(plain.at_most(MAX_SECONDS)),
-]  # fmt: skip
-"""Seconds; 0, null or off: no limit. Always a number afterwards."""
-
-
-class HangSettings(Section):
-    """When a rank counts as hung."""
-
-    rank_section_timeouts: Annotated[
-        dict[Annotated[Text, AfterValidator(_section_name)], Limit], BeforeValidator(_as_mapping)
-    ] = Field(default_factory=_defaults)
-    """Seconds a section may be open: setup (start of the session to the first step), step, checkpointing, evaluation
-    (one batch), and your own. A mapping, or ``setup:600,step:180``. Each open section has its own limit. null: none."""
-
-    rank_out_of_section_timeout: Limit = OUT_OF_SECTION_S
-    """Seconds a rank may spend outside of any section; null: no limit. The default, and that of the setup, hold only
-    for scripts that are known to count steps (session.steps, or own sections named step)."""
-
-    initial_rank_heartbeat_timeout: Limit = START_UP_S
-    """Seconds from the start of a process to its first call of slurmft; null: no limit. The default holds only for
-    scripts that are known to call it."""
-
-    rank_heartbeat_timeout: Limit = 0.0
-    """Seconds without a sign of life (``session.heartbeat()``, a section begun or ended) after the first heartbeat of a
-    rank; null: no limit."""
-
-    workload_check_interval: Annotated[float, Field(gt=0, le=3600), BeforeValidator(plain.no_bool)] = 5.0
-    """Seconds between two looks at the workers, at most: a limit that comes near is looked at in time."""
-
-    calc_ft_timeouts: bool = False
-    """Learn the limits of all sections from how long they take. A value that is configured, and not the default, is the
-    least then."""
-
-    safety_factor: Annotated[float, Field(ge=1, le=1000), BeforeValidator(plain.no_bool)] = 5.0
-    """A learned limit is so many times what a section takes, when it takes long."""
-
-    num_warmup_iterations: Count = Field(default=5, ge=0)
-    """First steps of a process, which may compile: they, and what is nested in them, may take as long as the setup."""
-
-    def limits(self) -> Limits:
-        """What these settings mean to the policy."""
-        return Limits(
-            sections={name: seconds or 0.0 for name, seconds in self.rank_section_timeouts.items()},
-            out_of_section_s=self.rank_out_of_section_timeout or 0.0,
-            start_up_s=self.initial_rank_heartbeat_timeout or 0.0,
-            heartbeat_s=self.rank_heartbeat_timeout or 0.0,
-        )
-
-    @property
-    def start_up_is_given(self) -> bool:
-        """Whether the limit of the start-up is the user's, and not the default."""
-        return self.initial_rank_heartbeat_timeout != START_UP_S
-
-    @property
-    def setup_is_given(self) -> bool:
-        """Whether the limit of the setup is the user's, and not the default."""
-        return self.rank_section_timeouts.get(SETUP) != DEFAULTS[SETUP]
-
-    @property
-    def out_of_section_is_given(self) -> bool:
-        """Whether the limit of the time out of any section is the user's, and not the default."""
-        return self.rank_out_of_section_timeout != OUT_OF_SECTION_S
-
-    def given_sections(self) -> frozenset[str]:
-        """Sections whose limit is the user's, and not the default."""
-        return frozenset(name for name, seconds in self.rank_section_timeouts.items() if DEFAULTS.get(name) != seconds)
-
-
 # --- The section ``metrics`` of the configuration ---
 
 
@@ -611,12 +464,6 @@ class MetricsConfig(Section):
     def is_on(self) -> bool:
         """Something is to be written or served."""
         return self.textfile_folder is not None or self.port is not None
-
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``."""
-        return self.model_copy(
-            update={name: absolute(getattr(self, name)) for name in ("textfile_folder", "token_file")}
-        )
 
 
 # --- The section ``nccl`` of the configuration ---
@@ -725,10 +572,6 @@ class NotifyConfig(Section):
         """Messages go somewhere."""
         return bool(self.command or self.webhook_file or self.webhook_variable)
 
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with every path passed through ``absolute``."""
-        return self.model_copy(update={name: absolute(getattr(self, name)) for name in ("webhook_file",)})
-
 
 # --- The section ``oom`` of the configuration ---
 
@@ -744,21 +587,63 @@ class OomConfig(Section):
     """Samples below which no micro-batch goes; when that is not enough, the run ends with 93."""
 
 
-# --- The keys of ``fault_tolerance`` that are about checkpoints from which runs die ---
-
-
-class PoisonSettings(Section):
-    """When a checkpoint is given up."""
-
-    poison_after: Count = Field(default=3, ge=1)
-    """Attempts that die from one checkpoint before their next save, until it is quarantined (they died on different
-    nodes) or the node is suspected (on the same one). Planned stops and lost nodes are not counted."""
-
-    poison_from_scratch: bool = False
-    """Begin anew when no checkpoint is left but quarantined ones. false: the run ends with 93."""
-
-
 # --- The section ``fault_tolerance:``: limits for failures, restarts, hangs and silence ---
+
+MAX_NAME_BYTES = 47
+MAX_NAMES = 100
+DEFAULTS: Mapping[str, float] = {SETUP: 1800.0, STEP: 3600.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
+"""Long enough for healthy runs: a limit that was not configured must never cause a false alarm."""
+
+OUT_OF_SECTION_S = 3600.0
+START_UP_S = 1800.0
+
+
+def _defaults() -> dict[str, float | None]:
+    return {**DEFAULTS}
+
+
+def _off_is_zero(value: Any) -> Any:
+    return 0.0 if value is None or (isinstance(value, str) and value.strip().lower() in ("null", "off")) else value
+
+
+def _section_name(value: Any) -> Any:
+    if isinstance(value, str):
+        value = value.strip()
+        if not value or not value.isprintable():
+            raise ValueError(f"{value[:60]!r} is not the name of a section")
+        if len(value.encode(errors="replace")) > MAX_NAME_BYTES:
+            raise ValueError(f"{value[:60]!r} is longer than {MAX_NAME_BYTES} bytes")
+    return value
+
+
+def _as_mapping(value: Any) -> Any:
+    """``setup:600,step:180`` as on a command line, or a mapping; names that are missing keep their defaults.
+
+    Raises:
+        ValueError: a part of the text is not of that form, or a name is there twice.
+    """
+    if isinstance(value, str):
+        found: dict[str, Any] = {}
+        for part in filter(str.strip, value.split(",")):
+            name, colon, seconds = part.rpartition(":")
+            if not colon or not name.strip():
+                raise ValueError(f"{part.strip()[:60]!r} is not of the form name:seconds, such as step:180")
+            if name.strip() in found:
+                raise ValueError(f"{name.strip()[:60]!r} is there twice")
+            found[name.strip()] = seconds.strip()
+        value = found
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_NAMES:
+        raise ValueError(f"{len(value)} sections are too many; at most {MAX_NAMES}")
+    return {**DEFAULTS, **value}
+
+
+Limit = Annotated[
+    float | None, Field(ge=0), BeforeValidator(plain.no_bool), BeforeValidator(_off_is_zero),
+    AfterValidator(plain.at_most(MAX_SECONDS)),
+]  # fmt: skip
+"""Seconds; 0, null or off: no limit. Always a number afterwards."""
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
@@ -773,7 +658,7 @@ def or_a_number(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "integer", "minimum": 0}, own]
 
 
-class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
+class FaultToleranceConfig(Section):
     """Limits for failures, restarts, hangs and silence."""
 
     retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
@@ -816,6 +701,56 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     restart (some 15 MB of their own). Off: every worker starts its own interpreter, as it does in any case where the
     command is not this Python with a script or ``-m module``: nothing is imported ahead then."""
 
+    rank_section_timeouts: Annotated[
+        dict[Annotated[Text, AfterValidator(_section_name)], Limit], BeforeValidator(_as_mapping)
+    ] = Field(default_factory=_defaults)
+    """Seconds a section may be open: setup (start of the session to the first step), step, checkpointing, evaluation
+    (one batch), and your own. A mapping, or ``setup:600,step:180``. Each open section has its own limit. null: none."""
+
+    rank_out_of_section_timeout: Limit = OUT_OF_SECTION_S
+    """Seconds a rank may spend outside of any section; null: no limit. The default, and that of the setup, hold only
+    for scripts that are known to count steps (session.steps, or own sections named step)."""
+
+    initial_rank_heartbeat_timeout: Limit = START_UP_S
+    """Seconds from the start of a process to its first call of slurmft; null: no limit. The default holds only for
+    scripts that are known to call it."""
+
+    rank_heartbeat_timeout: Limit = 0.0
+    """Seconds without a sign of life (``session.heartbeat()``, a section begun or ended) after the first heartbeat of a
+    rank; null: no limit."""
+
+    workload_check_interval: Annotated[float, Field(gt=0, le=3600), BeforeValidator(plain.no_bool)] = 5.0
+    """Seconds between two looks at the workers, at most: a limit that comes near is looked at in time."""
+
+    calc_ft_timeouts: bool = False
+    """Learn the limits of all sections from how long they take. A value that is configured, and not the default, is the
+    least then."""
+
+    safety_factor: Annotated[float, Field(ge=1, le=1000), BeforeValidator(plain.no_bool)] = 5.0
+    """A learned limit is so many times what a section takes, when it takes long."""
+
+    num_warmup_iterations: Count = Field(default=5, ge=0)
+    """First steps of a process, which may compile: they, and what is nested in them, may take as long as the setup."""
+
+    poison_after: Count = Field(default=3, ge=1)
+    """Attempts that die from one checkpoint before their next save, until it is quarantined (they died on different
+    nodes) or the node is suspected (on the same one). Planned stops and lost nodes are not counted."""
+
+    poison_from_scratch: bool = False
+    """Begin anew when no checkpoint is left but quarantined ones. false: the run ends with 93."""
+
+    simulate_fault: bool = False
+    """For tests: inject one fault, once in the run's life."""
+
+    simulated_fault_type: Literal["rank_killed", "rank_hung", "random"] = "random"
+    """For tests: SIGKILL, SIGSTOP, or one of them by chance."""
+
+    simulated_fault_rank: Annotated[Count, Field(ge=0)] | None = None
+    """For tests: the rank to hit; by chance when empty."""
+
+    simulated_fault_base_delay: Seconds = Field(default=0.0, ge=0)
+    """For tests: seconds from the start of the workers; up to a tenth more, by chance."""
+
     @model_validator(mode="before")
     @classmethod
     def _one_budget(cls, value: Any) -> Any:
@@ -836,6 +771,34 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
             return ("slurmft.inference.driver", "slurmft.inference.gate", "slurmft.inference.router")
         driver = ("slurmft.inference.driver", "aiohttp", *asked_for)
         return (*driver, "torch") if inference.engine.callable else driver
+
+    def limits(self) -> Limits:
+        """What these settings mean to the policy."""
+        return Limits(
+            sections={name: seconds or 0.0 for name, seconds in self.rank_section_timeouts.items()},
+            out_of_section_s=self.rank_out_of_section_timeout or 0.0,
+            start_up_s=self.initial_rank_heartbeat_timeout or 0.0,
+            heartbeat_s=self.rank_heartbeat_timeout or 0.0,
+        )
+
+    @property
+    def start_up_is_given(self) -> bool:
+        """Whether the limit of the start-up is the user's, and not the default."""
+        return self.initial_rank_heartbeat_timeout != START_UP_S
+
+    @property
+    def setup_is_given(self) -> bool:
+        """Whether the limit of the setup is the user's, and not the default."""
+        return self.rank_section_timeouts.get(SETUP) != DEFAULTS[SETUP]
+
+    @property
+    def out_of_section_is_given(self) -> bool:
+        """Whether the limit of the time out of any section is the user's, and not the default."""
+        return self.rank_out_of_section_timeout != OUT_OF_SECTION_S
+
+    def given_sections(self) -> frozenset[str]:
+        """Sections whose limit is the user's, and not the default."""
+        return frozenset(name for name, seconds in self.rank_section_timeouts.items() if DEFAULTS.get(name) != seconds)
 
 
 # --- The section ``preemption`` of the configuration ---
@@ -1020,10 +983,10 @@ class StragglerDetectionConfig(Section):
     num_gpu_perf_scores_to_print: Count = Field(default=5, ge=0, le=1000)
     """Ranks that a report names: so many of the worst, and so many of the best; 0: only warnings are reported."""
 
-    gpu_relative_perf_threshold: Score = 0.7
+    gpu_relative_perf_threshold: Share = 0.7
     """Relative score below which a rank is slow; 1 is as fast as the median."""
 
-    gpu_individual_perf_threshold: Score = 0.7
+    gpu_individual_perf_threshold: Share = 0.7
     """Individual score below which a rank is slow; 1 is as fast as it ever was."""
 
     stop_if_detected: bool = False

@@ -126,13 +126,8 @@ def survey(scene: Scene) -> Survey:
                  if text_of(folder / "vendor").strip() == NVIDIA
                  and text_of(folder / "class").startswith(("0x0300", "0x0302")))  # fmt: skip
     loaded = scene.path("proc/driver/nvidia/version").exists()
-    found = _by_nvml()
-    if found is None and (listed := _by_smi(scene.environment)) is not None:
-        found = Survey(gpus=listed[0], source=listed[1], errors=listed[2])
-    return replace(found or Survey(), on_bus=on_bus, driver_loaded=loaded)
-
-
-_Found = tuple[tuple[Gpu, ...], str, tuple[str, ...]]
+    found = _by_nvml() or _by_smi(scene.environment) or Survey()
+    return replace(found, on_bus=on_bus, driver_loaded=loaded)
 
 
 def _by_nvml() -> Survey | None:
@@ -204,7 +199,7 @@ def _links(ask: Callable[..., Any]) -> tuple[bool, ...]:
     return tuple(states)
 
 
-def _by_smi(environment: Mapping[str, str]) -> _Found | None:
+def _by_smi(environment: Mapping[str, str]) -> Survey | None:
     program = shutil.which("nvidia-smi", path=environment.get("PATH", os.defpath))
     if program is None:
         return None
@@ -213,13 +208,13 @@ def _by_smi(environment: Mapping[str, str]) -> _Found | None:
         return None
     words = " ".join((done.stderr or done.stdout).split())[:200]
     if "couldn't communicate with the NVIDIA driver" in words or "No devices were found" in words:
-        return ((), "nvidia-smi", ()) if "No devices" in words else None
+        return Survey(source="nvidia-smi") if "No devices" in words else None
     if done.returncode:
-        return (), "nvidia-smi", (f"nvidia-smi: {words or f'exit code {done.returncode}'}",)
-    gpus, source, errors = parse_smi(done.stdout)
+        return Survey(source="nvidia-smi", errors=(f"nvidia-smi: {words or f'exit code {done.returncode}'}",))
+    found = parse_smi(done.stdout)
     rows = _run(program, f"--query-remapped-rows={','.join(_ROW_FIELDS)}", environment)
     remapped = parse_remapped_rows(rows.stdout) if rows is not None and not rows.returncode else {}
-    return tuple(_with_rows(gpu, *remapped.get(gpu.uuid, (None, None))) for gpu in gpus), source, errors
+    return replace(found, gpus=tuple(_with_rows(gpu, *remapped.get(gpu.uuid, (None, None))) for gpu in found.gpus))
 
 
 def _run(program: str, query: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str] | None:
@@ -232,7 +227,7 @@ def _run(program: str, query: str, environment: Mapping[str, str]) -> subprocess
         return None
 
 
-def parse_smi(text: str) -> _Found:
+def parse_smi(text: str) -> Survey:
     """GPUs in the CSV output of nvidia-smi; a row that cannot be read is reported as an error of its GPU."""
     gpus, errors = [], []
     for line in text.splitlines():
@@ -244,7 +239,7 @@ def parse_smi(text: str) -> _Found:
             errors.append(f"nvidia-smi: {line.strip()[:100]}")
             continue
         gpus.append(_gpu_of_smi(dict(zip(_SMI_FIELDS.values(), values, strict=True))))
-    return tuple(gpus), "nvidia-smi", tuple(errors)
+    return Survey(gpus=tuple(gpus), source="nvidia-smi", errors=tuple(errors))
 
 
 def parse_remapped_rows(text: str) -> dict[str, tuple[bool | None, bool | None]]:

@@ -119,19 +119,19 @@ def disk_write(scene: Scene) -> ProbeResult:
     return gravest(found) if found else fine("disk-write", "no folder to write to")
 
 
-def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-write") -> ProbeResult:
+def written_and_read(folder: Path, size: int, *, name: str) -> ProbeResult:
     """Write, make durable, drop from the cache, read back, compare; nothing is left behind."""
-    pattern = os.urandom(4096)
+    check, pattern = "disk-write", os.urandom(4096)
     content = (pattern * (size // len(pattern) + 1))[:size]
     try:
         descriptor, path = tempfile.mkstemp(dir=folder, prefix=".slurmft-health-")
     except OSError as error:
-        return _cannot_write(check, name, error)
+        return _cannot_write(name, error)
     try:
         os.unlink(path)  # noqa: PTH108 - at once: no file is left if we are killed
         back = _through_the_disk(descriptor, content)
     except OSError as error:
-        return _cannot_write(check, name, error)
+        return _cannot_write(name, error)
     finally:
         os.close(descriptor)
     if back == content:
@@ -152,8 +152,8 @@ def _through_the_disk(descriptor: int, content: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def _cannot_write(check: str, name: str, error: OSError) -> ProbeResult:
-    detail = f"{name}: {error.strerror or error}"
+def _cannot_write(name: str, error: OSError) -> ProbeResult:
+    check, detail = "disk-write", f"{name}: {error.strerror or error}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return unknown(check, detail, remedy="run as root, or name a folder of your own")
     hardware = error.errno in (errno.EIO, errno.EROFS)

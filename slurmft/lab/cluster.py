@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import logging
 import os
@@ -58,6 +57,7 @@ from slurmft.lab.settings import (
     ensure_release,
     kill_processes,
     lab_processes,
+    locked,
     make_folder,
     member_of_process,
     require_root,
@@ -165,6 +165,9 @@ def _write_private(path: Path, text: str) -> None:
 # --- The lab's state file, and the lock that lets one command at a time change a lab ---
 
 
+EXCLUSIVE_S = 120.0
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """A lab that was built: its settings, its user, and the holder of every member."""
@@ -244,11 +247,11 @@ def load(folder: Path) -> Built | None:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, *, within_s: float = 120) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[None]:
     """Be the only command that changes this lab; the lock vanishes with its process, in any case.
 
     Raises:
-        LabError: another command still holds it after ``within_s`` seconds, or the folder holds something else.
+        LabError: another command still holds it after EXCLUSIVE_S, or the folder holds something else.
         LabUnavailable: no root.
     """
     require_root()
@@ -257,16 +260,7 @@ def exclusive(folder: Path, *, within_s: float = 120) -> Iterator[None]:
         # parts of it are about to be deleted; `--folder /home` must not delete a home
         raise LabError(f"{folder} is not a lab's folder, and not empty", hint="choose a new folder, or an empty one")
     make_folder(folder)
-    deadline = time.monotonic() + within_s
-    with LabPaths(folder).lock.open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise LabError(f"another lab command has held {lock.name} for {within_s:g} s") from None
-                time.sleep(0.05)
+    with locked(LabPaths(folder).lock, within_s=EXCLUSIVE_S):
         yield
 
 
@@ -331,9 +325,8 @@ def purge(folder: Path) -> None:
     """End the lab and delete its folder, home and logs included. Its user stays: other labs share it."""
     down(folder)
     if folder.exists():
-        with exclusive(
-            folder
-        ):  # its lock shows that it is a lab's: last, so that another purge ends one that was cut off
+        with exclusive(folder):
+            # its lock shows that it is a lab's: last, so that another purge ends one that was cut off
             for path in set(folder.iterdir()) - {LabPaths(folder).lock}:
                 _delete(path)
             shutil.rmtree(folder)
@@ -466,9 +459,6 @@ def _write_files(settings: LabSettings, paths: LabPaths) -> None:
         path.chmod(0o644)
 
 
-# --- The faults injected into a standing lab, and their repair ---
-
-
 def standing(folder: Path) -> Built:
     """The lab in this folder.
 
@@ -482,92 +472,6 @@ def standing(folder: Path) -> Built:
     return built
 
 
-def kill_node(folder: Path, name: str) -> None:
-    """End a node as a power cut does: at once, without closing its connections."""
-    refuse_inside(folder)
-    with exclusive(folder):
-        built = standing(folder)
-        node = built.node(name)
-        if node.is_alive(folder):
-            # first the cable: a dying process would still close its connections
-            set_link(built.controller, name, "down")
-        kill_processes(folder, member=name)
-
-
-def start_node(folder: Path, name: str) -> None:
-    """Start a node again; when it still lives, only its slurmd and cable are seen to."""
-    refuse_inside(folder)
-    with exclusive(folder):
-        built = standing(folder)
-        node = built.node(name)
-        if not node.is_alive(folder):
-            kill_processes(folder, member=name)
-            remove_link(built.controller, name)
-            root = ensure_release(built.settings.release)
-            node = Starting(name, built.paths, exposed_paths(built.settings), root=root).wait()
-            connect(built.controller, [node], built.settings)
-            save(built.with_holder(node))
-        set_link(built.controller, name, "up")
-        if not members.processes_named(folder, name, "slurmd"):
-            members.start_slurmds([node], built.paths)
-
-
-def partition(folder: Path, name: str) -> None:
-    """Cut a node off the network; everything on it goes on running."""
-    _set_cable(folder, name, "down")
-
-
-def heal(folder: Path, name: str) -> None:
-    """Connect a node again that ``partition`` cut off."""
-    _set_cable(folder, name, "up")
-
-
-def _set_cable(folder: Path, name: str, state: str) -> None:
-    with exclusive(folder):
-        built = standing(folder)
-        if not built.node(name).is_alive(folder):
-            raise LabError(f"node {name} is dead", hint=f"slurmft lab start-node {name}")
-        set_link(built.controller, name, state)
-
-
-def slow_node(folder: Path, name: str, *, cpus: float, for_s: float) -> None:
-    """Leave a node no more than so many CPUs, for so many seconds; its jobs, later ones too, run on."""
-    refuse_inside(folder)
-    with exclusive(folder):
-        if not standing(folder).node(name).is_alive(folder):
-            raise LabError(f"node {name} is dead", hint=f"slurmft lab start-node {name}")
-        limit_cpus(folder, name, cpus=cpus, for_s=for_s)
-
-
-def restore_speed(folder: Path, name: str) -> None:
-    """Undo ``slow_node`` before its time is up; nothing where the node is not slow."""
-    with exclusive(folder):
-        standing(folder).node(name)
-        unlimit_cpus(folder, name)
-
-
-def stop_controller(folder: Path) -> None:
-    """Stop slurmctld cleanly, as for maintenance: its state is saved, jobs go on."""
-    with exclusive(folder):
-        standing(folder)
-        members.end_program(folder, CONTROLLER, "slurmctld", signal.SIGTERM)
-
-
-def crash_controller(folder: Path) -> None:
-    """Kill slurmctld; state that it had not saved yet (up to some seconds) is lost."""
-    with exclusive(folder):
-        standing(folder)
-        members.end_program(folder, CONTROLLER, "slurmctld", signal.SIGKILL)
-
-
-def start_controller(folder: Path) -> None:
-    """Start slurmctld from its saved state and return when it answers; no effect on one that does."""
-    with exclusive(folder):
-        built = standing(folder)
-        if not members.processes_named(folder, CONTROLLER, "slurmctld"):
-            members.start_slurmctld(built.controller, built.paths)
-
-
 # --- The lab as one object: bring it up, run commands in it, break it, take it down ---
 
 
@@ -579,6 +483,20 @@ class Lab:
 
     def __init__(self, built: Built) -> None:
         self._built = built
+        self.settings = built.settings
+        """What it was built from."""
+
+        self.folder, self.nodes = built.settings.folder, built.settings.node_names
+        """Where its files are, and the names of the compute nodes."""
+
+        self.user, self.uid, self.gid = built.account.name, built.account.uid, built.account.gid
+        """The ordinary user that jobs run as; the same numbers on the host."""
+
+        self.home = built.paths.home
+        """A folder of the user that every node sees at the same path: the shared filesystem."""
+
+        self.slurm_conf = built.paths.slurm_conf
+        """The configuration in use, world-readable."""
 
     @staticmethod
     def availability(*, accounting: bool = False) -> str | None:
@@ -587,7 +505,7 @@ class Lab:
 
     @classmethod
     def up(cls, settings: LabSettings | None = None) -> Lab:
-        """The lab with these settings, built when none stands; see :func:`building.up`."""
+        """The lab with these settings, built when none stands; see :func:`up`."""
         return cls(up(settings or LabSettings()))
 
     @classmethod
@@ -602,46 +520,6 @@ class Lab:
     def down(self) -> None:
         """End the lab: no process, mount, namespace or link is left. Home and logs stay."""
         down(self.folder)
-
-    @property
-    def settings(self) -> LabSettings:
-        """What it was built from."""
-        return self._built.settings
-
-    @property
-    def folder(self) -> Path:
-        """Where its files are."""
-        return self._built.settings.folder
-
-    @property
-    def user(self) -> str:
-        """The ordinary user that jobs run as."""
-        return self._built.account.name
-
-    @property
-    def uid(self) -> int:
-        """The user's numeric id, the same on the host."""
-        return self._built.account.uid
-
-    @property
-    def gid(self) -> int:
-        """The user's group id."""
-        return self._built.account.gid
-
-    @property
-    def home(self) -> Path:
-        """A folder of the user that every node sees at the same path: the shared filesystem."""
-        return self._built.paths.home
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Names of the compute nodes."""
-        return self.settings.node_names
-
-    @property
-    def slurm_conf(self) -> Path:
-        """The configuration in use, world-readable."""
-        return self._built.paths.slurm_conf
 
     def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command as the lab's user on the login member; options as for :func:`run_command`."""
@@ -686,41 +564,79 @@ class Lab:
         environment = members.environment_of(account, self._built.paths, os.environ)
         return members.command_argv(member, account, folder, argv), environment
 
+    # The faults injected into it, and their repair
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Built]:
+        """The lab as it stands, while no other command changes it."""
+        with exclusive(self.folder):
+            self._built = standing(self.folder)
+            yield self._built
+
     def kill_node(self, name: str) -> None:
-        """End a node at once, as a power cut does."""
-        kill_node(self.folder, name)
+        """End a node as a power cut does: at once, without closing its connections."""
+        refuse_inside(self.folder)
+        with self._changing() as built:
+            if built.node(name).is_alive(self.folder):
+                # first the cable: a dying process would still close its connections
+                set_link(built.controller, name, "down")
+            kill_processes(self.folder, member=name)
 
     def start_node(self, name: str) -> None:
-        """Start a dead node again (or the slurmd of a living one)."""
-        start_node(self.folder, name)
+        """Start a node again; when it still lives, only its slurmd and cable are seen to."""
+        refuse_inside(self.folder)
+        with self._changing() as built:
+            node = built.node(name)
+            if not node.is_alive(self.folder):
+                kill_processes(self.folder, member=name)
+                remove_link(built.controller, name)
+                root = ensure_release(built.settings.release)
+                node = Starting(name, built.paths, exposed_paths(built.settings), root=root).wait()
+                connect(built.controller, [node], built.settings)
+                self._built = built.with_holder(node)
+                save(self._built)
+            set_link(built.controller, name, "up")
+            if not members.processes_named(self.folder, name, "slurmd"):
+                members.start_slurmds([node], built.paths)
 
     def partition(self, name: str) -> None:
-        """Cut a node off the network; its processes go on."""
-        partition(self.folder, name)
+        """Cut a node off the network; everything on it goes on running."""
+        with self._changing() as built:
+            set_link(built.controller, _living(built, name), "down")
 
     def heal(self, name: str) -> None:
         """Undo :meth:`partition`."""
-        heal(self.folder, name)
+        with self._changing() as built:
+            set_link(built.controller, _living(built, name), "up")
 
     def slow_node(self, name: str, *, cpus: float, for_s: float = 120.0) -> None:
-        """Leave a node no more than so many CPUs, for so many seconds."""
-        slow_node(self.folder, name, cpus=cpus, for_s=for_s)
+        """Leave a node no more than so many CPUs, for so many seconds; its jobs, later ones too, run on."""
+        refuse_inside(self.folder)
+        with self._changing() as built:
+            limit_cpus(self.folder, _living(built, name), cpus=cpus, for_s=for_s)
 
     def restore_speed(self, name: str) -> None:
-        """Undo :meth:`slow_node`."""
-        restore_speed(self.folder, name)
+        """Undo :meth:`slow_node` before its time is up; nothing where the node is not slow."""
+        with self._changing() as built:
+            lift_limit(_cpu_group(self.folder, built.node(name).name))
 
     def stop_controller(self) -> None:
-        """Stop slurmctld cleanly."""
-        stop_controller(self.folder)
+        """Stop slurmctld cleanly, as for maintenance: its state is saved, jobs go on."""
+        with self._changing():
+            members.end_program(self.folder, CONTROLLER, "slurmctld", signal.SIGTERM)
 
     def crash_controller(self) -> None:
-        """Kill slurmctld."""
-        crash_controller(self.folder)
+        """Kill slurmctld; state that it had not saved yet (up to some seconds) is lost."""
+        with self._changing():
+            members.end_program(self.folder, CONTROLLER, "slurmctld", signal.SIGKILL)
 
     def start_controller(self) -> None:
-        """Start slurmctld again from its saved state."""
-        start_controller(self.folder)
+        """Start slurmctld from its saved state and return when it answers; no effect on one that does."""
+        with self._changing() as built:
+            if not members.processes_named(self.folder, CONTROLLER, "slurmctld"):
+                members.start_slurmctld(built.controller, built.paths)
+
+    # Its state
 
     def node_states(self) -> dict[str, str]:
         """Each node's state as sinfo prints it in capitals; empty when slurmctld does not answer."""
@@ -741,6 +657,12 @@ class Lab:
     def _is_idle(self) -> bool:
         jobs = self.run_as_admin(["squeue", "-h", "-o", "%i"], check=False)
         return jobs.returncode == 0 and not jobs.stdout.strip() and set(self.node_states().values()) == {"IDLE"}
+
+
+def _living(built: Built, name: str) -> str:
+    if not built.node(name).is_alive(built.settings.folder):
+        raise LabError(f"node {name} is dead", hint=f"slurmft lab start-node {name}")
+    return name
 
 
 def run_command(
@@ -871,30 +793,28 @@ _NO_GROUPS = "this machine has no cpu cgroup that can be written to"
 def limit_cpus(folder: Path, member: str, *, cpus: float, for_s: float) -> None:
     """Leave the member of the lab in ``folder`` no more than ``cpus`` CPUs together, for so many seconds.
 
-    A limit_cpus that it has already is replaced; the earlier of both ends counts.
+    A limit that it has already is replaced; the earlier of both ends counts.
 
     Raises:
         LabError: the kernel does not let us.
     """
     if not 0.01 <= cpus <= 1024 or not 0 < for_s <= 3600:
-        raise LabError(
-            f"{cpus:g} CPUs for {for_s:g} s is not a valid limit_cpus", hint="0.01 to 1024 CPUs for up to 3600 s"
-        )
+        raise LabError(f"{cpus:g} CPUs for {for_s:g} s is not a valid limit", hint="0.01 to 1024 CPUs for up to 3600 s")
     group = _cpu_group(folder, member)
     try:
         group.mkdir(exist_ok=True)
         _set_limit(group, round(cpus * PERIOD_US))
         wait_until(lambda: not _move_into(folder, member, group), doing=f"limiting {member}", within_s=10)
     except OSError as error:
-        raise LabError(f"cannot limit_cpus the CPUs of {member}: {error}", hint=_NO_GROUPS) from error
+        raise LabError(f"cannot limit the CPUs of {member}: {error}", hint=_NO_GROUPS) from error
     run(
         [sys.executable, "-P", "-m", "slurmft.lab.cluster", str(group), str(for_s)],
-        doing=f"arranging for the end of {member}'s limit_cpus",
+        doing=f"arranging for the end of {member}'s limit",
     )
 
 
 def lift_limit(group: Path) -> None:
-    """Remove a limit_cpus and its group; nothing where there is none."""
+    """Remove a limit and its group; nothing where there is none."""
     with contextlib.suppress(OSError):
         _set_limit(group, None)
     for _ in range(100):
@@ -906,11 +826,6 @@ def lift_limit(group: Path) -> None:
                     (group.parent / "cgroup.procs").write_text(pid)
             group.rmdir()
         time.sleep(0.02)
-
-
-def unlimit_cpus(folder: Path, member: str) -> None:
-    """Lift the member's limit_cpus now; nothing where it has none."""
-    lift_limit(_cpu_group(folder, member))
 
 
 def _cpu_group(folder: Path, member: str) -> Path:
@@ -958,7 +873,7 @@ def _move_into(folder: Path, member: str, group: Path) -> list[int]:
 
 
 def _lift_later(group: Path, after_s: float) -> None:
-    """Return at once; a process of its own lifts the limit_cpus, or ends when the limit_cpus is gone already."""
+    """Return at once; a process of its own lifts the limit, or ends when it is gone already."""
     if os.fork():
         return
     os.setsid()

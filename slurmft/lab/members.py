@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import slurmft
 from slurmft.errors import LabError
@@ -64,10 +64,6 @@ class Mount:
     target: str
     read_only: bool = False
     mode: str = "0755"
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for the holder's plan."""
-        return asdict(self)
 
 
 def root_mounts(root: Path, mark: str) -> tuple[Mount, ...]:
@@ -253,7 +249,7 @@ class Starting:
         read, write = os.pipe()
         plan = {
             "hostname": name,
-            "mounts": [mount.as_json() for mount in mounts_of(name, paths, exposed, root)],
+            "mounts": [asdict(mount) for mount in mounts_of(name, paths, exposed, root)],
             "new_proc": name != LOGIN or root is not None,
             "root": "" if root is None else str(paths.mark),
             "report_to": write,

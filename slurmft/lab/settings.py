@@ -32,6 +32,8 @@ SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 UMASK = 0o022
 """Of every daemon: the caller's must not decide whether jobs can read what Slurm writes for them."""
 
+log = logging.getLogger(__name__)
+
 CLEAN_ENVIRONMENT = {"PATH": SEARCH_PATH, "LANG": "C.UTF-8"}
 
 
@@ -146,6 +148,29 @@ def wait_until(condition: Callable[[], bool], *, doing: str, within_s: float, ev
         time.sleep(every_s)
 
 
+@contextlib.contextmanager
+def locked(path: Path, *, within_s: float) -> Iterator[None]:
+    """Hold the lock, which vanishes with the process that holds it, in any case.
+
+    Raises:
+        LabError: another command still holds it after so many seconds.
+    """
+    deadline, told_s = time.monotonic() + within_s, time.monotonic() + 2.0
+    with path.open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise LabError(f"another lab command has held {path} for {within_s:g} s") from None
+                if time.monotonic() > told_s:
+                    log.info("another lab command is at work: waiting for %s", path)
+                    told_s = deadline
+                time.sleep(0.05)
+        yield
+
+
 # --- The Debian packages a lab needs: which are missing, and installing them as root ---
 
 BASE = {
@@ -251,8 +276,6 @@ NEWER_SCRIPT = "sid"
 LIMIT_S = 1800.0
 LOCK_S = 1800.0
 
-log = logging.getLogger(__name__)
-
 
 def release_of(version: str) -> str:
     """``24.11`` of ``24.11.5``; empty for no version, and for the one that this machine has installed.
@@ -299,7 +322,7 @@ def ensure_release(release: str) -> Path | None:
     require_root()
     FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
     make_folder(FOLDER)
-    with _locked(FOLDER / f"{release}.lock"):
+    with locked(FOLDER / f"{release}.lock", within_s=LOCK_S):
         if not tree.is_dir():
             _make(release, tree)
     return tree
@@ -366,24 +389,6 @@ def codename() -> str:
         return ""
     match = re.search(r'^VERSION_CODENAME="?(\w+)', text, re.MULTILINE)
     return match[1] if match else ""
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    deadline, told = time.monotonic() + LOCK_S, False
-    with path.open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise LabError(f"another lab command has held {path} for {LOCK_S:g} s") from None
-                if not told:
-                    told = True
-                    log.info("another lab command is fetching it: waiting for %s", path)
-                time.sleep(0.2)
-        yield
 
 
 # --- The settings of a lab cluster: one frozen value, refused at once when it makes no sense ---
@@ -520,96 +525,61 @@ DATABASE_USER = "slurm"
 DATABASE = "slurm_acct"
 
 
-@dataclass(frozen=True, slots=True)
 class LabPaths:
     """Every path inside the lab's folder; nothing else spells them."""
 
-    folder: Path
-
-    @property
-    def etc(self) -> Path:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.etc = folder / "etc"
         """Slurm's configuration folder, world-readable."""
-        return self.folder / "etc"
 
-    @property
-    def slurm_conf(self) -> Path:
+        self.slurm_conf = self.etc / "slurm.conf"
         """What SLURM_CONF points to."""
-        return self.etc / "slurm.conf"
 
-    @property
-    def hosts(self) -> Path:
+        self.hosts = self.etc / "hosts"
         """Seen as /etc/hosts by every member."""
-        return self.etc / "hosts"
 
-    @property
-    def resolv_conf(self) -> Path:
+        self.resolv_conf = self.etc / "resolv.conf"
         """Empty; seen as /etc/resolv.conf by every member."""
-        return self.etc / "resolv.conf"
 
-    @property
-    def log(self) -> Path:
+        self.log = folder / "log"
         """One log per daemon and holder."""
-        return self.folder / "log"
 
-    @property
-    def munge(self) -> Path:
+        self.munge = folder / "munge"
         """munged's key, socket and seed; owned by the munge user."""
-        return self.folder / "munge"
 
-    @property
-    def munge_socket(self) -> Path:
+        self.munge_socket = self.munge / "munge.socket"
         """The lab's own munged; the host's is never used."""
-        return self.munge / "munge.socket"
 
-    @property
-    def database(self) -> Path:
+        self.database = folder / "db"
         """MariaDB's data and socket; owned by the mysql user."""
-        return self.folder / "db"
 
-    @property
-    def database_socket(self) -> Path:
+        self.database_socket = self.database / "mysqld.sock"
         """Where slurmdbd finds MariaDB."""
-        return self.database / "mysqld.sock"
 
-    @property
-    def state(self) -> Path:
+        self.state = folder / "state"
         """slurmctld's StateSaveLocation."""
-        return self.folder / "state"
 
-    @property
-    def gpus(self) -> Path:
+        self.gpus = folder / "gpus"
         """What gres.conf names as the devices of every node."""
-        return self.folder / "gpus"
 
-    @property
-    def spool(self) -> Path:
+        self.spool = folder / "spool"
         """slurmd's spool folders, one per node."""
-        return self.folder / "spool"
 
-    @property
-    def run(self) -> Path:
+        self.run = folder / "run"
         """Process id files of the daemons."""
-        return self.folder / "run"
 
-    @property
-    def home(self) -> Path:
+        self.home = folder / "home"
         """The lab user's home, the same path on every member; survives `lab up` and `lab down`."""
-        return self.folder / "home"
 
-    @property
-    def mark(self) -> Path:
+        self.mark = folder / "mark"
         """Mount point of the mark that identifies the lab's processes."""
-        return self.folder / "mark"
 
-    @property
-    def state_file(self) -> Path:
+        self.state_file = folder / "lab.json"
         """The built lab: settings and holders."""
-        return self.folder / "lab.json"
 
-    @property
-    def lock(self) -> Path:
+        self.lock = folder / "slurmft-lab.lock"
         """Held by every command that changes the lab; its presence says that the folder is a lab's."""
-        return self.folder / "slurmft-lab.lock"
 
 
 def hosts_text(settings: LabSettings) -> str:

@@ -100,8 +100,20 @@ def story(run: RunFolder) -> Story:
     Raises:
         StorageError: there is no journal, it cannot be read, or a newer slurmft wrote it.
     """
-    try:
+    with reading_journal(run):
         events, unreadable = run.journal().read_all()
+    return Story(events=events, unreadable=unreadable)
+
+
+@contextlib.contextmanager
+def reading_journal(run: RunFolder) -> Iterator[None]:
+    """Errors of reading the run's journal as the user is told of them.
+
+    Raises:
+        StorageError: there is no journal, or it cannot be read.
+    """
+    try:
+        yield
     except FileNotFoundError as error:
         raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted",
                            hint="slurmft submit CONFIG submits it") from error  # fmt: skip
@@ -109,7 +121,6 @@ def story(run: RunFolder) -> Story:
         if isinstance(error.__cause__, PermissionError):
             raise StorageError(error.what, hint=_permission_hint(run)) from error.__cause__
         raise
-    return Story(events=events, unreadable=unreadable)
 
 
 def account_of(events: Sequence[Event]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import pwd
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +31,11 @@ from slurmft.errors import (
 from slurmft.operations.control import NEWEST
 from slurmft.operations.run_configuration import configuration_of, refuse_moved
 from slurmft.policy.job_identity import OwnJob
+from slurmft.policy.node_health import NodeFact
 from slurmft.policy.suspicion import observed
 from slurmft.policy.verdict import GOES_ON, Action, Cause, Evidence, Kind, Suspect
 from slurmft.scheduler import own_jobs, parsing, slurm
-from slurmft.scheduler.slurm import Refusal, compress, undisturbed
+from slurmft.scheduler.slurm import compress, undisturbed
 from slurmft.storage import run_folder
 from slurmft.storage.journal import Event, EventName, newest_of
 from slurmft.storage.run_folder import SUPERVISOR, Attempt, EndingClaim, Owner, RunFolder, user_name, walk_runs
@@ -65,7 +66,7 @@ def release(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) ->
     refusals = _refusals(record, history)
     names = sorted({each.node for each in refusals})
     if times >= MAX_RELEASES:
-        where = f" (now by {', '.join(f'{each.node}: {each.reason}' for each in refusals)})" if refusals else ""
+        where = f" (now by {', '.join(f'{each.node}: {each.reason[:200]}' for each in refusals)})" if refusals else ""
         raise LaunchError(
             f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
             hint=f"fix what fails there (a Prolog?), then scontrol release {job}",
@@ -99,15 +100,13 @@ def releases_without_start(history: Sequence[Event]) -> int:
     """How often the run's job was released since the run last began."""
     count = 0
     for event in history:
-        count = (
-            0
-            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED)
-            else count + (event.event == EventName.RELEASED)
-        )
+        if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED):
+            count = 0
+        count += event.event == EventName.RELEASED
     return count
 
 
-def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[Refusal]:
+def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[NodeFact]:
     """Nodes that Slurm has drained when it put the job back into the queue, without those of an earlier time."""
     at = record.identity.submitted
     told = {
@@ -116,7 +115,7 @@ def _refusals(record: parsing.JobRecord, history: Sequence[Event]) -> list[Refus
         if event.event == EventName.EVIDENCE
     }
     try:
-        return [each for each in slurm.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
+        return [each for each in slurm.refusals(at[-1]) if (each.node, each.since) not in told] if at else []
     except SlurmError as error:
         log.warning("Slurm does not report which node refused job %s: %s", record.job_id, error.what)
         return []
@@ -130,10 +129,10 @@ def _configuration(run: RunFolder) -> RunConfig | None:
         return None
 
 
-def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[Refusal]) -> None:
+def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[NodeFact]) -> None:
     evidence = [
         Evidence(kind=Kind.LAUNCH_FAILED, suspect=Suspect(node=each.node),
-                 message=f"it could not start job {job}: {each.reason}", at=each.at)
+                 message=f"it could not start job {job}: {each.reason[:200]}", at=each.since or 0.0)
         for each in refusals
     ]  # fmt: skip
     try:
@@ -496,20 +495,18 @@ def is_orphan(record: parsing.JobRecord) -> bool:
 def _requeue_orphan(run: RunFolder, job: OwnJob, record: parsing.JobRecord, who: str) -> str:
     owner = run.owner()
     restart = owner.restart if owner is not None and owner.job == job.job_id else 0
-    journal = run.journal()
     claim = run.ending(Attempt(job=job.job_id, restart=restart))
-    if not claim.take(who) and not _take_broken(run, claim, who):
-        return f"another process is already rescuing job {job}"
-    journal.append(EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
-    try:
+    with _claimed(run, claim, who) as is_ours:
+        if not is_ours:
+            return f"another process is already rescuing job {job}"
+        run.journal().append(
+            EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who
+        )
         # Slurm may have started it once more, and that start was lost before it took the run over
         own_jobs.requeue(job, restart=own_jobs.restarts(job), delay_s=own_jobs.SOONEST_S)
-    except SlurmError:
-        claim.give_back()
-        raise
     claim.settle("rescued")
     _begin_when_pending(job)
-    journal.append(EventName.REQUEUED, job=job.job_id, who=who)
+    run.journal().append(EventName.REQUEUED, job=job.job_id, who=who)
     return f"job {job} had lost its batch host {record.batch_host}; it is requeued"
 
 
@@ -522,21 +519,18 @@ def _submit_in_place_of(run: RunFolder, job: OwnJob, record: parsing.JobRecord, 
     if not is_unfinished(events, job.job_id) or run.see_request("KILL") is not None:
         return None
     claim = run.ending(Attempt(job=job.job_id, restart=own_jobs.restarts(job)))
-    if not claim.take(who) and not _take_broken(run, claim, who):
-        return f"another process is already rescuing job {job}"
-    with run.lock():  # else its new time of submission makes it look like another job, which this has submitted
-        run.add_job(job.job_id, record.identity)
-    run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
-    try:
+    with _claimed(run, claim, who) as is_ours:
+        if not is_ours:
+            return f"another process is already rescuing job {job}"
+        with run.lock():  # else its new time of submission makes it look like another job, which this has submitted
+            run.add_job(job.job_id, record.identity)
+        run.journal().append(EventName.RESCUING, job=job.job_id, reason=f"Slurm holds it: {record.reason}", who=who)
         placement = placement_of(run, partition=record.partition, history=events)
         try:
             job_id = _sbatch(run, job, placement, events)
         except SlurmError:  # there may be no room for both of them (MaxSubmitJobs)
             own_jobs.cancel(job)
             job_id = _sbatch(run, job, placement, events)
-    except BaseException:
-        claim.give_back()
-        raise
     claim.settle(f"rescued as job {job_id}")
     own_jobs.cancel(job)
     return f"Slurm has requeued job {job} too often and holds it; the run goes on as job {job_id}"
@@ -581,20 +575,17 @@ def _submit_again(
     lost = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     claim = run.ending(lost)
     # a job that has ended has no supervisor any more
-    if not claim.take(who, instead_of=SUPERVISOR if is_known else "") and not _take_broken(run, claim, who):
-        return None
-    journal = run.journal()
-    journal.append(EventName.RESCUING, job=owner.job, reason="its job is gone and no verdict ended the run", who=who)
-    partition = records[mine].partition if is_known else ""
-    try:
+    with _claimed(run, claim, who, instead_of=SUPERVISOR if is_known else "") as is_ours:
+        if not is_ours:
+            return None
+        reason = "its job is gone and no verdict ended the run"
+        run.journal().append(EventName.RESCUING, job=owner.job, reason=reason, who=who)
+        partition = records[mine].partition if is_known else ""
         placement = placement_of(run, partition=partition, history=events)
         # a full disk may have taken neither the entry of a successor nor its number
         in_memory = is_known and own_jobs.earlier_try(run.script, run.own_jobs()) is None
         job_id = bring_back(run, mine, placement, in_memory=in_memory)
         job_id = job_id or _sbatch(run, mine, placement, events)
-    except BaseException:
-        claim.give_back()
-        raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
 
@@ -605,15 +596,24 @@ def _is_recent(run: RunFolder, owner: Owner) -> bool:
     return run_folder.is_fresh(run, owner) or (told_s is not None and told_s < SETTLED_S)
 
 
-def _take_broken(run: RunFolder, claim: EndingClaim, who: str) -> bool:
-    """Take over a claim that was settled but not acted on: the run has had no job for long."""
-    if claim.outcome() is None:
-        return False
-    age_s = run_folder.seconds_since(run, claim.path)
-    if age_s is None or age_s < SETTLED_S:
-        return False
-    claim.give_back()
-    return claim.take(who)
+@contextlib.contextmanager
+def _claimed(run: RunFolder, claim: EndingClaim, who: str, *, instead_of: str = "") -> Iterator[bool]:
+    """Whether this process may bring the run back now; what fails gives the claim back, for the next rescue.
+
+    One that was settled but not acted on, so that the run has had no job for long, is taken over.
+    """
+    is_ours = claim.take(who, instead_of=instead_of)
+    if not is_ours and claim.outcome() is not None:
+        age_s = run_folder.seconds_since(run, claim.path)
+        if age_s is not None and age_s >= SETTLED_S:
+            claim.give_back()
+            is_ours = claim.take(who)
+    try:
+        yield is_ours
+    except BaseException:
+        if is_ours:
+            claim.give_back()
+        raise
 
 
 def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: Sequence[Event]) -> str:

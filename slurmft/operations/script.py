@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -153,18 +153,9 @@ UNSEEN_CYCLES = 50
 _LEAVES = frozenset({EventName.REQUEUED, EventName.PLACED, EventName.LEFT_TO_SLURM, EventName.RESUBMITTED})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """A launcher's command line in our words."""
-
-    settings: Mapping[str, Any]
-    """Keys of a configuration, its command without an interpreter among them."""
-
-    remarks: Sequence[str]
-
-
-ReadRanks = Callable[[Sequence[str]], Ranks]
-"""Takes the words behind torchrun; raises UsageError for what slurmft has no counterpart for."""
+ReadRanks = Callable[[Sequence[str]], Mapping[str, Any]]
+"""Makes the words behind torchrun keys of a configuration, its command without an interpreter among them; raises
+UsageError for what slurmft has no counterpart for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,22 +169,14 @@ class _Plan:
     """Workers are ranks, or may be; else each is a launcher that starts ranks."""
 
 
-@dataclass(slots=True)
 class _Script:
     """The batch script around this launch."""
 
-    environment: Mapping[str, str]
-    own: dict[str, str] = field(init=False)
-    """The environment as the script has it without slurmft."""
-
-    base: Path = field(init=False)
-    """Of the folders of its runs: the first one's path."""
-
-    start: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        given = self.environment
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = given = environment
         self.own = {name: value for name, value in given.items() if name not in _OF_GUARD}
+        """The environment as the script has it without slurmft."""
+
         ours = f"{given.get('SLURMFT_LAUNCHERS', '')}/bin"
         self.own["PATH"] = ":".join(part for part in given.get("PATH", os.defpath).split(":") if part != ours)
         if before := given.get("SLURMFT_BASH_ENV"):
@@ -203,6 +186,8 @@ class _Script:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", given.get("SLURM_JOB_NAME", "job")).lstrip(".-")[:80] or "job"
         root = Path(given.get("SLURMFT_RUNS") or Path(given.get("SLURM_SUBMIT_DIR", ".")) / "runs")
         self.base = root.absolute() / f"{name}-{identity}"
+        """Of the folders of its runs: the first one's path."""
+
         self.start = f"{identity}.{given.get('SLURM_RESTART_COUNT', '0')}"
 
     @property
@@ -448,10 +433,9 @@ def _ranks(command: Sequence[str], own: Mapping[str, str], places: Places, read:
         case _:
             return None
     try:
-        ranks = read(rest)
+        settings = dict(read(rest))
     except SlurmftError:
         return None
-    settings = dict(ranks.settings)
     settings.pop("run_folder", None)
     if settings.get("nodes") != places.nodes or "elastic" in settings or interpreter is None:
         return None

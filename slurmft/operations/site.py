@@ -35,13 +35,14 @@ from slurmft.policy.container import Container, command_prefix, srun_options, st
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
-from slurmft.scheduler.own_jobs import preempt, signal_job
+from slurmft.scheduler.own_jobs import preempt_argv, signal_job
 from slurmft.scheduler.parsing import parse_time
 from slurmft.scheduler.slurm import nodes
 from slurmft.storage import history
 from slurmft.storage.checkpoint_names import MANIFEST, names_in
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import user_name as owner_name
 from slurmft.supervisor.cluster import bundle_for
 from slurmft.supervisor.observations import history_of
 from slurmft.system.files import replace_atomically
@@ -393,7 +394,7 @@ def place(path: Path) -> policy.TrustedPath:
         return policy.TrustedPath(path=str(path), exists=False)
     owner = path.stat().st_uid
     found = sorted({who for each in _rooms(path) for who in _changers(each, beside=owner)})
-    return policy.TrustedPath(path=str(path), owner=_name(owner), changeable_by=", ".join(found))
+    return policy.TrustedPath(path=str(path), owner=owner_name(owner), changeable_by=", ".join(found))
 
 
 def _rooms(path: Path) -> Iterator[Path]:
@@ -412,7 +413,7 @@ def _changers(path: Path, *, beside: int) -> Iterator[str]:
     if stat.S_ISLNK(facts.st_mode):
         return
     if facts.st_uid not in (0, os.geteuid(), beside):
-        yield _name(facts.st_uid)
+        yield owner_name(facts.st_uid)
     is_sticky = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
     if facts.st_mode & stat.S_IWOTH and not is_sticky:
         yield "every user"
@@ -426,13 +427,6 @@ def _is_alone(uid: int, gid: int) -> bool:
         return gid == 0 or (pwd.getpwuid(uid).pw_gid == gid and not grp.getgrgid(gid).gr_mem)
     except KeyError:
         return False
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 # --- A preemption fire drill: a small job with the user's own options, the real signal, and the results ---
@@ -536,7 +530,7 @@ def _disturb(drill: Drill, job: OwnJob, tell: Callable[[str], None]) -> str:
     record = own_jobs.find_one(job)
     if record is None or not record.nodes:
         raise LaunchError(f"job {job} of the drill is gone")
-    other = preempt(record.nodes, drill.preempt_with)
+    other = slurm.submit(preempt_argv(record.nodes, drill.preempt_with))
     tell(f"job {other} in partition {drill.preempt_with} preempts it")
     return f"preemption by a job in partition {drill.preempt_with}"
 

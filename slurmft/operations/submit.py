@@ -84,7 +84,7 @@ def plan(
     _make_checkpoint_dir(settings, only_look=True)
     settings = _with_a_command_that_works(settings, unchecked=unchecked)
     text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
-    return text if where == "slurm" else " ".join(submission.RunSupervisor(run.config).argv())
+    return text if where == "slurm" else " ".join(submission.supervisor_argv(run.config))
 
 
 def submit_run(
@@ -649,26 +649,8 @@ class ReplicaKiller:
         return False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """A batch, from its journal and its files."""
-
-    requests: int
-    answered: int
-    errors: int
-    died: int
-    """Replicas that ended without being asked to."""
-
-    restarted: int
-    twice: int
-    """Answers that were computed more than once; one of each counts."""
-
-    seconds: float
-    output: Path
-
-
-def summary_of(run: RunFolder) -> Summary:
-    """How the batch of a finished run went.
+def summary_of(run: RunFolder, killed: int) -> dict[str, Any]:
+    """How the batch of a finished run went, of which ``killed`` replicas were killed; as names and values to print.
 
     Raises:
         StorageError: its files cannot be read.
@@ -682,14 +664,15 @@ def summary_of(run: RunFolder) -> Summary:
     if not written:
         raise StorageError(f"run {run.path.name} has no output yet", hint=f"slurmft explain {run.path}")
     begun = [event for event in events if event.event == EventName.REQUESTS_OPENED]
-    starts = [event.details["start"] for event in events if event.event == EventName.REPLICA_READY]
+    died = sum(event.event == EventName.REPLICA_DIED for event in events)
+    again = sum(event.details["start"] > 1 for event in events if event.event == EventName.REPLICA_READY)
     seen: Counter[int] = Counter()
     for path in segments_of(folder_of(run.path)).iterdir():
         seen.update(record.value["index"] for record in read(path) if "index" in record.value)
-    facts = written[-1].details
-    return Summary(
-        requests=begun[0].details["total"], answered=facts["answers"], errors=facts["errors"],
-        died=sum(event.event == EventName.REPLICA_DIED for event in events),
-        restarted=sum(start > 1 for start in starts), twice=sum(count - 1 for count in seen.values()),
-        seconds=written[-1].seconds() - begun[0].seconds(), output=Path(facts["folder"]),
-    )  # fmt: skip
+    facts, seconds = written[-1].details, written[-1].seconds() - begun[0].seconds()
+    return {
+        "requests": begun[0].details["total"], "answered": facts["answers"], "errors": facts["errors"],
+        "replicas killed": f"{killed} (died: {died}, started again: {again})",
+        "computed twice": f"{sum(count - 1 for count in seen.values())}; one answer of each counts",
+        "seconds": f"{seconds:.1f}", "answers": Path(facts["folder"]) / "answers.jsonl",
+    }  # fmt: skip

@@ -5,11 +5,11 @@ A sweep asks Slurm first. Where it does not answer, nothing is changed, as no no
 
 from __future__ import annotations
 
-import functools
+import shlex
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
@@ -22,7 +22,7 @@ from slurmft.errors import (
 )
 from slurmft.health.checker import Results, read_results
 from slurmft.operations.rescue import rescue_below
-from slurmft.policy.node_health import Condition, HealthRules, SweepPlan, Visits, sweep_plan
+from slurmft.policy.node_health import Condition, HealthRules, NodeFact, SweepPlan, Visits, sweep_plan
 from slurmft.policy.suspicion import Rules, State
 from slurmft.scheduler import slurm
 from slurmft.scheduler.slurm import NotPermitted
@@ -98,9 +98,6 @@ class SweepReport:
     left_alone: str = ""
     """Which runs of other users were not touched, in one line."""
 
-    queries: int = 0
-    """Questions asked of Slurm about the whole cluster."""
-
     silent: str = ""
     """Why Slurm did not answer; nothing is changed from then on."""
 
@@ -159,11 +156,9 @@ def _look_and_act(order: SweepOrder, report: SweepReport) -> None:
 
 
 def _look(order: SweepOrder, report: SweepReport) -> SweepPlan:
-    report.queries += 1
     facts = slurm.node_facts()
     visits = order.visits
     if visits.room(len(facts)) and order.results is not None:
-        report.queries += 2
         visits = replace(visits, under_way=slurm.nodes_under_test(), switch_of=slurm.switches())
     try:
         results = Results(checkups={}) if order.results is None else read_results(order.results)
@@ -200,22 +195,19 @@ def _record(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
 
 def _change_nodes(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
     for verdict in plan.drain:
-        seen, reason = plan.nodes[verdict.node], verdict.reason
-        command = slurm.drain_command(seen.node, reason)
-        drain = functools.partial(slurm.drain, seen, reason)
-        report.drained += _change(order, report, f"{seen.node} drained: {reason}", command, drain)
+        changes = ("State=DRAIN", f"Reason={verdict.reason}")
+        report.drained += _change(order, report, f"drained: {verdict.reason}", plan.nodes[verdict.node], changes)
     for seen in plan.resume:
-        command = slurm.resume_command(seen.node)
-        resume = functools.partial(slurm.resume, seen)
-        report.resumed += _change(order, report, f"{seen.node} resumed", command, resume)
+        report.resumed += _change(order, report, "resumed", seen, ("State=RESUME",))
 
 
-def _change(order: SweepOrder, report: SweepReport, words: str, command: str, work: Callable[[], str]) -> bool:
+def _change(order: SweepOrder, report: SweepReport, words: str, seen: NodeFact, changes: Sequence[str]) -> bool:
+    command = shlex.join(slurm.change_argv(seen.node, changes))
     if order.dry_run or not order.may_drain:
         report.for_admin.append(command)
         return False
     try:
-        why = work()
+        why = slurm.change_node(seen, changes)
     except NotPermitted:
         report.for_admin.append(command)
         return False
@@ -226,7 +218,7 @@ def _change(order: SweepOrder, report: SweepReport, words: str, command: str, wo
     if why:
         report.problems.append(f"left alone: {why}")
         return False
-    report.done.append(words)
+    report.done.append(f"{seen.node} {words}")
     return True
 
 
@@ -240,7 +232,7 @@ def _test(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
             report.done.append(f"{names} would be looked at by a job")
             continue
         try:
-            job = slurm.submit_probe(argv)
+            job = slurm.submit(argv)
         except SlurmUnavailable:
             raise
         except SlurmError as error:
@@ -254,7 +246,6 @@ def _rescue_runs(order: SweepOrder, report: SweepReport) -> None:
     """Runs that have lost their supervisor, and requeues that were interrupted."""
     if order.dry_run or order.runs is None:
         return
-    report.queries += 1
     try:
         found = rescue_below(order.runs, order.who, limit_s=order.limit_s * RESCUE_FRACTION)
     except SlurmUnavailable:

@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from slurmft.config.base import Positive, Section
+from slurmft.config.base import Positive, Section, Share
 from slurmft.config.run import Role, RunConfig, load, load_section, roles_of
 from slurmft.errors import UsageError
 from slurmft.operations.site import counsel
@@ -28,7 +28,6 @@ from slurmft.policy.verdict import Cause, by_cause
 
 MOST = 1e9
 Number = Annotated[float, Field(ge=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MOST))]
-Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 
 DEFAULT_RATES = {Cause.NODE_LOST: 0.8, Cause.SIGNAL_CRASH: 1.5, Cause.HANG: 0.8, Cause.COMMUNICATION_ERROR: 0.7}
 """3.8 in 1,000 node-days together: 419 interruptions in 54 days on 2,048 nodes ("The Llama 3 Herd of Models", 2024,

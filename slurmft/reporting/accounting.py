@@ -191,7 +191,6 @@ class Account:
 
     jobs: int = 0
     events: int = 0
-    unreadable: int = 0
     step: int = 0
     saves: int = 0
     world_size: int = 0
@@ -257,6 +256,9 @@ _WORKING = frozenset({Category.TRAINING, Category.REDONE})
 _FIRST_CAUSE = "first start"
 _OTHERS = "other causes"
 _MAX_RANKS = 1 << 24
+FRESH_S = 60.0
+"""After so long without an event or a progress report, an attempt without a verdict counts as over."""
+
 IMPORT_S = 600.0
 """A script that says nothing of its steps, and fails earlier than this, has not come to its training."""
 
@@ -314,7 +316,7 @@ class Accounting:
         if (kind := _MARKS.get(event.event)) is not None:
             self._mark(at_s, kind, str(event.details.get("reason") or event.details.get("who") or ""))
 
-    def finish(self, *, now_s: float, seen: Mapping[str, Any] | None = None, fresh_s: float = 60.0) -> Account:
+    def finish(self, *, now_s: float, seen: Mapping[str, Any] | None = None) -> Account:
         """Close the account: now, where the run goes on, else with its last sign of life.
 
         Args:
@@ -324,7 +326,7 @@ class Accounting:
         mine = self._row is not None and not self._is_judged and seen.get("attempt") == self._row.attempt
         at_s = _number(seen.get("at")) if mine else 0.0
         account.is_open = self._phase is Category.QUEUE or (
-            not self._is_judged and now_s - max(at_s, self._newest_s) < fresh_s
+            not self._is_judged and now_s - max(at_s, self._newest_s) < FRESH_S
         )
         end_s = now_s if account.is_open and now_s > self._newest_s else max(self._newest_s, min(at_s, now_s))
         if mine:

@@ -28,9 +28,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -203,21 +203,14 @@ class Look:
     span_s: Mapping[str, float]
 
 
-@dataclass(slots=True)
-class _Shown:
-    """The greatest values that were shown: a journal that was cut or damaged does not make counts go back."""
-
-    counts: dict[str, float] = field(default_factory=dict)
-    ends: dict[str, float] = field(default_factory=dict)
-    span_s: dict[str, float] = field(default_factory=dict)
-
-
 class RunMetrics:
     """One run's values, look after look."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run, self._tail = run, JournalTail(run.path, names=NAMES)
-        self._counts, self._begun, self._shown = RunCounts(), 0, _Shown()
+        self._counts, self._begun = RunCounts(), 0
+        self._shown: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """The greatest values that were shown: a journal that was cut or damaged does not make counts go back."""
 
     def look(self) -> Look:
         """Read what is new. What cannot be read is left out, as if it was not there.
@@ -229,15 +222,14 @@ class RunMetrics:
             if self._tail.begun != self._begun:
                 self._counts, self._begun = RunCounts(), self._tail.begun
             self._counts.take((entry,))
-        counts = self._counts
-        shown = self._shown
+        counts, shown = self._counts, self._shown
         return Look(
             labels=_labels(self._run, counts.attempt),
             info={"job": counts.job, "node": counts.nodes, "attempt": counts.attempt, "version": slurmft.__version__},
             gauges=dict(self._gauges()),
-            counts=_grown(shown.counts, {**counts.events, "lost_steps": counts.lost_steps}),
-            ends=_grown(shown.ends, counts.ends),
-            span_s=_grown(shown.span_s, counts.span_s),
+            counts=_grown(shown["counts"], {**counts.events, "lost_steps": counts.lost_steps}),
+            ends=_grown(shown["ends"], counts.ends),
+            span_s=_grown(shown["span_s"], counts.span_s),
         )
 
     def _gauges(self) -> Iterator[tuple[str, float]]:
@@ -446,21 +438,6 @@ class Scrapes:
         """Listen no more."""
         self._server.shutdown()
         self._server.server_close()
-
-
-def note_port(run: RunFolder, address: str, port: int) -> None:
-    """Leave where the run is scraped, for ``targets``.
-
-    Raises:
-        OSError: the run folder cannot be written.
-    """
-    write_json(run.path / PORT_FILE, {"address": address, "host": socket.gethostname(), "port": port}, durable=False)
-
-
-def forget_port(run: RunFolder) -> None:
-    """Nothing is scraped there any more."""
-    with contextlib.suppress(OSError):
-        (run.path / PORT_FILE).unlink(missing_ok=True)
 
 
 def targets(runs: Iterable[RunFolder]) -> list[dict[str, Any]]:
@@ -679,7 +656,7 @@ class Notifier:
         return True
 
     def _tell(self, message: Message) -> None:
-        message = Message(**{**asdict(message), "left_out": self._left_out})
+        message = replace(message, left_out=self._left_out)
         ways = [("webhook", self._post)] if self._url else []
         ways += [("command", self._run)] if self._config.command else []
         for name, way in ways:
@@ -792,8 +769,8 @@ def _tell(
 
 class _Publisher:
     def __init__(self, config: RunConfig, run: RunFolder, turn: _Turn) -> None:
-        self._settings, self._run, self._turn = config.metrics, run, turn
-        self._metrics = RunMetrics(run)
+        self._settings, self._turn = config.metrics, turn
+        self._metrics, self._port_file = RunMetrics(run), run.path / PORT_FILE
         self._told: set[str] = set()
         self._scrapes: Scrapes | None = None
         self._try_at_s = 0.0
@@ -811,11 +788,10 @@ class _Publisher:
                     return
         finally:
             is_ours = self._turn.is_ours()
-            if self._scrapes is not None and is_ours:
-                forget_port(self._run)
-            if path is not None and is_ours:
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+            for left in (self._port_file if self._scrapes is not None else None, path):
+                if left is not None and is_ours:
+                    with contextlib.suppress(OSError):
+                        left.unlink(missing_ok=True)
 
     def _families(self) -> list[Family]:
         with self._lock:
@@ -845,7 +821,8 @@ class _Publisher:
         try:
             token = "" if settings.token_file is None else token_in(settings.token_file)
             self._scrapes = Scrapes(settings.address, settings.port, self._families, token=token)
-            note_port(self._run, settings.address, self._scrapes.port)
+            facts = {"address": settings.address, "host": socket.gethostname(), "port": self._scrapes.port}
+            write_json(self._port_file, facts, durable=False)  # for ``targets``
         except (OSError, UsageError) as error:
             self._warn(f"no metrics on {settings.address}, port {settings.port}: {error}")
 

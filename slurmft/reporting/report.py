@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from slurmft.config.base import parsed
 from slurmft.errors import SlurmftError, StorageError, UsageError
+from slurmft.operations.control import reading_journal
 from slurmft.policy.checkpoints import FailureHistory, Mtbf, Plan, duration, mtbf_of, mtbf_s, plan
 from slurmft.reporting.accounting import (
     ALIASES,
@@ -75,6 +76,13 @@ class Report:
         cost_s = sum(seconds for seconds, _, _ in failures)
         undone = f"failures ({named}) cost {span(cost_s)}" if failures else "nothing failed"
         return f"In {span(account.wall_s)} the run {did} and {state}; {undone}; {percent(account.ettr)} was new work."
+
+    def row_of(self, category: Category) -> tuple[str, float, float, float | None]:
+        """Name, seconds, share of all time, and rank-seconds; None where the run holds no nodes meanwhile."""
+        account = self.account
+        seconds, rank_s = account.seconds[category], account.rank_s[category]
+        return (str(category), seconds, seconds / (account.wall_s or 1.0),
+                None if category in WITHOUT_NODES else rank_s)  # fmt: skip
 
     @property
     def lost_rank_s(self) -> float:
@@ -209,10 +217,14 @@ def _merged(tables: Sequence[Mapping[str, Loss]]) -> list[tuple[str, Loss, int]]
     return sorted(((name, loss, runs) for name, (loss, runs) in sums.items()), key=lambda each: -each[1].rank_s)
 
 
+def dearest(table: Mapping[str, Loss]) -> list[tuple[str, Loss]]:
+    """Causes or nodes, those that have cost the most first."""
+    return sorted(table.items(), key=lambda each: -each[1].rank_s)
+
+
 def _losses(table: Mapping[str, Loss]) -> dict[str, dict[str, float]]:
-    ordered = sorted(table.items(), key=lambda each: -each[1].rank_s)
     return {name: {"ends": loss.ends, "seconds": round(loss.seconds, 3), "rank_s": round(loss.rank_s, 3)}
-            for name, loss in ordered}  # fmt: skip
+            for name, loss in dearest(table)}  # fmt: skip
 
 
 def _rounded(value: float | None) -> float | None:
@@ -231,19 +243,12 @@ def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0, is_one_of_m
         StorageError: there is no journal, it cannot be read, holds no event, or a newer slurmft wrote it.
     """
     journal, accounting, unreadable = run.journal(), Accounting(since_s), 0
-    try:
+    with reading_journal(run):
         for event in journal.each(WANTED):
             if event is None:
                 unreadable += 1
             else:
                 accounting.note(event)
-    except FileNotFoundError as error:
-        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted",
-                           hint="slurmft submit CONFIG submits it") from error  # fmt: skip
-    except StorageError as error:
-        if isinstance(error.__cause__, PermissionError):
-            raise StorageError(error.what, hint="it belongs to another user") from error.__cause__
-        raise
     if not accounting.account.events:
         damage = f": none of its {unreadable} lines can be read" if unreadable else " is empty"
         raise StorageError(f"{journal.path}{damage}", hint=f"see also {run.logs}")
@@ -418,10 +423,10 @@ def _facts(report: Report) -> dict[str, Any]:
     return {
         "report": report, "account": account, "pieces": pieces_of(account), "ticks": ticks_of(account),
         "is_dense": is_dense(account), "curves": curves_of(report), "height": CURVE_HEIGHT,
-        "shares": _shares_of_account(account), "rows": list(account.rows)[-MAX_ROWS:][::-1],
-        "causes": sorted(account.by_cause.items(), key=lambda each: -each[1].rank_s)[:30],
-        "nodes": sorted(account.by_node.items(), key=lambda each: -each[1].rank_s)[:30],
-        "strip_begin": account.intervals[0].begin_s if account.intervals else account.begin_s,
+        "shares": [report.row_of(each) for each in Category if account.seconds[each] > 0],
+        "rows": list(account.rows)[-MAX_ROWS:][::-1],
+        "causes": dearest(account.by_cause)[:30], "nodes": dearest(account.by_node)[:30],
+        "strip_begin": _begin(account),
     }  # fmt: skip
 
 
@@ -442,17 +447,6 @@ def curves_of(report: Report) -> list[dict[str, Any]]:
         drawn.append({"name": name, "path": path, "low": low, "high": high, "newest": values[-1],
                       "first": steps[0], "last": steps[-1]})  # fmt: skip
     return drawn
-
-
-def _shares_of_account(account: Account) -> list[tuple[str, float, float, float | None]]:
-    """Category, seconds, share, rank-seconds; without categories in which no time went."""
-    rows = []
-    for category in Category:
-        seconds = account.seconds[category]
-        if seconds > 0:
-            ranks = None if category in WITHOUT_NODES else account.rank_s[category]
-            rows.append((str(category), seconds, seconds / (account.wall_s or 1.0), ranks))
-    return rows
 
 
 def span(seconds: float | None) -> str:

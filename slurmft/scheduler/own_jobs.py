@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -604,15 +604,6 @@ def preempt_argv(nodes: str, partition: str) -> list[str]:
             "--job-name=slurmft-drill-preemptor", "--output=/dev/null", "--no-requeue", "--wrap=sleep 1"]  # fmt: skip
 
 
-def preempt(nodes: str, partition: str) -> str:
-    """Submit it; returns its id.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    return slurm.run(preempt_argv(nodes, partition), folder=Path("/")).strip().split(";")[0]
-
-
 # --- The job whose only purpose is to lend its nodes to a run ---
 
 LEAD_S = 60
@@ -650,7 +641,7 @@ def submit_lender(argv: list[str]) -> str:
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    return slurm.run(argv, timeout_s=60.0, environment=scrubbed(os.environ)).strip().split(";")[0]
+    return slurm.submit(argv, environment=scrubbed(os.environ), folder=None)
 
 
 def lenders_name(run: RunFolder) -> str:
@@ -718,21 +709,14 @@ def submit_successor(
         JobCancelled: job ``after`` was cancelled; a successor would bring the run back to life.
         SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.
     """
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            if tried and (found := earlier_try(script, [*known, after])):
-                return found
-            argv = successor_command(script, after=after, options=options)
-            # before every try: the user may have cancelled the job while Slurm did not answer
-            if _is_gone(after, restart):  # another job that has its number now may run for weeks
-                argv = [word for word in argv if not word.startswith("--dependency=")]
-            tried = True
-            return _sbatch(argv, environment, Path.cwd())
-        except SlurmUnavailable:
-            if time.monotonic() + 1.0 > deadline:
-                raise
-            time.sleep(1.0)
+
+    def command() -> list[str]:
+        argv = successor_command(script, after=after, options=options)
+        # before every try: the user may have cancelled the job while Slurm did not answer
+        is_gone = _is_gone(after, restart)  # another job that has its number now may run for weeks
+        return [word for word in argv if not (is_gone and word.startswith("--dependency="))]
+
+    return _once(script, [*known, after], command, environment, patience_s, tried=tried)
 
 
 def submit_beside(
@@ -746,13 +730,22 @@ def submit_beside(
     Raises:
         SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.
     """
+    argv = ["sbatch", "--parsable", *options, str(script)]
+    return _once(script, [*known, beside], lambda: argv, environment, patience_s, tried=tried)
+
+
+def _once(
+    script: Path, known: Sequence[OwnJob], command: Callable[[], list[str]], environment: Mapping[str, str],
+    patience_s: float, *, tried: bool,
+) -> str:  # fmt: skip
+    """Submit until there is an answer, with the command of the moment; the job of an earlier try counts."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            if tried and (found := earlier_try(script, [*known, beside])):
+            if tried and (found := earlier_try(script, known)):
                 return found
-            tried = True
-            return _sbatch(["sbatch", "--parsable", *options, str(script)], environment, Path.cwd())
+            argv, tried = command(), True
+            return slurm.submit(argv, environment=scrubbed(environment), folder=Path.cwd())
         except SlurmUnavailable:
             if time.monotonic() + 1.0 > deadline:
                 raise
@@ -793,19 +786,13 @@ def submit_script(
     """
     if found := earlier_try(script, known):  # it got no answer, or could not be noted
         return found
-    argv = ["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)]
-    return _sbatch(argv, environment, folder, cluster=_cluster_of(known))
+    argv, cluster = ["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)], _cluster_of(known)
+    clean = scrubbed(environment) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
+    return slurm.submit(argv, environment=clean, folder=folder)
 
 
 def _cluster_of(known: Sequence[OwnJob]) -> str:
     return cluster_to_ask(known[-1]) if known else ""
-
-
-def _sbatch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, *, cluster: str = "") -> str:
-    """The id of a new job; ``folder`` becomes its SLURM_SUBMIT_DIR, to which a script's relative paths belong."""
-    clean = scrubbed(environment) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
-    text = slurm.run(argv, timeout_s=60.0, environment=clean, folder=folder)
-    return text.strip().split(";")[0]
 
 
 def earlier_try(script: Path, known: Sequence[OwnJob]) -> str | None:

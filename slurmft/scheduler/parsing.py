@@ -5,9 +5,10 @@ from 22.05 on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
@@ -370,18 +371,21 @@ def parse_ending(text: str, restart: int, *, grace_s: float = 0.0) -> JobEnding:
 
 
 MAX_HOSTS = 100_000
-"""In one range of a hostlist."""
+"""More than any cluster has; a slip of the finger, as in n[0-99999999], would fill the memory."""
+
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
-def expand_hostlist(text: str) -> list[str]:
+def expand_hostlist(text: str, *, most: int = MAX_HOSTS) -> list[str]:
     """The hosts in a hostlist such as ``gpu[01-03,7],login``, in order, zero padding kept.
 
     Raises:
-        ValueError: brackets do not match, or it names more hosts than any cluster has.
+        ValueError: brackets do not match or hold something else than numbers, or it names more hosts than ``most``.
     """
-    hosts: list[str] = []
-    for part in _split_outside_brackets(text):
-        hosts.extend(_expand(part))
+    named = (host for part in _split_outside_brackets(text) for host in _expand(part))
+    hosts = list(itertools.islice(named, most + 1))
+    if len(hosts) > most:
+        raise ValueError(f"{text[:80]!r} is not a hostlist: it stands for more than {most} nodes")
     return hosts
 
 
@@ -399,21 +403,20 @@ def _split_outside_brackets(text: str) -> list[str]:
     return [part for part in [*parts, text[start:]] if part]
 
 
-def _expand(part: str) -> list[str]:
+def _expand(part: str) -> Iterator[str]:
     match = re.match(r"([^\[]*)\[([^\]]+)\](.*)", part)
     if match is None:
-        return [part]
+        yield part
+        return
     prefix, ranges, rest = match.groups()
-    numbers: list[str] = []
     for item in ranges.split(","):
-        first, dash, last = item.partition("-")
-        if dash:
-            if int(last) - int(first) >= MAX_HOSTS:
-                raise ValueError(f"{part[:80]!r} names too many hosts")
-            numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-        else:
-            numbers.append(first)
-    return [f"{prefix}{number}{tail}" for number in numbers for tail in _expand(rest)]
+        if (found := _RANGE.fullmatch(item)) is None:
+            raise ValueError(f"{part[:80]!r} is not a hostlist: [{ranges[:40]}] holds something else than numbers")
+        first, last = found[1], found[2] or found[1]
+        if int(last) < int(first):
+            raise ValueError(f"{part[:80]!r} is not a hostlist: [{item}] runs backwards")
+        for number in range(int(first), int(last) + 1):
+            yield from (f"{prefix}{number:0{len(first)}}{tail}" for tail in _expand(rest))
 
 
 # --- sbatch help ---
@@ -459,7 +462,6 @@ _OOM = re.compile(r"slurmstepd(?:-(?P<node>\S+?))?: error: .*\b(?:oom[-_]kill ev
 _ENDED = re.compile(r"slurmstepd\S{0,255}: error: \*\*\* \S+ \S+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)")
 _WORDS = {"TIME LIMIT": Cause.TIME_LIMIT, "PREEMPTION": Cause.PREEMPTED, "JOB REQUEUE": Cause.REQUEUED,
           "NODE FAILURE": Cause.NODE_LOST}  # fmt: skip
-_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def parse_srun_lines(text: str) -> StepWords:
@@ -508,9 +510,8 @@ def _task_end(match: re.Match[str]) -> TaskEnd:
 
 def _nodes(text: str) -> list[str]:
     text = text.rstrip(",.")
-    total = sum(max(0, int(last[:9]) - int(first[:9])) for first, last in _RANGE.findall(text))
     try:
-        return expand_hostlist(text) if total <= MAX_NODES else [text[:255]]
+        return expand_hostlist(text, most=MAX_NODES)
     except ValueError:
         return [text[:255]]
 

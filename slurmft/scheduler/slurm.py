@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from slurmft.system.processes import user_name
 
 # --- Running one Slurm command: an argument list, a time limit, both streams captured, errors translated once ---
 
-COMMAND_TIMEOUT_S = 20.0
+COMMAND_TIMEOUT_S, SUBMIT_S = 20.0, 60.0
 TASKS_S = 300.0
 """A step may wait for one before it, and many nodes take their time."""
 
@@ -136,15 +137,31 @@ def run_patiently(
             sleep(pause_s)
 
 
+def submit(
+    argv: Sequence[str], *, environment: Mapping[str, str] | None = None, folder: Path | None = Path("/")
+) -> str:
+    """The id of the job that this ``sbatch --parsable`` makes.
+
+    Args:
+        environment: as of ``run``.
+        folder: becomes its SLURM_SUBMIT_DIR, to which a script's relative paths belong; every node has the default.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return run(argv, timeout_s=SUBMIT_S, environment=environment, folder=folder).strip().split(";")[0]
+
+
 @contextlib.contextmanager
-def ignoring_signals() -> Iterator[None]:
-    """Ignore the signals that a requeue sends to the very processes that ask for it, children included.
+def ignoring_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Ignore these signals, by default those that a requeue sends to the very processes that ask for it.
 
     Ignored signals stay ignored across exec, handlers do not: a handler would leave ``scontrol`` itself to be killed
-    between the requeue and the update that follows it. Main thread only.
+    between the requeue and the update that follows it. Only the main thread can; others ignore nothing.
     """
-    numbers = (signal.SIGTERM, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    numbers = numbers or (signal.SIGTERM, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers if is_main}
     try:
         yield
     finally:
@@ -493,7 +510,6 @@ def preempt_mode(partition: str) -> str:
 
 NODE_FORMAT = "%N|%P|%T"
 MAX_NODES = 65_536
-"""More than any cluster has; a slip of the finger, as in n[0-99999999], would fill the memory."""
 
 _UNUSABLE = frozenset(
     "down drained draining drain fail failing error unknown future inval maint perfctrs blocked".split()  # noqa: SIM905
@@ -525,45 +541,6 @@ class NodeRecord:
     def is_free(self) -> bool:
         """Nothing runs on it, and it takes jobs."""
         return self.usable and self.state.rstrip("~#") == "IDLE"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """A node that Slurm has drained because it could not start a job."""
-
-    node: str
-    reason: str
-    at: float
-    """Unix time, by the controller's clock."""
-
-
-REFUSAL_FORMAT = "%N|%H|%E"
-_REFUSED = re.compile(r"prolog|batch job complete failure|launch fail|duplicate jobid", re.IGNORECASE)
-WITHIN_S = 5.0
-"""Slurm drains a node that refuses a job and puts the job back into the queue in one go, to the second."""
-
-
-def refusals(at: float) -> list[Refusal]:
-    """Nodes that were drained at that time by the controller's clock, because they could not start a job.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    found = parse_refusals(run(["sinfo", "-h", "-a", "-N", "-o", REFUSAL_FORMAT], timeout_s=5.0))
-    return [each for each in found if abs(each.at - at) <= WITHIN_S]
-
-
-def parse_refusals(text: str) -> list[Refusal]:
-    """The nodes in the output of ``sinfo -N -o REFUSAL_FORMAT`` that could not start a job, each once."""
-    found: dict[str, Refusal] = {}
-    for fields in (line.split("|", 2) for line in text.splitlines()):
-        if (
-            len(fields) == 3
-            and _REFUSED.search(fields[2])
-            and (at := parsing.parse_time(fields[1].strip())) is not None
-        ):
-            found.setdefault(fields[0].strip(), Refusal(node=fields[0].strip(), reason=fields[2].strip()[:200], at=at))
-    return list(found.values())
 
 
 def nodes(*, timeout_s: float = 5.0) -> list[NodeRecord]:
@@ -629,39 +606,11 @@ def expand(text: str) -> list[str]:
     Raises:
         ValueError: it is not a hostlist, or has more nodes than any cluster.
     """
-    for ranges in re.findall(r"\[([^\[\]]*)\]", text):
-        if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges, re.ASCII):
-            raise ValueError(f"{text[:80]!r} is not a hostlist: [{ranges[:40]}] holds something else than numbers")
-    if _size(text) > MAX_NODES:
-        raise ValueError(f"{text[:80]!r} stands for more than {MAX_NODES} nodes")
-    names = list(dict.fromkeys(parsing.expand_hostlist(re.sub(r"\s*,\s*", ",", text.strip()))))
+    names = list(dict.fromkeys(parsing.expand_hostlist(re.sub(r"\s*,\s*", ",", text.strip()), most=MAX_NODES)))
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name[:80]!r} is not the name of a node")
     return names
-
-
-def _size(text: str) -> int:
-    """An upper bound: as if all brackets belonged to one name; ranges that run backwards are refused.
-
-    Raises:
-        ValueError: a range runs backwards, or is longer than the limit.
-    """
-    total = 0
-    for part in re.split(r",(?![^\[]*\])", text):
-        product = 1
-        for ranges in re.findall(r"\[([^\[\]]*)\]", part):
-            count = 0
-            for item in ranges.split(","):
-                first, dash, last = item.partition("-")
-                if len(first) > 18 or len(last) > 18:
-                    raise ValueError(f"{text[:80]!r} is not a hostlist: {item[:40]!r} is too long a number")
-                count += int(last) - int(first) + 1 if dash else 1
-                if dash and int(last) < int(first):
-                    raise ValueError(f"{text[:80]!r} is not a hostlist: [{item}] runs backwards")
-            product *= count
-        total += product
-    return total
 
 
 def compress(names: Iterable[str]) -> str:
@@ -708,6 +657,10 @@ PROBE_FORMAT = "%i|%T|%N|%n"
 PROBE_NAME = "slurmft-probe"
 QUESTION_S = 20.0
 
+_REFUSED = re.compile(r"prolog|batch job complete failure|launch fail|duplicate jobid", re.IGNORECASE)
+WITHIN_S = 5.0
+"""Slurm drains a node that refuses a job and puts the job back into the queue in one go, to the second."""
+
 _REFUSALS = ("permission denied", "Access/permission", "Invalid user id", "not authorized")
 
 
@@ -749,6 +702,16 @@ def parse_facts(text: str) -> dict[str, NodeFact]:
     return found
 
 
+def refusals(at: float) -> list[NodeFact]:
+    """Nodes that were drained at that time by the controller's clock, because they could not start a job.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    found = node_facts().values()
+    return [each for each in found if _REFUSED.search(each.reason) and abs((each.since or 0.0) - at) <= WITHIN_S]
+
+
 def _reason_and_time(text: str) -> tuple[str, float | None]:
     """A reason, which may hold any character, and behind it the Unix time since when it holds; None: not known."""
     reason, bar, at = text.rpartition("|")
@@ -757,37 +720,33 @@ def _reason_and_time(text: str) -> tuple[str, float | None]:
     return (reason, None) if bar and at.strip() in ("Unknown", "None", "N/A") else (text, None)
 
 
-def drain(seen: NodeFact, reason: str) -> str:
-    """Drain a node that is still as it was seen; returns why it was left alone, or nothing when it is done.
+def change_argv(node: str, changes: Sequence[str]) -> list[str]:
+    """The administrator's command that makes these changes, such as ``State=RESUME``."""
+    return ["scontrol", "update", f"NodeName={node}", *changes]
+
+
+def change_node(seen: NodeFact, changes: Sequence[str]) -> str:
+    """Change a node that still is as it was seen; returns why it was left alone, or nothing when it is done.
 
     Raises:
         NotPermitted: we may not.
         SlurmError: Slurm refused, or did not answer.
     """
     now = node_facts(seen.node).get(seen.node)
-    if now is None or not now.usable or now.reason != seen.reason:
-        return f"{seen.node} has changed meanwhile: {_words(now)}"
-    _update(seen.node, "State=DRAIN", f"Reason={reason}")
+    if now is None or (now.usable, now.is_drained_by_us, now.reason) != (
+        seen.usable, seen.is_drained_by_us, seen.reason,
+    ):  # fmt: skip
+        words = "Slurm does not name it" if now is None else f"{now.state} {now.reason}".strip()
+        return f"{seen.node} has changed meanwhile: {words}"
+    try:
+        run(change_argv(seen.node, changes))
+    except SlurmUnavailable:
+        raise
+    except SlurmError as error:
+        if any(word.lower() in error.what.lower() for word in _REFUSALS):
+            raise NotPermitted(f"only an administrator may change {seen.node}") from error
+        raise
     return ""
-
-
-def resume(seen: NodeFact) -> str:
-    """Resume a node that is still drained for the same reason; returns as ``drain`` does, and raises the same."""
-    now = node_facts(seen.node).get(seen.node)
-    if now is None or not now.is_drained_by_us or now.reason != seen.reason:
-        return f"{seen.node} has changed meanwhile: {_words(now)}"
-    _update(seen.node, "State=RESUME")
-    return ""
-
-
-def drain_command(node: str, reason: str) -> str:
-    """The administrator's command that drains it."""
-    return shlex.join(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
-
-
-def resume_command(node: str) -> str:
-    """The administrator's command that resumes it."""
-    return shlex.join(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
 
 def nodes_under_test() -> frozenset[str]:
@@ -856,31 +815,7 @@ def probe_argv(
     return ["sbatch", "--parsable", *where, *options]
 
 
-def submit_probe(argv: Sequence[str]) -> str:
-    """Submit it from a folder that every node has; returns the job's id.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    return run(argv, folder=Path("/")).strip().split(";")[0]
-
-
 def probe_command(configuration: Path | None) -> list[str]:
     """The look itself, with this interpreter, which the nodes must have as well."""
     named = [] if configuration is None else ["--config", str(configuration)]
     return [sys.executable, "-P", "-m", "slurmft", "health", "--context", "cron", "--level", "2", *named]
-
-
-def _update(node: str, *changes: str) -> None:
-    try:
-        run(["scontrol", "update", f"NodeName={node}", *changes])
-    except SlurmUnavailable:
-        raise
-    except SlurmError as error:
-        if any(word.lower() in error.what.lower() for word in _REFUSALS):
-            raise NotPermitted(f"only an administrator may change {node}") from error
-        raise
-
-
-def _words(fact: NodeFact | None) -> str:
-    return "Slurm does not name it" if fact is None else f"{fact.state} {fact.reason}".strip()

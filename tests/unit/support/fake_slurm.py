@@ -197,7 +197,8 @@ class FakeSlurm:
                 return self._sacct(job_id)
             case ["sinfo", *rest] if "%H" in rest[-1]:
                 told = {node: self.drained.get(node, ("Unknown", "none")) for node in self.nodes}
-                return "".join(f"{node}|{at}|{why}\n" for node, (at, why) in told.items()), ""
+                states = {node: "drained" if node in self.drained else "idle" for node in told}
+                return "".join(f"{node}|{states[node]}|{why}|{at}\n" for node, (at, why) in told.items()), ""
             case ["sinfo", *_]:
                 return "".join(f"{node}|low*|idle\n" for node in self.nodes), ""
         return "", f"{argv[0]}: not here"

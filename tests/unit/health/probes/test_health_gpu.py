@@ -45,8 +45,9 @@ def no_nvml(monkeypatch):
 
 
 def test_what_nvidia_smi_says():
-    gpus, source, errors = parse_smi(SMI)
-    assert (source, len(gpus), len(errors)) == ("nvidia-smi", 3, 1)
+    found = parse_smi(SMI)
+    gpus = found.gpus
+    assert (found.source, len(gpus), len(found.errors)) == ("nvidia-smi", 3, 1)
     assert gpus[0] == replace(GOOD, name="NVIDIA H100 80GB HBM3", bus="00000000:1B:00.0", remap_failed=None, links=(),
                               temperature_c=31)  # fmt: skip
     assert (gpus[1].uncorrected, gpus[1].pending, gpus[1].throttle, gpus[1].width) == (7, True, 0x48, 8)

@@ -51,23 +51,23 @@ def row(index: int = 0, **fields: str) -> str:
     ]
 )
 def test_what_stands_in_the_place_of_a_number(value, number):
-    (found,), _, errors = parse_smi(row(**{"ecc.errors.uncorrected.volatile.total": value}))
-    assert (found.uncorrected, errors) == (number, ())
+    found = parse_smi(row(**{"ecc.errors.uncorrected.volatile.total": value}))
+    assert ([each.uncorrected for each in found.gpus], found.errors) == ([number], ())
 
 
 @pytest.mark.parametrize("value", ["[GPU is lost]", "[GPU requires reset]", "ERR!"])
 def test_a_gpu_that_says_in_one_field_that_it_is_dead_is_no_healthy_gpu(value):
     """As NVML's codes 15 and 16: it was counted among the healthy ones, with nothing known of it."""
-    gpus, _, errors = parse_smi("\n".join([row(0), row(1, **{"temperature.gpu": value})]))
-    assert [each.index for each in gpus] == [0]
-    assert len(errors) == 1 and value in errors[0]
+    found = parse_smi("\n".join([row(0), row(1, **{"temperature.gpu": value})]))
+    assert [each.index for each in found.gpus] == [0]
+    assert len(found.errors) == 1 and value in found.errors[0]
 
 
 @of_each(text=[row()[:cut] for cut in range(1, len(row()), 7)] + [row() + ", more", "0" * 100_000])
 def test_rows_that_are_cut_are_errors_and_not_gpus(text):
-    gpus, _, errors = parse_smi(text)
-    assert len(gpus) + len(errors) == 1
-    assert not gpus or text.count(",") == row().count(","), "only its last value may be cut"
+    found = parse_smi(text)
+    assert len(found.gpus) + len(found.errors) == 1
+    assert not found.gpus or text.count(",") == row().count(","), "only its last value may be cut"
 
 
 @pytest.mark.parametrize(
