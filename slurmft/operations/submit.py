@@ -84,7 +84,7 @@ def plan(
     _make_checkpoint_dir(settings, only_look=True)
     settings = _with_a_command_that_works(settings, unchecked=unchecked)
     text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
-    return text if where == "slurm" else " ".join(submission.supervisor_argv(run.config))
+    return text if where == "slurm" else " ".join(submission.RunSupervisor(run.config).argv())
 
 
 def submit_run(

@@ -1,25 +1,30 @@
-"""Building and submitting jobs: the batch script that becomes the supervisor, or a supervisor on this machine.
+"""Building and submitting jobs with submitit: the only home of submitit.
 
-The script runs the supervisor itself, with ``exec``: Slurm's batch step is the supervisor, which nothing of ours stands
-between. A program of submitit's finds the variables there by which that package knows where it runs.
+submitit writes the script, calls sbatch (or starts its local controller) and keeps the files. Its own signal handling
+must not control the stop: its handler saves and requeues inside the handler, and the requeue's own TERM enters it
+again. So the script runs the supervisor itself, with ``exec``: Slurm's batch step is the supervisor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
-import secrets
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor
 
 from slurmft.config.run import Component, RunConfig, components_of
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
@@ -29,19 +34,59 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing import Asked, JobRecord, refusal_hint, scrubbed, why_never
 from slurmft.scheduler.slurm import compress, ignoring_signals, known_options, options_of_site, parse_limit_s
 from slurmft.storage.run_folder import RunFolder
-from slurmft.system.files import appending, replace_atomically
+from slurmft.system.files import appending, read_text, replace_atomically
 
-_HERE = 'export SUBMITIT_LOCAL_JOB_ID=$$; exec "$@" >> "$0/$$_0_log.out" 2>&1'
-_AS_SUBMITIT = {
-    "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-    "SUBMITIT_LOCAL_NODEID": "0", "SUBMITIT_LOCAL_LOCALID": "0", "SUBMITIT_LOCAL_GLOBALID": "0",
-}  # fmt: skip
+_FOREVER_MINUTES = 10 * 365 * 24 * 60
 log = logging.getLogger(__name__)
 
 
-def supervisor_argv(config: Path) -> list[str]:
-    """The supervisor's command, in the interpreter that submits."""
-    return [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config)]
+@dataclass(frozen=True, slots=True)
+class RunSupervisor:
+    """What submitit is asked to run: the supervisor, in place of the calling process."""
+
+    config: Path
+
+    def argv(self) -> list[str]:
+        """The supervisor's command, in the interpreter that submits."""
+        return [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(self.config)]
+
+    def __call__(self) -> None:
+        """Become the supervisor; returns only by raising OSError."""
+        os.execv(sys.executable, self.argv())  # noqa: S606 - an argument list, no shell
+
+
+class _SupervisorInSlurm(SlurmExecutor):
+    """Writes a script whose last line becomes the supervisor."""
+
+    supervisor: RunSupervisor
+    others: Sequence[_SupervisorInSlurm] = ()
+    """Of the other components of a heterogeneous job: their options are wanted, in the script of the first one."""
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text = str(super()._make_submission_file_text(command, uid))
+        head, mark, rest = text.partition("\n\n# command\n")
+        for other in self.others:
+            lines = other._make_submission_file_text(command, uid).splitlines()
+            head = "\n".join([head, "#SBATCH hetjob", *(line for line in lines if line.startswith("#SBATCH "))])
+        return head + mark + rest
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # a script can be written, and shown by --dry-run, where there is no Slurm
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"exec {shlex.join(self.supervisor.argv())}"
+
+
+class _SupervisorHere(LocalExecutor):
+    """Starts the supervisor as a process of this machine, below submitit's controller."""
+
+    supervisor: RunSupervisor
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join(self.supervisor.argv())
 
 
 def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
@@ -78,28 +123,9 @@ def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def script_text(config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]) -> str:
-    """The exact script that ``submit_to_slurm`` would submit.
-
-    Raises:
-        UsageError: the run folder, or an option, cannot stand in one.
-    """
-    if any(ord(character) < 32 for character in str(run.path)):
-        raise UsageError(f"the run folder {str(run.path)!r} holds a line break or control character")
-    if pattern := re.search(r"%[jtAa]", str(run.path)):
-        raise UsageError(f"the run folder {str(run.path)!r} holds {pattern.group()}, which stands for a job's number")
-    own = _sbatch_parameters(config, run, options, avoid)
-    head = "\n#SBATCH hetjob\n".join(_directives(each, config, own) for each in components_of(config))
-    command = f"export SUBMITIT_EXECUTOR=slurm\nexec {shlex.join(supervisor_argv(run.config))}"
-    return f"#!/bin/bash\n\n# Parameters\n{head}\n\n# command\n{command}\n"
-
-
-def _directives(component: Component, config: RunConfig, own: Mapping[str, Any]) -> str:
-    size = {"nodes": component.nodes, "ntasks-per-node": 1, "job-name": config.name}
-    options = sorted({**size, **own, **component.options}.items())
-    return "\n".join(
-        f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
-        for name, value in options
-    )
+    """The exact script that ``submit_to_slurm`` would submit."""
+    executor = _slurm_executor(config, run, options, avoid)
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
 
 
 def try_options(config: RunConfig, run: RunFolder) -> str:
@@ -112,12 +138,14 @@ def try_options(config: RunConfig, run: RunFolder) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="slurmft-", suffix=".sh") as script:
         script.write(script_text(config, run, {}, frozenset()))
         script.flush()
+        kept = {*scrubbed(os.environ), "SLURM_CLUSTERS"}
+        given = {name: value for name, value in os.environ.items() if name in kept}
         try:
-            return slurm.run(["sbatch", "--test-only", script.name], timeout_s=10.0, environment=_of_the_user())
+            return slurm.run(["sbatch", "--test-only", script.name], timeout_s=10.0, environment=given)
         except SlurmUnavailable:
             raise
         except SlurmError as error:
-            words = _words(error, script.name)
+            words = error.what.partition(script.name)[2].lstrip(": ") or error.what
             raise SlurmError(f"sbatch would refuse the job: {words}", hint=refusal_hint(words)) from error
 
 
@@ -128,50 +156,23 @@ def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any
         SlurmError: sbatch refused, with its own message; nothing is left of the attempt.
         SlurmUnavailable: Slurm did not answer.
     """
-    text = script_text(config, run, options, avoid)
-    if shutil.which("sbatch") is None:
-        raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local")
-    script = run.submissions / f"submission_file_{secrets.token_hex(16)}.sh"
-    replace_atomically(script, text)
-    try:
-        job_id = _submitted(script)
-    except BaseException:
-        script.unlink(missing_ok=True)
-        raise
+    executor = _slurm_executor(config, run, options, avoid)
+    kept = {*scrubbed(os.environ), "SLURM_CLUSTERS"}  # the user's wish, as SBATCH_* are
+    inside = {name: value for name, value in os.environ.items() if name not in kept}
+    with _without(inside), _removing_left_overs(run.submissions), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            job = executor.submit(executor.supervisor)
+        except (FailedSubmissionError, FailedJobError) as error:
+            raise _refusal(error) from error
+        except FileNotFoundError as error:
+            raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local") from error
+    job_id = str(job.job_id)
     try:  # whole or not at all: successors are submitted from it for months
-        script.rename(run.submissions / f"{job_id}_submission.sh")
-        replace_atomically(run.script, text)
+        replace_atomically(run.script, read_text(run.submissions / f"{job_id}_submission.sh"))
     except OSError as error:
         log.warning("%s cannot be written (%s): Slurm's own copy of it serves", run.script, error.strerror or error)
         run.script.unlink(missing_ok=True)
     return job_id
-
-
-def _submitted(script: Path) -> str:
-    hint = "try again; if it did arrive, squeue --me shows the job, and it keeps a second one from starting"
-    try:
-        said = slurm.run(["sbatch", str(script)], timeout_s=slurm.SUBMIT_S, environment=_of_the_user())
-    except SlurmUnavailable as error:
-        raise SlurmUnavailable(f"sbatch got no answer: {_words(error, str(script))}", hint=hint) from error
-    except SlurmError as error:
-        words = _words(error, str(script))
-        raise SlurmError(f"sbatch refused the job: {words}", hint=refusal_hint(words)) from error
-    if (job := re.search(r"job ([0-9]+)", said)) is None:
-        raise SlurmUnavailable(f"sbatch got no answer: it said {said.strip()[:200]!r}", hint=hint)
-    return job[1]
-
-
-def _of_the_user() -> dict[str, str]:
-    """Our environment without what describes a job around us; SLURM_CLUSTERS is the user's wish, as SBATCH_* are."""
-    kept = {*scrubbed(os.environ), "SLURM_CLUSTERS"}
-    return {name: value for name, value in os.environ.items() if name in kept}
-
-
-def _words(error: SlurmError, script: str) -> str:
-    """What sbatch has said of a script, each of its errors once; plug-ins say some twice."""
-    said = error.what.partition(f"{script}: ")[2] or error.what
-    errors = dict.fromkeys(part.strip() for part in re.split(r"\bsbatch: ", said) if "error" in part.lower())
-    return " ".join(part.removeprefix("error: ") for part in errors) or said
 
 
 def wished_cluster(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
@@ -213,23 +214,59 @@ def look_at_submitted(job_id: str, cluster: str, asked: Asked) -> JobIdentity:
 
 
 def submit_here(config: RunConfig, run: RunFolder) -> int:
-    """Start the supervisor on this machine in the background; returns its process id.
+    """Start the supervisor on this machine in the background; returns the process id of submitit's controller.
 
-    It ignores Ctrl-C, unless ``preemption.signal`` is SIGINT, and the end of the terminal: ``slurmft stop`` stops it.
+    The controller ignores Ctrl-C and the end of the terminal: the run is stopped with ``slurmft stop``.
     """
-    environment = scrubbed(os.environ) | {**_AS_SUBMITIT, "CUDA_VISIBLE_DEVICES": _visible_gpus(config)}
-    words = ["/bin/sh", "-c", _HERE, str(run.submissions), *supervisor_argv(run.config)]
-    # its output is in a file before it runs: it must not hold on to our terminal, or to a pipe that ours is read from
-    with ignoring_signals(signal.SIGINT, signal.SIGHUP), appending(run.submissions / "controller.log") as output:
-        process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    executor = _SupervisorHere(run.submissions)
+    executor.supervisor = RunSupervisor(run.config)
+    executor.update_parameters(
+        timeout_min=_FOREVER_MINUTES, signal_delay_s=0, stderr_to_stdout=True, **_visible_gpus(config)
+    )
+    inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
+    output = _output_to(run.submissions / "controller.log")
+    with _without(inside), ignoring_signals(signal.SIGINT, signal.SIGHUP), output:
+        job = cast(LocalJob[None], executor.submit(executor.supervisor))
     # a notebook lives longer than the run: no zombie may be left in it
-    threading.Thread(target=process.wait, daemon=True, name="slurmft-supervisor").start()
-    return process.pid
+    if job._process is not None:
+        threading.Thread(target=job._process.wait, daemon=True, name="slurmft-controller").start()
+    return int(job.job_id)
 
 
-def local_log(run: RunFolder, pid: int) -> Path:
-    """Where the output of the supervisor goes that was started here as this process."""
-    return run.submissions / f"{pid}_0_log.out"
+def local_log(run: RunFolder, controller_pid: int) -> Path:
+    """Where submitit's controller sends the supervisor's output."""
+    return run.submissions / f"{controller_pid}_0_log.out"
+
+
+def _slurm_executor(
+    config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]
+) -> _SupervisorInSlurm:
+    if any(ord(character) < 32 for character in str(run.path)):
+        raise UsageError(f"the run folder {str(run.path)!r} holds a line break or control character")
+    if pattern := re.search(r"%[jtAa]", str(run.path)):
+        raise UsageError(f"the run folder {str(run.path)!r} holds {pattern.group()}, which stands for a job's number")
+    first, *others = [_executor_of(each, config, run, options, avoid) for each in components_of(config)]
+    first.others = others
+    return first
+
+
+def _executor_of(
+    component: Component, config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]
+) -> _SupervisorInSlurm:
+    executor = _SupervisorInSlurm(run.submissions)
+    executor.supervisor = RunSupervisor(run.config)
+    parameters = {**_sbatch_parameters(config, run, options, avoid), **component.options}
+    executor.update_parameters(
+        nodes=component.nodes,
+        ntasks_per_node=1,
+        use_srun=False,
+        stderr_to_stdout=True,
+        job_name=parameters.pop("job-name", config.name),
+        time=parameters.pop("time", None),  # submitit's default would limit the job to 5 minutes
+        wckey=parameters.pop("wckey", None),
+        additional_parameters=parameters,
+    )
+    return executor
 
 
 def _sbatch_parameters(
@@ -245,7 +282,7 @@ def _sbatch_parameters(
     if config.survives_nodes:
         parameters["no-kill"] = True
     if config.nodes_range:
-        parameters["nodes"] = config.nodes_range  # in place of the component's own
+        parameters["nodes"] = config.nodes_range  # overrides the executor's
     parameters |= options
     for name, value in parameters.items():
         _refuse_control_characters(name, str(value))
@@ -259,13 +296,14 @@ def _refuse_control_characters(name: str, value: str) -> None:
         raise UsageError(f"--{name} {value!r} holds a line break or control character")
 
 
-def _visible_gpus(config: RunConfig) -> str:
+def _visible_gpus(config: RunConfig) -> dict[str, Any]:
     """Of this machine: as many as a node's workers need, and all of them where roles choose among them."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         gpus = [int(part) for part in visible.split(",") if part.strip().isdecimal()]
     else:
         gpus = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*"))
-    return ",".join(map(str, gpus if config.roles else gpus[: config.nproc_per_node]))
+    count = len(gpus) if config.roles else config.nproc_per_node
+    return {"gpus_per_node": min(count, len(gpus)), "visible_gpus": gpus[:count]} if gpus else {}
 
 
 def _warn_if_never(record: JobRecord) -> None:
@@ -284,3 +322,55 @@ def changed_by_site(record: JobRecord, asked: Asked) -> list[str]:
     if limit_s is not None and record.limit_s is not None and limit_s != record.limit_s:
         found.append(f"its time limit is {round(record.limit_s / 60)} minutes, not {asked.time}")
     return found
+
+
+def _refusal(error: Exception) -> SlurmError:
+    words = _last_words(error)
+    if isinstance(error, FailedSubmissionError) or any(text in words for text in slurm.NOT_ANSWERING):
+        hint = "try again; if it did arrive, squeue --me shows the job, and it keeps a second one from starting"
+        return SlurmUnavailable(f"sbatch got no answer: {words}", hint=hint)
+    return SlurmError(f"sbatch refused the job: {words}", hint=refusal_hint(words))
+
+
+@contextlib.contextmanager
+def _removing_left_overs(folder: Path) -> Iterator[None]:
+    """submitit leaves what it wrote for a job that sbatch then refuses."""
+    before = set(folder.iterdir())
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - before:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _last_words(error: Exception) -> str:
+    lines = dict.fromkeys(line for line in str(error).splitlines() if "error" in line.lower())
+    return " ".join(line.replace("sbatch: error: ", "").strip() for line in lines) or str(error)
+
+
+@contextlib.contextmanager
+def _without(variables: Mapping[str, str]) -> Iterator[None]:
+    for name in variables:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(variables)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Children started inside hold on to ``path``, not to our terminal or to a pipe that our output is read from."""
+    saved = [os.dup(descriptor) for descriptor in range(3)]
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        with appending(path) as log:
+            for descriptor, target in enumerate((nothing, log, log)):
+                os.dup2(target, descriptor)
+        yield
+    finally:
+        for descriptor, before in enumerate(saved):
+            os.dup2(before, descriptor)
+        for opened in (*saved, nothing):
+            os.close(opened)

@@ -679,12 +679,12 @@ class AttemptEnd:
     def _start_anew(self) -> None:
         self.journal.append(EventName.STARTING_ANEW, restart=self.cluster.attempt.restart + 1)
         self._flush()  # the claim stays ours: the next start is this process, and may be killed before it begins
-        from slurmft.scheduler.submission import supervisor_argv  # which only this branch needs
+        from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
 
         if not isinstance(self.cluster, LocalCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         self.log_file.close()
-        self.cluster.start_anew(supervisor_argv(self.run.config))
+        self.cluster.start_anew(RunSupervisor(self.run.config).argv())
 
     def _why_ending(self) -> Answer:
         if (outside := self.cluster.why_ending()) is None:

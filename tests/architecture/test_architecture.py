@@ -82,7 +82,7 @@ ALLOWED = {
 
 HOMES = {
     "yaml": ("config/base.py",),
-    "submitit": ("operations/executor.py",),  # which has its interface
+    "submitit": ("scheduler/submission.py", "operations/executor.py"),  # the latter has its interface
     "filelock": ("storage/", "lab/"),
     "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "integrations/", "compat/megatron.py"),
     "transformers": ("integrations/huggingface.py",),

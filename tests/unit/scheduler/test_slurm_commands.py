@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import slowness, until
+from waiting import slowness
 
 from slurmft.config.run import RunConfig, from_values, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
@@ -784,7 +784,7 @@ def test_a_control_character_in_the_run_folder_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["p%j", "%A_%a", "x%t"])
-def test_a_run_folder_whose_name_sbatch_would_fill_in_is_refused(tmp_path, name):
+def test_a_run_folder_that_submitit_would_rename_is_refused(tmp_path, name):
     run = RunFolder(tmp_path / name)
     with pytest.raises(UsageError, match="stands for a job's number"):
         script_text(config_of(run), run, {}, frozenset())
@@ -900,18 +900,5 @@ def test_a_job_that_sbatch_does_not_name_may_have_arrived(stubs, run):
         submit_to_slurm(config_of(run), run, {}, frozenset())
 
 
-@pytest.mark.parametrize("code", [0, 144])
-def test_a_supervisor_on_this_machine_is_started_once_whatever_it_ends_with(run, monkeypatch, code):
-    """144 is what a job of submitit's asks with to be started again: six supervisors followed each other."""
-    run.create()
-    starts = run.path / "starts"
-    words = ["/bin/sh", "-c", f'echo "started as $SUBMITIT_LOCAL_JOB_ID"; echo x >> "{starts}"; exit {code}']
-    monkeypatch.setattr(submission, "supervisor_argv", lambda _config: words)
-    pid = submission.submit_here(config_of(run), run)
-    until(lambda: not Path(f"/proc/{pid}").exists(), what="its end")
-    assert starts.read_text() == "x\n"
-    assert submission.local_log(run, pid).read_text() == f"started as {pid}\n"
-
-
 def test_the_supervisor_runs_in_the_interpreter_that_submits(run):
-    assert submission.supervisor_argv(run.config)[:5] == [sys.executable, "-P", "-u", "-m", "slurmft"]
+    assert submission.RunSupervisor(run.config).argv()[:5] == [sys.executable, "-P", "-u", "-m", "slurmft"]
