@@ -13,12 +13,10 @@ from typing import Any
 import click
 
 from slurmft.cli.arguments import PATH, Amount
-from slurmft.cli.main import Verbs, say_block, say_error, say_json
-from slurmft.errors import SlurmftError
+from slurmft.cli.main import Verbs, say_block, say_json
 from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab, LabStatus, status_of
 from slurmft.lab.settings import LabSettings, default_folder, release_of
-from slurmft.system.foreign_text import log_to_stderr
 
 _DEFAULTS = LabSettings()
 
@@ -189,12 +187,3 @@ def stop_controller(folder: Path, crash: bool) -> None:
 def start_controller(folder: Path) -> None:
     """Start slurmctld again from its saved state."""
     Lab.standing(folder).start_controller()
-
-
-if __name__ == "__main__":
-    log_to_stderr("slurmft: %(message)s")
-    try:
-        lab(prog_name="slurmft lab")
-    except SlurmftError as error:
-        say_error(str(error))
-        sys.exit(error.exit_code)

@@ -21,7 +21,7 @@ CHECKOUT = Path(cluster.slurmft.__file__).parent.parent
 
 
 def cli(folder: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "slurmft.cli.lab", "--folder", str(folder), *words]
+    return [sys.executable, "-m", "slurmft", "lab", "--folder", str(folder), *words]
 
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

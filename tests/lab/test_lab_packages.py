@@ -58,10 +58,10 @@ def test_an_ordinary_user_is_told_so_and_installs_nothing(only_util_linux, monke
 @pytest.mark.parametrize("words", [["up"], ["down"], ["status"], ["exec", "true"], ["kill-node", "n1"]], ids=" ".join)
 def test_the_command_line_exits_69_without_root(words, tmp_path):
     # loaded before root is dropped: a checkout may lie in a folder that only its owner may enter
-    launch = "import os, sys; from slurmft.cli import lab; code = lab.__loader__.get_code('slurmft.cli.lab'); "
-    launch += "os.setgid(65534); os.setuid(65534); sys.argv[0] = 'lab'; exec(code, {'__name__': '__main__'})"
+    launch = "import os, sys; import slurmft.cli.lab, slurmft.system.processes; from slurmft.cli.main import main; "
+    launch += "os.setgid(65534); os.setuid(65534); main()"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", launch, "--folder", "/var/lib/slurmft-lab-nobody", *words],
+        [sys.executable, "-W", "ignore", "-c", launch, "lab", "--folder", "/var/lib/slurmft-lab-nobody", *words],
         capture_output=True,
         text=True,
         cwd=Path(slurmft.__file__).parent.parent,

@@ -20,7 +20,7 @@ CHECKOUT = Path(cluster.slurmft.__file__).parent.parent
 
 
 def start_up(folder: Path) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "slurmft.cli.lab", "--folder", str(folder), "up", "--nodes", "2"]
+    argv = [sys.executable, "-m", "slurmft", "lab", "--folder", str(folder), "up", "--nodes", "2"]
     return subprocess.Popen(argv, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -128,7 +128,7 @@ def test_up_recovers_when_its_predecessor_was_killed_halfway(folder, eventually,
 
 
 def test_a_strict_umask_of_the_caller_changes_nothing(folder):
-    argv = [sys.executable, "-m", "slurmft.cli.lab", "--folder", str(folder), "up", "--nodes", "1"]
+    argv = [sys.executable, "-m", "slurmft", "lab", "--folder", str(folder), "up", "--nodes", "1"]
     subprocess.run(argv, cwd=CHECKOUT, umask=0o077, check=True, capture_output=True, timeout=60)
     job = ["sbatch", "--wait", "--output=out", "--wrap", "sinfo -h -p low -o %N"]
     Lab.standing(folder).run(job)
@@ -201,7 +201,7 @@ def test_a_purge_that_was_interrupted_is_finished_by_the_next_one(folder, monkey
 
 
 def test_commands_inside_the_lab_cannot_take_it_down(shared_lab):
-    argv = [sys.executable, "-m", "slurmft.cli.lab", "--folder", str(shared_lab.folder), "down"]
+    argv = [sys.executable, "-m", "slurmft", "lab", "--folder", str(shared_lab.folder), "down"]
     done = shared_lab.run_as_admin(argv, check=False, cwd=CHECKOUT)
     assert done.returncode == 1
     assert "this command runs inside the lab, on login" in done.stderr
