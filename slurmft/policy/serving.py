@@ -295,18 +295,6 @@ def cheaper(path: str, body: bytes, max_tokens: int | None, model: str | None) -
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms for requests at the moment."""
-
-    degraded: bool
-    concurrency: int
-    """Requests at a time for each replica."""
-
-    timeout_factor: float
-    """Of time limits that the client has not chosen itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class GracefulDegradation:
     """Degrades below a share of the capacity, and comes back with hysteresis.
 
@@ -326,11 +314,14 @@ class GracefulDegradation:
         return replace(self, degraded=share < limit)
 
     @property
-    def terms(self) -> Terms:
-        """For requests from now on."""
-        if self.degraded:
-            return Terms(degraded=True, concurrency=max(1, self.concurrency // 2), timeout_factor=2.0)
-        return Terms(degraded=False, concurrency=self.concurrency, timeout_factor=1.0)
+    def slots(self) -> int:
+        """Requests at a time for each replica, from now on."""
+        return max(1, self.concurrency // 2) if self.degraded else self.concurrency
+
+    @property
+    def timeout_factor(self) -> float:
+        """Of time limits that the client has not chosen itself."""
+        return 2.0 if self.degraded else 1.0
 
 
 # --- When an endpoint is handed over to a successor job, and what its owner does about that successor ---
