@@ -313,6 +313,11 @@ class AgentPool:
             deadline_s += await overslept_s(LOOK_S)  # while this process was stopped it could not take them in
         return True
 
+    def ping(self, ping: messages.Ping) -> None:
+        """Send a sign of life to every agent that can be reached; there is no reply."""
+        for link in self.links.values():
+            link.tell(ping)
+
     async def ask(
         self, links: Sequence[AgentLink], call: messages.Call[messages.Answer], *, timeout_s: float
     ) -> list[messages.Answer | AgentLost]:

@@ -538,9 +538,7 @@ class Crew:
             now_s = time.monotonic()
             if now_s - pinged_s > ping_interval_s(agents, lease_s=section.supervisor_lease_s):
                 pinged_s = now_s
-                ping = Ping() if self._attempt is None else self._attempt.ping()
-                for link in pool.links.values():
-                    link.tell(ping)
+                pool.ping(Ping() if self._attempt is None else self._attempt.ping())
             for link in pool.silent_for(timeout_s, now_s):
                 if self._attempt is not None:  # else the next one loses it
                     self._attempt.on_silence(link, now_s - link.last_heard, timeout_s)
