@@ -205,11 +205,11 @@ class GracefulDegradation:
 
     def reduce_batch_size(self) -> None:
         """Half of the normal one, at least 1."""
-        self.batch_size = self._degraded.terms.concurrency
+        self.batch_size = self._degraded.slots
 
     def increase_response_timeout(self) -> None:
         """Twice the normal one."""
-        self.response_timeout = self._normal_timeout * self._degraded.terms.timeout_factor
+        self.response_timeout = self._normal_timeout * self._degraded.timeout_factor
 
     def reject_low_priority_requests(self) -> None:
         """``accepts("low")`` is False from now on."""

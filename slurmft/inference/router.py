@@ -507,7 +507,6 @@ class Router:
         self.replicas = Replicas(key, self._on_change, self._wake)
         self.replicas.max_lag = self.serving.weights.max_version_lag
         self._degradation = serving.GracefulDegradation(self.serving.degraded_below, config.concurrency)
-        self._terms = self._degradation.terms
         self._waiting: Mapping[serving.Priority, deque[asyncio.Future[None]]] = {
             each: deque() for each in serving.Priority
         }
@@ -610,7 +609,7 @@ class Router:
             self.metrics.refused("forbidden")
             return self.error(403, "no path that clients of this engine may use (inference.engine.allow_paths)")
         asked_s = serving.seconds_asked(request.headers.get("X-Request-Timeout"))
-        limit_s = min(asked_s or self.config.request_timeout_s * self._terms.timeout_factor, 7 * 86_400.0)
+        limit_s = min(asked_s or self.config.request_timeout_s * self._degradation.timeout_factor, 7 * 86_400.0)
         deadline_s = time.monotonic() + limit_s
         if (refusal := self._refusal(request, limit_s)) is not None:
             return refusal
@@ -624,7 +623,7 @@ class Router:
         body = found
         if is_of_batches and self.batches is not None:
             return await self.batches.answer(request, path, body)
-        if self._terms.degraded and (self.serving.degraded_max_tokens or self.serving.degraded_model):
+        if self._degradation.degraded and (self.serving.degraded_max_tokens or self.serving.degraded_model):
             body, trip.degraded = await asyncio.to_thread(
                 serving.cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
             )
@@ -656,10 +655,10 @@ class Router:
 
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
         priority = request[TRIP].priority
-        loads, limit = self.replicas.loads(), priority.share_of(self._terms.concurrency)
+        loads, limit = self.replicas.loads(), priority.share_of(self._degradation.slots)
         slots, has_room = len(loads) * limit, serving.choose_replica(loads, limit=limit) is not None
         queue = serving.Queue(self._before(priority), self.serving.max_queue, slots, self._mean_s, has_room)
-        entry = serving.entry_of(queue, left_s=left_s, priority=priority, degraded=self._terms.degraded,
+        entry = serving.entry_of(queue, left_s=left_s, priority=priority, degraded=self._degradation.degraded,
                                  closing=self.replicas.closing)  # fmt: skip
         if entry is serving.Entry.ADMITTED:
             return None
@@ -711,7 +710,7 @@ class Router:
         is_woken, line = False, self._waiting[priority]
         while True:
             is_next = is_woken or not self._before(priority)
-            limit = priority.share_of(self._terms.concurrency)
+            limit = priority.share_of(self._degradation.slots)
             if is_next and (replica := self.replicas.choose(limit, without)) is not None:
                 replica.begin()
                 if is_woken:
@@ -813,7 +812,6 @@ class Router:
         """A replica may have room, or there is one more or less."""
         before = self._degradation.degraded
         self._degradation = self._degradation.saw(self.replicas.ready, self.replicas.expected)
-        self._terms = self._degradation.terms
         if self._degradation.degraded != before:
             log.warning("the endpoint is %s: %d of %d replicas are ready", "degraded" if not before else "well again",
                         self.replicas.ready, self.replicas.expected)  # fmt: skip
@@ -823,7 +821,7 @@ class Router:
 
     def _wake(self) -> None:
         first = next((each for each, line in self._waiting.items() if line), None)
-        if first is not None and self.replicas.choose(first.share_of(self._terms.concurrency), ()) is not None:
+        if first is not None and self.replicas.choose(first.share_of(self._degradation.slots), ()) is not None:
             waiting = self._waiting[first].popleft()
             if not waiting.done():
                 waiting.set_result(None)
@@ -850,7 +848,7 @@ class Router:
     @property
     def degraded(self) -> bool:
         """Too few replicas are ready."""
-        return self._terms.degraded
+        return self._degradation.degraded
 
     def status(self) -> Mapping[str, Any]:
         """What ``/status`` shows."""
@@ -859,7 +857,7 @@ class Router:
             "state": "closing" if self.replicas.closing else state if self.ready else "waiting",
             "router": self._node,
             "replicas": {"ready": self.replicas.ready, "expected": self.replicas.expected},
-            "concurrency": self._terms.concurrency,
+            "concurrency": self._degradation.slots,
             "in_flight": self.in_flight - 1,
             "waiting": self.waiting,
             "weights": self.replicas.newest and self.replicas.newest.version,

@@ -191,17 +191,6 @@ class Assessment:
         return [self.verdicts[node] for node in sorted(self.verdicts) if self.verdicts[node].condition in conditions]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """The nodes to be taken out now."""
-
-    act: tuple[NodeVerdict, ...] = ()
-    held_back: tuple[tuple[NodeVerdict, str], ...] = ()
-    """The sick nodes that stay, each with the reason."""
-
-    cluster_problems: tuple[ClusterProblem, ...] = field(default=())
-
-
 _SEVERITY = {Status.OK: 0, Status.UNKNOWN: 1, Status.WARNING: 2, Status.CRITICAL: 3}
 
 
@@ -227,8 +216,8 @@ def assess(
 def plan(
     assessment: Assessment, now: float, rules: HealthRules, *, taken_out_at: Iterable[float] = (),
     already_out: frozenset[str] = frozenset(),
-) -> Plan:  # fmt: skip
-    """Which of the sick nodes are taken out now.
+) -> tuple[tuple[NodeVerdict, ...], tuple[NodeVerdict, ...]]:  # fmt: skip
+    """Which of the sick nodes are taken out now; and which stay, as ``max_nodes_per_hour`` is reached.
 
     Args:
         taken_out_at: Unix times at which nodes were taken out before; those of the last hour count.
@@ -237,13 +226,7 @@ def plan(
     left = rules.max_nodes_per_hour - sum(1 for at in taken_out_at if at > now - 3600)
     sick = [verdict for verdict in assessment.of(Condition.SICK) if verdict.node not in already_out]
     sick.sort(key=lambda verdict: (-verdict.failed, verdict.node))
-    act, late = sick[: max(0, left)], sick[max(0, left) :]
-    why = f"max_nodes_per_hour={rules.max_nodes_per_hour} is reached"
-    return Plan(
-        act=tuple(act),
-        held_back=tuple((verdict, why) for verdict in late),
-        cluster_problems=assessment.cluster_problems,
-    )
+    return tuple(sick[: max(0, left)]), tuple(sick[max(0, left) :])
 
 
 def drain_reason(problem: Problem, check: str, detail: str) -> str:
@@ -495,10 +478,8 @@ def sweep_plan(
     excluded = {node for node, each in standings.items() if each.state is State.EXCLUDED}
     out = {node for node, fact in nodes.items() if not fact.usable}
     taken_out_at = [each.at for each in observations if each.kind is Kind.HEALTH and each.source == SOURCE]
-    found = plan(
-        assessment, now, health, taken_out_at=taken_out_at, already_out=frozenset(excluded | out)
-    )  # fmt: skip
-    acted = {verdict.node for verdict in found.act}
+    act, late = plan(assessment, now, health, taken_out_at=taken_out_at, already_out=frozenset(excluded | out))
+    acted, why = {verdict.node for verdict in act}, f"max_nodes_per_hour={health.max_nodes_per_hour} is reached"
     well = [each for each in assessment.of(Condition.HEALTHY) if each.clean >= health.clean_needed]
     cleared = _clean_looks(mine, well, standings, {each.id for each in observations})
     sick = [verdict for verdict in assessment.of(Condition.SICK) if verdict.node in acted | (excluded - out)]
@@ -508,9 +489,12 @@ def sweep_plan(
         nodes=nodes,
         assessment=assessment,
         standings=standings,
-        observations=(*(_against(verdict, now, rules) for verdict in found.act), *cleared),
-        excluded=found.act,
-        held_back=(*found.held_back, *((verdict, "max_nodes_per_hour: drained later") for verdict in later)),
+        observations=(*(_against(verdict, now, rules) for verdict in act), *cleared),
+        excluded=act,
+        held_back=(
+            *((verdict, why) for verdict in late),
+            *((verdict, "max_nodes_per_hour: drained later") for verdict in later),
+        ),
         drain=drain,
         resume=tuple(
             nodes[verdict.node]
@@ -519,7 +503,7 @@ def sweep_plan(
             and _has_passed(mine[verdict.node], verdict, nodes[verdict.node].reason)
         ),
         test=_to_test(nodes, mine, assessment, standings, now=now, visits=visits),
-        cluster_problems=found.cluster_problems,
+        cluster_problems=assessment.cluster_problems,
         strangers=len(checkups) - len(mine),
     )
 

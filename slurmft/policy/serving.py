@@ -295,18 +295,6 @@ def cheaper(path: str, body: bytes, max_tokens: int | None, model: str | None) -
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms for requests at the moment."""
-
-    degraded: bool
-    concurrency: int
-    """Requests at a time for each replica."""
-
-    timeout_factor: float
-    """Of time limits that the client has not chosen itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class GracefulDegradation:
     """Degrades below a share of the capacity, and comes back with hysteresis.
 
@@ -326,11 +314,14 @@ class GracefulDegradation:
         return replace(self, degraded=share < limit)
 
     @property
-    def terms(self) -> Terms:
-        """For requests from now on."""
-        if self.degraded:
-            return Terms(degraded=True, concurrency=max(1, self.concurrency // 2), timeout_factor=2.0)
-        return Terms(degraded=False, concurrency=self.concurrency, timeout_factor=1.0)
+    def slots(self) -> int:
+        """Requests at a time for each replica, from now on."""
+        return max(1, self.concurrency // 2) if self.degraded else self.concurrency
+
+    @property
+    def timeout_factor(self) -> float:
+        """Of time limits that the client has not chosen itself."""
+        return 2.0 if self.degraded else 1.0
 
 
 # --- When an endpoint is handed over to a successor job, and what its owner does about that successor ---
@@ -371,28 +362,6 @@ class Step(StrEnum):
     GIVE_UP = "go on without a handover"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
-    """The handover at one moment; all times in seconds of one clock."""
-
-    now_s: float
-    due_s: float | None
-    """When it is to begin; None: at no time that is known."""
-
-    successor: Successor
-    alive_since_s: float | None
-    """Since when the successor has nodes."""
-
-    start_limit_s: float
-    """How long it may take from then on until it is ready."""
-
-    tries: int
-    """Successors submitted so far in this job."""
-
-    again_s: float
-    """Not before then is another one submitted."""
-
-
 def lead_s(configured: float | None, *, startup_s: float | None, stop_s: float) -> float | None:
     """Seconds before the time limit at which the successor is submitted; None where that cannot be known yet.
 
@@ -417,17 +386,28 @@ def due_s(lead: float | None, *, owned_since_s: float, ends_s: float | None) -> 
     return max(ends_s - lead, owned_since_s + (ends_s - owned_since_s) / 2)
 
 
-def next_step(seen: Situation) -> Step:
-    """What the owner does about the handover."""
-    match seen.successor:
+def next_step(
+    successor: Successor, *, now_s: float, due_s: float | None, alive_since_s: float | None, start_limit_s: float,
+    tries: int, again_s: float,
+) -> Step:  # fmt: skip
+    """What the owner does about the handover; all times in seconds of one clock.
+
+    Args:
+        due_s: when it is to begin; None: at no time that is known.
+        alive_since_s: since when the successor has nodes.
+        start_limit_s: how long it may take from then on until it is ready.
+        tries: successors submitted so far in this job.
+        again_s: not before then is another one submitted.
+    """
+    match successor:
         case Successor.UNKNOWN | Successor.WAITING:
             return Step.WAIT
         case Successor.ALIVE:
-            since_s = seen.now_s if seen.alive_since_s is None else seen.alive_since_s
-            return Step.REPLACE if seen.now_s - since_s > seen.start_limit_s else Step.WAIT
-    if seen.due_s is None or seen.now_s < max(seen.due_s, seen.again_s):
+            since_s = now_s if alive_since_s is None else alive_since_s
+            return Step.REPLACE if now_s - since_s > start_limit_s else Step.WAIT
+    if due_s is None or now_s < max(due_s, again_s):
         return Step.WAIT
-    return Step.SUBMIT if seen.tries < MAX_TRIES else Step.GIVE_UP
+    return Step.SUBMIT if tries < MAX_TRIES else Step.GIVE_UP
 
 
 def waits_for(successor: Successor, *, since_s: float, left_s: float, whole_s: float) -> bool:

@@ -360,9 +360,6 @@ SIGNATURES: Sequence[Signature] = (
 
 
 # The one reader of text: what ended a program, by its exceptions, its messages, Slurm's lines and the kernel's.
-# Only what was printed as an end counts: neither source lines that a traceback quotes, nor remarks, nor errors after
-# which the program went on. What the words mean is said by ``SIGNATURES``. No text takes long, whatever is in it: only
-# its newest lines are read, and only the beginning of each.
 
 MAX_LINES, MAX_LINE, MAX_CHARACTERS = 1000, 1000, 400_000
 """Of a text, from its end, and of each line."""

@@ -25,7 +25,6 @@ from slurmft.policy.serving import (
     LOAN_PAUSE_S,
     PAUSE_S,
     Loan,
-    Situation,
     Step,
     Successor,
     due_s,
@@ -337,7 +336,7 @@ class Giver:
         if self._record is not None and self._record.successor and now_s - self._asked_s > ASK_S:
             self._asked_s = now_s
             await self._ask(self._record)
-        match next_step(self._situation()):
+        match self._next_step():
             case Step.SUBMIT if not self.is_held():
                 self._tries += 1
                 self._submitting = asyncio.create_task(self._submit(tried=False))
@@ -349,11 +348,11 @@ class Giver:
                 self._given_up = True
                 self._journal.append(EventName.HANDOVER_FAILED, reason=f"no successor took over in {self._tries} tries")
 
-    def _situation(self) -> Situation:
+    def _next_step(self) -> Step:
         assert self._config.inference is not None
         limit_s = self._config.inference.startup_timeout_s + self._config.fault_tolerance.launch_timeout_s
-        return Situation(
-            now_s=self._now(), due_s=self._due_s(), successor=self.successor, alive_since_s=self._alive_since_s,
+        return next_step(
+            self.successor, now_s=self._now(), due_s=self._due_s(), alive_since_s=self._alive_since_s,
             start_limit_s=limit_s, tries=self._tries, again_s=self._again_s,
         )  # fmt: skip
 

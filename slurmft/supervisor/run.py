@@ -114,10 +114,12 @@ class Attempts:
             SlurmftError: nothing could be started.
         """
         sender = EvidenceSender(self._config, start)
-        ending = AttemptEnd(
-            self._config, start, sender, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes
-        )
-        escape = settle(self._config, start)
+
+        def ending_of(start: Start) -> AttemptEnd:
+            return AttemptEnd(self._config, start, sender, self._log_file, dismiss=self.dismiss,
+                              has_nodes=self._has_nodes)  # fmt: skip
+
+        ending, escape = ending_of(start), settle(self._config, start)
         if escape is not None and in_folder(start, lambda: start.run.see_request("KILL")) is None:  # else it stops
             if start.candidate:
                 return self._leave(ending, escape[0].reason, called_off=False)
@@ -139,8 +141,7 @@ class Attempts:
             if endpoint.stops.superseded:
                 return ending.leave(End.HANDED_ON, 0)
             start = endpoint.start  # a candidate owns the run by now
-            ending = AttemptEnd(self._config, start, sender, self._log_file, dismiss=self.dismiss,
-                            has_nodes=self._has_nodes)  # fmt: skip
+            ending = ending_of(start)
         self.generation = start.generation
         ending.ends_at_s = supervisor.stops.ends_at_s
         code = ending.act_on(verdict)

@@ -443,8 +443,6 @@ class ServingAttempt(InferenceAttempt):
     # Who owns the run
 
     async def _heed_requests(self) -> None:
-        if self.stops.superseded:  # they are for the new owner
-            return
         if self._candidacy is not None:
             await self._heed_stop()
         else:

@@ -208,8 +208,8 @@ def test_degradation_begins_below_its_share_and_ends_above_a_higher_one():
         state = state.saw(ready, 10)
         seen.append(state.degraded)
     assert seen == [False, False, True, True, False, False, True, True]
-    assert (state.terms.concurrency, state.terms.timeout_factor) == (16, 2.0)
-    assert GracefulDegradation(concurrency=1, degraded=True).terms.concurrency == 1
+    assert (state.slots, state.timeout_factor) == (16, 2.0)
+    assert GracefulDegradation(concurrency=1, degraded=True).slots == 1
     assert not GracefulDegradation(below=0.0).saw(0, 10).degraded, "0 switches it off"
     assert not GracefulDegradation(below=0.9).saw(0, 10).saw(10, 10).degraded, "all that there are is always enough"
 

@@ -107,7 +107,7 @@ def test_what_many_share_is_no_nodes_fault(failing, of, is_the_clusters):
     if is_the_clusters:
         problem = found.cluster_problems[0]
         assert (problem.check, len(problem.nodes), problem.looked) == ("gpu", failing, of)
-        assert plan(found, NOW, RULES).act == ()
+        assert plan(found, NOW, RULES)[0] == ()
 
 
 def test_a_cluster_problem_hides_no_other_failure():
@@ -128,16 +128,16 @@ def test_no_more_than_a_few_in_an_hour():
     found = assess(cluster(6, 100), NOW, RULES)
     rules = HealthRules(max_nodes_per_hour=4)
     first = plan(found, NOW, rules)
-    assert [verdict.node for verdict in first.act] == ["n0", "n1", "n2", "n3"]
-    assert [verdict.node for verdict, _ in first.held_back] == ["n4", "n5"]
-    assert plan(found, NOW, rules, taken_out_at=[NOW - 10] * 4).act == ()
-    assert len(plan(found, NOW, rules, taken_out_at=[NOW - 4000] * 9).act) == 4
-    assert plan(found, NOW, HealthRules(max_nodes_per_hour=0)).act == ()
+    assert [verdict.node for verdict in first[0]] == ["n0", "n1", "n2", "n3"]
+    assert [verdict.node for verdict in first[1]] == ["n4", "n5"]
+    assert plan(found, NOW, rules, taken_out_at=[NOW - 10] * 4)[0] == ()
+    assert len(plan(found, NOW, rules, taken_out_at=[NOW - 4000] * 9)[0]) == 4
+    assert plan(found, NOW, HealthRules(max_nodes_per_hour=0))[0] == ()
 
 
 def test_who_is_out_already_is_not_taken_out_again():
     found = assess(cluster(2, 100), NOW, RULES)
-    assert [verdict.node for verdict in plan(found, NOW, RULES, already_out=frozenset({"n0"})).act] == ["n1"]
+    assert [verdict.node for verdict in plan(found, NOW, RULES, already_out=frozenset({"n0"}))[0]] == ["n1"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_worst(letters, status):
 @given(st.lists(st.text(alphabet=".wX?", max_size=6), max_size=8))
 def test_nobody_is_taken_out_without_enough_failures(pasts):
     checkups = {f"n{number}": history(f"n{number}", letters) for number, letters in enumerate(pasts)}
-    for verdict in plan(assess(checkups, NOW, RULES), NOW, RULES).act:
+    for verdict in plan(assess(checkups, NOW, RULES), NOW, RULES)[0]:
         newest = [letter for letter in pasts[int(verdict.node[1:])] if letter != "?"][-RULES.considered :]
         assert newest[-1] == "X"
         assert newest.count("X") >= RULES.needed
@@ -198,5 +198,5 @@ def test_ten_thousand_nodes():
     began = time.process_time()
     found = plan(assess(checkups, NOW, RULES), NOW, RULES)
     took = time.process_time() - began
-    assert len(found.act) + len(found.held_back) == 11
+    assert len(found[0]) + len(found[1]) == 11
     assert took < 2.0, took
