@@ -533,7 +533,11 @@ def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
             (folder / MANIFEST).unlink()
             fsync_folder(folder)
         _remove_entry(folder / MANIFEST)  # a link to nowhere, or no file at all
-        _remove_tree(folder, tick)
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                _remove_entry(Path(entry.path))
+                tick()
+        folder.rmdir()
     except BlockingIOError:
         log.info("%s stays for now: another process is reading it", folder)
         return f"{folder} is being read"
@@ -550,14 +554,6 @@ def _remove_entry(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _remove_tree(folder: Path, tick: Callable[[], None]) -> None:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            _remove_entry(Path(entry.path))
-            tick()
-    folder.rmdir()
 
 
 # --- Reading a committed checkpoint to the last byte, without torch: does everything match its marker? ---

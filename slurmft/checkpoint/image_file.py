@@ -671,7 +671,7 @@ def holding(path: Path) -> Iterator[int]:
         OSError: it cannot be opened.
     """
     descriptor = open_regular(path)
-    with _locked(path, descriptor, lambda: patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
+    with _locked(path, descriptor, lambda: lock_within(lambda: _lock(descriptor, fcntl.LOCK_SH))):
         yield descriptor
 
 
@@ -775,7 +775,7 @@ def _lock(descriptor: int, kind: int) -> None:
             raise
 
 
-def patiently(lock: Callable[[], None], within_s: float = _PATIENCE_S) -> None:
+def lock_within(lock: Callable[[], None], within_s: float = _PATIENCE_S) -> None:
     """Call ``lock`` until it gets the lock: ``is_held`` has a file alone for a moment, and so does who removes it.
 
     Raises:

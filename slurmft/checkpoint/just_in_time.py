@@ -37,7 +37,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from slurmft.checkpoint.catalog import own_generation
-from slurmft.checkpoint.image_file import patiently
+from slurmft.checkpoint.image_file import lock_within
 from slurmft.checkpoint.notes import ERA, LATE_S, BoundaryNotes, Extra, Send
 from slurmft.checkpoint.state import (
     BUFFERS_OF,
@@ -235,7 +235,7 @@ def alone_on_this_node(folder: Path, step: int, part: int = 0) -> Iterator[int]:
     of_this_load = f"{own_generation()}-{SAVERS.loads}-{step}"  # step numbers repeat after one
     descriptor = open_regular(folder / f"{_MARK}{of_this_load}-{part}", os.O_RDWR | os.O_CREAT)
     try:
-        patiently(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), OTHERS_S)
+        lock_within(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), OTHERS_S)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -593,7 +593,7 @@ class JustInTime:
     def _has_lead(self, step: int) -> bool:
         """Whether this rank knows all that rank 0 alone had."""
         lead = self._notes.lead(step) if self._notes is not None else None
-        has_buffers = not self._buffers or (lead is not None and lead.has_buffers)
+        has_buffers = not self._buffers or (lead is not None and bool(lead.buffers))
         return has_buffers and (lead is not None or self._notes is None or not self._notes.has_extra)
 
     def _keep(self, step: int, then: DeviceStep | None) -> bool:

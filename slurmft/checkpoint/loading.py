@@ -44,7 +44,6 @@ from slurmft.checkpoint.state import (
     STATE,
     WHOLE,
     KeyPath,
-    Part,
     Stateful,
     Tolerance,
     Trainee,
@@ -366,7 +365,7 @@ def _lead_part(
         extra = {(EXTRA,): dict(lead.extra)}
     if facts.get(BUFFERS_OF, 0) == 0:
         return extra, {}
-    if lead is not None and lead.has_buffers:
+    if lead is not None and lead.buffers:
         return extra, lead.buffers
     if rank == 0:
         raise Damaged(Damage.MISSING, image_file(0), "the buffers of rank 0, which DDP sends to all others")
@@ -607,7 +606,10 @@ class Loading:
         self._skipped: list[tuple[Path, str]] = []
         self._found: set[int] = set()
         self._is_sparing = is_sharded(trainee.model)
-        self._part = _part_here(trainee, self._team)
+        self._part = WHOLE
+        with contextlib.suppress(UsageError):
+            weights = unwrapped(trainee.model).parameters()
+            self._part = part_of(weights, rank=self._team.rank, world_size=self._team.world_size)
         self.began_s = time.monotonic()
         self.newest_commit = 0
         """Of all checkpoints that were seen; saves are counted on from it."""
@@ -863,13 +865,6 @@ class Loading:
         error = CheckpointError(f"{path} cannot be loaded: {detail}", hint=hint)
         error.__cause__ = guard.error
         return error
-
-
-def _part_here(trainee: Trainee, team: Team) -> Part:
-    try:
-        return part_of(unwrapped(trainee.model).parameters(), rank=team.rank, world_size=team.world_size)
-    except UsageError:
-        return WHOLE
 
 
 def _fits_nowhere(rows: Sequence[Sequence[int]]) -> bool:

@@ -88,17 +88,8 @@ _TIER_BITS = 2
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Staging:
-    """The staging folder, as a node sees it."""
-
-    folder: Path
-    ranks: range
-    """Of this node, whose own files go before those of others."""
-
-
 def scan(
-    memory: Path | None, local_disk: Path | None = None, staging: Staging | None = None, *,
+    memory: Path | None, local_disk: Path | None = None, staging: Path | None = None, ranks: Collection[int] = (), *,
     patience_s: float = DIGEST_PATIENCE_S,
 ) -> list[Holding]:  # fmt: skip
     """Every shard that this node holds, newest first; one that lies there twice is listed once, memory before disk.
@@ -106,10 +97,13 @@ def scan(
     A writer may still be at work on the digests of what its rank has staged: this waits for them, for ``patience_s``
     seconds at most, where nothing newer is complete, and only while there is such a writer. Shards without digests are
     listed all the same then.
+
+    Args:
+        staging: the folder beside the checkpoints, where this node's own ``ranks`` go before others.
     """
     deadline = time.monotonic() + patience_s
     while True:
-        found = _look(memory, local_disk, staging)
+        found = _look(memory, local_disk, staging, ranks)
         unhashed = [one for one in found if not one.index.is_hashed]
         whole = {one.name for one in found} - {one.name for one in unhashed}
         newest = max(map(_age, whole), default=(-1, 0, 0))
@@ -236,22 +230,18 @@ def _unpacked(words: Iterable[int]) -> dict[int, Tier]:
     return {(half >> _TIER_BITS) - 1: Tier(half & (1 << _TIER_BITS) - 1) for half in halves}
 
 
-def _look(memory: Path | None, local_disk: Path | None, staging: Staging | None) -> list[Holding]:
+def _look(memory: Path | None, local_disk: Path | None, staging: Path | None, ranks: Collection[int]) -> list[Holding]:
     places = [(memory, Tier.MEMORY), (memory / PEERS if memory else None, Tier.PEER), (local_disk, Tier.LOCAL_DISK)]
     found = [one for folder, tier in places if folder is not None for one in holdings_in(folder, tier)]
+    staged = holdings_in(staging, Tier.STAGING) if staging is not None else []
+    found += [one for one in staged if _rank_of(one.index_path) in ranks]
+    found += [one for one in staged if one.index.shards <= MAX_SHARDS]  # of large worlds not, as a row is short
     best: dict[tuple[Name, int], Holding] = {}
-    for one in (*found, *(_staged(staging) if staging is not None else ())):
+    for one in found:
         known = best.get((one.name, one.index.shard))
         if known is None or (one.index.is_hashed and not known.index.is_hashed):
             best[one.name, one.index.shard] = one
     return sorted(best.values(), key=lambda one: (-one.name[2], -one.name[1], -one.name[0], one.index.shard))
-
-
-def _staged(staging: Staging) -> list[Holding]:
-    """The shards in the staging folder, this node's own first; of large worlds nothing else, as a row is short."""
-    found = holdings_in(staging.folder, Tier.STAGING)
-    own = [one for one in found if _rank_of(one.index_path) in staging.ranks]
-    return own + [one for one in found if one not in own and one.index.shards <= MAX_SHARDS]
 
 
 def forget_staged(folder: Path, ranks: Callable[[int], bool]) -> None:
@@ -587,8 +577,7 @@ class MemorySources:
         self._offers_for_node = team.rank == self._node_lead
         self._staging = directory / STAGING if (directory / STAGING).is_dir() else None
         ranks = range(self._node_lead, self._node_lead + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        staging = Staging(folder=self._staging, ranks=ranks) if self._staging is not None else None
-        self._held: list[Holding] = scan(self._memory, self._local, staging) if self._memory or disk or staging else []
+        self._held = scan(self._memory, self._local, self._staging, ranks)
         tries = [tries_of(self._memory), tries_of(self._staging)]
         row = [0] * ROW_LENGTH
         if self._offers_for_node:

@@ -85,7 +85,6 @@ class LeadNote:
     """In types that JSON takes (``state.original`` turns them back); None where the run gives none."""
 
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    has_buffers: bool = False
 
 
 class LeadRecord:
@@ -102,7 +101,6 @@ class LeadRecord:
     def __init__(self, folder: Path, generation: int, extra: Extra | None, buffers: Mapping[str, torch.Tensor]) -> None:
         self.extra = extra
         self._live = list(buffers.values()) if can_be_noted(buffers) else []
-        self.has_buffers = bool(self._live)
         self._raw, self._views = _room(self._live)
         self._names = json.dumps(
             [[name, name_of_dtype(one.dtype), list(one.shape)] for name, one in buffers.items()] if self._live else []
@@ -152,7 +150,7 @@ def decoded_lead(payload: bytes) -> LeadNote | None:
             return None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, struct.error):
         return None
-    return LeadNote(value["era"], extra, buffers, has_buffers=bool(buffers))
+    return LeadNote(value["era"], extra, buffers)
 
 
 def _extra_as_json(extra: Mapping[str, Any]) -> bytes:
@@ -303,11 +301,9 @@ class OwnNotes:
 
     def of(self, era: int) -> OwnNotes:
         """Only what was noted after so many loads: step numbers repeat after one."""
-        own, lead = self.own, self.lead
-        if own is not None:
-            own = {name: value for name, value in own.items() if name != ERA}
-            own = own if self.own is not None and self.own.get(ERA) == era else None
-        return OwnNotes(own, lead if lead is not None and lead.era == era else None)
+        own = self.own if self.own is not None and self.own.get(ERA) == era else None
+        lead = self.lead if self.lead is not None and self.lead.era == era else None
+        return OwnNotes(None if own is None else {name: one for name, one in own.items() if name != ERA}, lead)
 
 
 def gather(team: Team, memory: Path | None, identity: Identity, *, is_node_lead: bool) -> OwnNotes:

@@ -575,10 +575,6 @@ def connected(peer: Peer, key_file: Path, *, limit_s: float = COPY_LIMIT_S) -> W
         raise
 
 
-class Superseded(OSError):
-    """A newer image is being written over the one that was to be sent."""
-
-
 @dataclass(slots=True)
 class _Pace:
     """When the next bytes may go, and until when."""
@@ -593,9 +589,9 @@ class _Pace:
         return self.started_s + self.limit_s
 
     def wait(self, seconds: float) -> None:
-        """Raises TimeoutError where that would be too late, and Superseded when it is not needed any more."""
+        """Raises TimeoutError where that would be too late, and OSError when it is not needed any more."""
         if self.stop.wait(max(0.0, min(seconds, self.deadline - time.monotonic()))):
-            raise Superseded("given up")
+            raise OSError("given up")
         if time.monotonic() >= self.deadline:
             raise TimeoutError(f"not sent within {self.limit_s:.0f} s")
 
@@ -609,7 +605,7 @@ def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _
     with opened(image_path) as image:  # first: its bytes are those of the index that is there then
         index = read_index(index_path)
         if index is None:
-            raise Superseded("a newer snapshot is being staged")
+            return "a newer snapshot is being staged"
         if not index.is_hashed:
             return "it has no digests yet"
         blob = read_bytes(index_path, limit_bytes=MAX_INDEX_BYTES)
@@ -652,7 +648,7 @@ def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pac
         room = wire.room(min(PIECE_BYTES, index.size_bytes - sent))
         count = os.preadv(image, [room], sent)
         if present is None or fingerprint(index_path) != present:  # the bytes read may be of the next snapshot
-            raise Superseded("a newer snapshot is being staged")
+            raise OSError("a newer snapshot is being staged")
         if count < len(room):
             raise BadCopy("the image is shorter than its index says")
         wire.send_piece(count)
@@ -664,7 +660,7 @@ def _connect(peer: Peer, pace: _Pace) -> socket.socket:
 
     Raises:
         TimeoutError: there was none in time.
-        Superseded: the wait was cut short.
+        OSError: the wait was cut short.
     """
     problem = f"node {peer.place} has not said where its keeper listens"
     while True:

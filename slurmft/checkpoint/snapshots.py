@@ -818,13 +818,9 @@ class Snapshots:
 
     def _writer_process(self) -> WriterClient:
         if self._writer is None:
+            folder = os.environ.get(ERROR_DIR_VARIABLE)
+            output = Path(folder) / f"writer-{self._rank}.log" if folder is not None else None
             self._writer = WriterClient(
-                on_report=self.on_report, stall_timeout_s=self._settings.stall_timeout_s, log=_writer_log(self._rank)
+                on_report=self.on_report, stall_timeout_s=self._settings.stall_timeout_s, log=output
             )
         return self._writer
-
-
-def _writer_log(rank: int) -> Path | None:
-    with contextlib.suppress(KeyError):
-        return Path(os.environ[ERROR_DIR_VARIABLE]) / f"writer-{rank}.log"
-    return None

@@ -161,14 +161,6 @@ def reason_of(folder: Path, note: str) -> str:
         return ""
 
 
-def remove_temporary(folder: Path, names: list[str]) -> None:
-    """Remove temporary files of killed writers from a folder whose files are all in place."""
-    for name in names:
-        if is_temporary(name):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
-
-
 # --- copier ---
 # The thread of a writer that copies staged and hashed shards to peers and the local disk, beside the durable write.
 #
@@ -537,7 +529,9 @@ class CommitLane:
             if pending.index_bytes <= METADATA_BYTES:
                 pending.records[METADATA_FILE] = _write_metadata(task, pending.indexes)
             entry = _entry(task, pending.records)
-            remove_temporary(entry.path, pending.others)
+            for name in filter(is_temporary, pending.others):  # of killed writers: all files are in place
+                with contextlib.suppress(OSError):
+                    (entry.path / name).unlink()
             fsync_folder(entry.path.parent)  # every rank has synced the folder itself with its receipt
             check_fence()
             reached("before marker")

@@ -9,7 +9,7 @@ from listener import Listener
 from made_snapshots import stage
 
 from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
-from slurmft.checkpoint.memory_sources import MAX_SHARDS, Staging, scan
+from slurmft.checkpoint.memory_sources import MAX_SHARDS, scan
 from slurmft.checkpoint.write_requests import VARIABLE
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints import Tier
@@ -117,7 +117,7 @@ def test_a_node_offers_its_own_first_and_of_large_worlds_nothing_else(tmp_path):
     for rank in range(4):
         stage(tmp_path, identity=(5, 0, 5), shard=rank, shards=4, name=f"shard-{rank}.a")
         stage(tmp_path, identity=(6, 0, 6), shard=rank, shards=MAX_SHARDS + 1, name=f"shard-{rank}.b")
-    found = scan(None, None, Staging(folder=tmp_path, ranks=range(2, 4)), patience_s=0)
+    found = scan(None, None, tmp_path, range(2, 4), patience_s=0)
     assert {one.tier for one in found} == {Tier.STAGING}
     assert [one.index.shard for one in found if one.name[0] == 5] == [0, 1, 2, 3]
     assert [one.index.shard for one in found if one.name[0] == 6] == [2, 3]
