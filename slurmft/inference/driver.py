@@ -447,7 +447,8 @@ class HttpEngine(Engine):
         for path in self._config.engine.stage_in_memory:
             copy = await asyncio.to_thread(stage_in_memory, path)
             command = inference.with_another_path(command, path, str(copy))
-        argv = [_filled(word, words) for word in command]
+        values = {name.strip("{}"): value for name, value in words.items()}
+        argv = [inference.filled_with(word, values) for word in command]
         sys.stderr.write(f"slurmft: the engine starts: {argv[0]}\n")  # what it says of its end stands behind it
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -723,12 +724,6 @@ def _body_of(text: str) -> Any:
         return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return {"text": text}
-
-
-def _filled(word: str, words: Mapping[str, str]) -> str:
-    for name, value in words.items():
-        word = word.replace(name, value)
-    return word
 
 
 # --- The driver of one replica: starts its engine, asks it what the agent hands over, and writes the answers ---
