@@ -148,6 +148,9 @@ class Engine(Protocol):
     at_once: int
     """Requests in one call of ``answer``: 1, or as many as there are slots for an engine that takes lists."""
 
+    is_here: bool = False
+    """It is in this process, and may take that with it."""
+
     async def start(self) -> None:
         """Return when it can answer.
 
@@ -195,6 +198,7 @@ class CallableEngine(Engine):
     """
 
     request_path = ""
+    is_here = True
 
     def __init__(self, name: str, device: str, at_once: int, partials: Partials | None = None) -> None:
         self.at_once = at_once
@@ -956,8 +960,8 @@ class Driver:
             taken = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             self._tell_soon()
             self._begun += [each.index for each in taken]
-            if takes_lists:
-                self._send()  # at once: it is in this process, and may take that with it
+            if self._engine.is_here:
+                self._send()  # before anything else happens: else no request would be the reason of its end
             self._calls += 1
             self._run(self._answer(taken))
 
