@@ -218,6 +218,9 @@ class NodeReplicas:
         self._workers, self._node, self._host = workers, node, host
         self._run, self._attempt = RunFolder(config.run_folder), ""
         self._first = self._first_of(node)
+        self._behind = config.inference.replicas_per_node
+        """The number of the node's router, which follows its replicas."""
+
         self._logs: dict[int, Path] = {}
         self._hosts = hosts_here(host, environment)
         self._gpus: list[str] | None = None
@@ -235,10 +238,8 @@ class NodeReplicas:
         if config.inference.serving is not None:
             self._router = NodeRouter(
                 config.inference.serving, max_restarts=config.inference.max_restarts, folder=workers.folder,
-                hosts=self._hosts, start=lambda socket, port: self._start_router(self._router_rank, socket, port),
-                kill=lambda: workers.kill_one(self._router_rank),
-                last_words=lambda: self._last_words(self._router_rank - self._first),
-                report=report,
+                hosts=self._hosts, start=self._start_router, kill=lambda: workers.kill_one(self._first + self._behind),
+                last_words=lambda: self._last_words(self._behind), report=report,
             )  # fmt: skip
 
     async def handle(self, call: messages.Call[Any] | None) -> bool:
@@ -288,10 +289,6 @@ class NodeReplicas:
         except (OSError, UnicodeDecodeError):
             return False
 
-    @property
-    def _router_rank(self) -> int:
-        return self._first + self._section.replicas_per_node
-
     def _first_of(self, node: int) -> int:
         """The rank of a node's first replica; a node of an endpoint has one rank more, for its router."""
         return node * (self._section.replicas_per_node + (self._section.serving is not None))
@@ -299,7 +296,7 @@ class NodeReplicas:
     def on_exit(self, worker: Worker) -> None:
         """The driver of a replica has ended."""
         number = worker.rank - self._first
-        if self._router is not None and worker.rank == self._router_rank:
+        if self._router is not None and number == self._behind:
             self._router.on_exit(worker.exit_code or 0)
         else:
             self._pool.on_exit(number, worker.exit_code or 0)
@@ -341,7 +338,6 @@ class NodeReplicas:
         return words or gpu_uuids(self._environment)
 
     def _start(self, number: int, socket: str, life: int) -> None:
-        rank = self._first + number
         environment = common_environment(self._config, self._environment)
         if devices := devices_of(self._gpus or [], number, self._section.gpus_per_replica):
             environment[VISIBLE_VARIABLE] = ",".join(devices)
@@ -354,22 +350,19 @@ class NodeReplicas:
         )  # fmt: skip
         environment[SETTINGS_VARIABLE] = settings.as_text()
         environment[STOP_SIGNAL_VARIABLE] = self._config.preemption.signal
-        self._start_one(rank, environment, command)
+        self._start_one(number, environment, command)
 
-    def _start_router(self, rank: int, socket: str, port: int) -> None:
+    def _start_router(self, socket: str, port: int) -> None:
         settings = messages.RouterSettings(
             socket=socket, config=str(self._run.config), node=self._host, hosts=self._hosts, port=port
         )
-        environment = common_environment(self._config, self._environment) | {
-            messages.ROUTER_VARIABLE: settings.as_text()
-        }
-        self._start_one(rank, environment, ROUTER_COMMAND)
+        environment = common_environment(self._config, self._environment)
+        self._start_one(self._behind, environment | {messages.ROUTER_VARIABLE: settings.as_text()}, ROUTER_COMMAND)
 
-    def _start_one(self, rank: int, environment: dict[str, str], command: Sequence[str]) -> None:
-        self._logs[rank - self._first] = self._run.attempts / self._attempt
+    def _start_one(self, number: int, environment: dict[str, str], command: Sequence[str]) -> None:
+        rank, logs = self._first + number, self._run.attempts / self._attempt
+        self._logs[number] = logs
         self._workers.start_one(
-            rank, environment, command=command, folder=self._config.trainer_directory,
-            logs=self._logs[rank - self._first],
-            verdict=self._run.verdicts / f"{self._attempt}.rank-{rank}.json",
-            generation=self._pool.generation,
+            rank, environment, command=command, folder=self._config.trainer_directory, logs=logs,
+            verdict=self._run.verdicts / f"{self._attempt}.rank-{rank}.json", generation=self._pool.generation,
         )  # fmt: skip

@@ -38,31 +38,17 @@ if TYPE_CHECKING:
     from slurmft.compat.serving_names import WorkerHealthMonitor as WorkerHealthMonitor
     from slurmft.worker.rerun_data import RerunDataIterator as RerunDataIterator
 
-_NAMES = (
-    ("slurmft.compat.serving_names", "HealthChecker"),
-    (
-        "slurmft.compat.serving_names",
-        "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "
-        "HighAvailabilityCluster GracefulDegradation",
-    ),
-    (
-        "slurmft.compat.megatron",
-        "get_rerun_state_machine initialize_rerun_state_machine destroy_rerun_state_machine RerunStateMachine",
-    ),
-    (
-        "slurmft.compat.neighbours",
-        "RerunMode RerunDiagnostic RerunErrorInjector EXIT_CODE_RESUME_TO_DISAMBIGUATE "
-        "EXIT_CODE_FAILED_ON_RESULT_VALIDATION",
-    ),
-    ("slurmft.worker.rerun_data", "RerunDataIterator"),
-    (
-        "slurmft.compat.neighbours",
-        "RerunStateMachineConfig FaultToleranceConfig NVRxStragglerDetectionConfig FaultTolerancePlugin "
-        "PreemptionPlugin TrainingConfig NVRxStragglerDetectionManager",
-    ),
-    ("slurmft.compat.neighbours", "configuration"),
-)
-_HOMES = {name: home for home, names in _NAMES for name in names.split()}
+_NAMES = {
+    "slurmft.compat.serving_names": "HealthChecker WorkerHealthMonitor AutoRestartManager RequestRedistributor "
+    "RequestCheckpointer RetryManager HighAvailabilityCluster GracefulDegradation",
+    "slurmft.compat.megatron": "get_rerun_state_machine initialize_rerun_state_machine destroy_rerun_state_machine "
+    "RerunStateMachine",
+    "slurmft.compat.neighbours": "RerunMode RerunDiagnostic RerunErrorInjector EXIT_CODE_RESUME_TO_DISAMBIGUATE "
+    "EXIT_CODE_FAILED_ON_RESULT_VALIDATION RerunStateMachineConfig FaultToleranceConfig NVRxStragglerDetectionConfig "
+    "FaultTolerancePlugin PreemptionPlugin TrainingConfig NVRxStragglerDetectionManager configuration",
+    "slurmft.worker.rerun_data": "RerunDataIterator",
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_HOMES]  # noqa: PLE0604 - the keys are strings
 

@@ -148,6 +148,9 @@ class Engine(Protocol):
     at_once: int
     """Requests in one call of ``answer``: 1, or as many as there are slots for an engine that takes lists."""
 
+    is_here: bool = False
+    """It is in this process, and may take that with it."""
+
     async def start(self) -> None:
         """Return when it can answer.
 
@@ -195,6 +198,7 @@ class CallableEngine(Engine):
     """
 
     request_path = ""
+    is_here = True
 
     def __init__(self, name: str, device: str, at_once: int, partials: Partials | None = None) -> None:
         self.at_once = at_once
@@ -447,7 +451,8 @@ class HttpEngine(Engine):
         for path in self._config.engine.stage_in_memory:
             copy = await asyncio.to_thread(stage_in_memory, path)
             command = inference.with_another_path(command, path, str(copy))
-        argv = [_filled(word, words) for word in command]
+        values = {name.strip("{}"): value for name, value in words.items()}
+        argv = [inference.filled_with(word, values) for word in command]
         sys.stderr.write(f"slurmft: the engine starts: {argv[0]}\n")  # what it says of its end stands behind it
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -725,12 +730,6 @@ def _body_of(text: str) -> Any:
         return {"text": text}
 
 
-def _filled(word: str, words: Mapping[str, str]) -> str:
-    for name, value in words.items():
-        word = word.replace(name, value)
-    return word
-
-
 # --- The driver of one replica: starts its engine, asks it what the agent hands over, and writes the answers ---
 
 SETTINGS_VARIABLE = "SLURMFT_REPLICA"
@@ -961,8 +960,8 @@ class Driver:
             taken = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             self._tell_soon()
             self._begun += [each.index for each in taken]
-            if takes_lists:
-                self._send()  # at once: it is in this process, and may take that with it
+            if self._engine.is_here:
+                self._send()  # before anything else happens: else no request would be the reason of its end
             self._calls += 1
             self._run(self._answer(taken))
 

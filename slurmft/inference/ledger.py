@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 
 from slurmft.config.inference import EngineConfig
 from slurmft.errors import StorageError, UsageError
-from slurmft.inference.requests import Batch, Requests, answers_in, arrow, load, runs_of, segment_name
+from slurmft.inference.requests import Batch, Requests, arrow, left_in, load, runs_of, segment_name
 from slurmft.policy.serving import Prefix
 from slurmft.storage.patience import writing
 from slurmft.storage.queue import Record, SegmentWriter, Series, names_in, parse, read
-from slurmft.system.files import fsync_folder, open_regular, opened, read_json, trusted_owners, write_json
+from slurmft.system.files import fsync_folder, open_regular, read_json, trusted_owners, write_json
 
 FORMAT = 1
 SEGMENT_NAME = re.compile(r"g\d{6,}-n\d+-r\d+-\d+-(?P<epoch>\d+)\.jsonl")
@@ -130,10 +130,9 @@ class Ledger:
         folder, parts = segments_of(self.batch.folder), []
         for name in names_in(folder, SEGMENT_NAME):
             if is_wanted(name):
-                indexes, end = answers_in(folder / name, self.end_of(name), self.batch.total)
+                with writing(folder / name):
+                    indexes, end = left_in(folder / name, self.end_of(name), self.batch.total)
                 if indexes:
-                    with writing(folder / name), opened(folder / name) as descriptor:
-                        os.fsync(descriptor)  # its writer may not have come to that
                     parts.append((name, end, runs_of(indexes)))
         return self.commit(parts)
 

@@ -75,16 +75,17 @@ def runs_of(indexes: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def left_in(path: Path, start: int, total: int) -> tuple[list[int], int]:
-    """As ``answers_in``, of answers that are made durable first; none where there is no such segment.
+    """As ``answers_in``, of answers that are durable then, to which their writer may not have come; none where there is
+    no such segment.
 
     Raises:
         OSError, StorageError: it cannot be read, or made durable.
     """
-    if not path.exists():
-        return [], start
-    with opened(path) as descriptor:
-        os.fsync(descriptor)
-    return answers_in(path, start, total)
+    indexes, end = answers_in(path, start, total) if path.exists() else ([], start)
+    if indexes:
+        with opened(path) as descriptor:
+            os.fsync(descriptor)
+    return indexes, end
 
 
 def segment_name(*, generation: int, node: int, replica: int, life: int, epoch: int) -> str:

@@ -1040,11 +1040,6 @@ class RouterServer:
         assert config.serving is not None
         self.access = AccessLog(access_log)
         self._router, self._serving = router, config.serving
-        self._busy: set[web.RequestHandler] = set()
-        self._idle_since: dict[web.RequestHandler, float] = {}
-        self._known: set[web.RequestHandler] = set()
-        """Connections that have sent a request before."""
-
         most = allow_descriptors(DESCRIPTORS) // STRANGERS_SHARE
         most = max(2, min(most, TLS_STRANGERS) if self._serving.is_https else most)
         self.strangers: Strangers[_Stranger] = Strangers(most, most // 2)
@@ -1097,9 +1092,9 @@ class RouterServer:
         self._is_leaving = True
         self._stop_listening()
         while self._arriving or self._server.connections:
-            for connection in list(self._server.connections):
+            for connection in self._connections:
                 connection.close()  # once its request is answered ...
-                if connection not in self._busy and connection.transport is not None:
+                if not connection.is_busy and connection.transport is not None:
                     connection.transport.close()  # ... which aiohttp does not do where there is none
             await asyncio.sleep(LEAVE_LOOK_S)
 
@@ -1167,7 +1162,7 @@ class RouterServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, _Connection)
-        self._busy.add(connection)
+        connection.is_busy = True
         began_s, answer = time.monotonic(), None
         target, host = serving.target_of(request.raw_path)
         request[TRIP] = Trip(
@@ -1188,26 +1183,21 @@ class RouterServer:
             return answer
         finally:
             self.access.note(request, answer, time.monotonic() - began_s)
-            self._busy.discard(connection)
-            self._known.add(connection)
-            self._idle_since[connection] = time.monotonic()
+            connection.is_busy, connection.is_known, connection.idle_since_s = False, True, time.monotonic()
 
     async def _sweep(self) -> None:
         """Cut off clients that take too long for a request line and its headers."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            now_s, limit_s = time.monotonic(), self._serving.client_timeout_s
-            connections = set(self._server.connections)
-            self._known &= connections
-            for gone in self._idle_since.keys() - connections:
-                del self._idle_since[gone]
-            for connection in connections:
-                if connection in self._busy:
-                    continue
-                since_s = self._idle_since.setdefault(connection, now_s)
-                is_late = now_s - since_s > limit_s + KEPT_S * (connection in self._known)
-                if is_late and connection.transport is not None:
-                    connection.transport.abort()
+            now_s = time.monotonic()
+            for connection in self._connections:
+                limit_s = self._serving.client_timeout_s + KEPT_S * connection.is_known
+                if not connection.is_busy and now_s - connection.idle_since_s > limit_s:
+                    connection.hang_up()
+
+    @property
+    def _connections(self) -> list[_Connection]:
+        return [each for each in self._server.connections if isinstance(each, _Connection)]
 
 
 class _Arrival:
@@ -1254,13 +1244,17 @@ class _Arrival:
 class _Connection(web.RequestHandler):
     """A client's connection."""
 
-    __slots__ = ("_arrival", "_server", "address")
+    __slots__ = ("_arrival", "_server", "address", "idle_since_s", "is_busy", "is_known")
 
     def __init__(
         self, server: RouterServer, manager: web.Server, arrival: _Arrival, address: str, **settings: Any
     ) -> None:
         super().__init__(manager, **settings)
         self._server, self._arrival, self.address = server, arrival, address
+        self.is_busy = self.is_known = False
+        """It waits for an answer, and it has had one before."""
+
+        self.idle_since_s = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -68,6 +68,7 @@ class TrialEngine:
 
     request_path = ""
     at_once = 1
+    is_here = False
 
     def __init__(self, config: InferenceConfig, run_folder: Path, owner: str, head: Head | None = None) -> None:
         self._config, self._run_folder, self._owner, self._head = config, run_folder, owner, head
