@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from waiting import until
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.image_file import Item, ShardIndex, image_file, index_file, read_index, write_index
@@ -87,6 +88,13 @@ def ended(client: WriterClient, request: WriteRequest) -> Report:
     report = client.wait(request.identity, 30)
     assert report is not None
     return report
+
+
+def begun(client: WriterClient, request: WriteRequest) -> WriteRequest:
+    """A save of which a part is written."""
+    client.submit(request)
+    until(lambda: client.progress().done_bytes)
+    return request
 
 
 @contextlib.contextmanager
