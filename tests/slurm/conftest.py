@@ -63,6 +63,12 @@ class Run:
         output = self.slurmft("submit", str(self.config), *options)
         return output.split(" as job ")[1].split()[0]
 
+    def reach(self, step: int, within_s: float = PATIENCE_S) -> str:
+        """Submit it; returns the job id when it has done so many steps."""
+        job = self.submit()
+        self.wait_for_step(step, within_s)
+        return job
+
     def events(self, name: str | None = None) -> list[Event]:
         return [event for event in self.folder.journal().read() if name in (None, event.event)]
 

@@ -155,10 +155,10 @@ def test_alerts_fire_for_a_run_that_fails_again_and_again_and_a_sweep_that_sees_
                 (log,) = eventually(
                     lambda number=attempt: list(run.folder.attempts.glob(f"*.{number}/rank-1.log")), 120, run.story
                 )
-                eventually(lambda number=attempt: _first_steps(run) > number, 120, run.story)
+                eventually(lambda number=attempt: len(run.events("first step")) > number, 120, run.story)
                 pid = next(pid for pid in psutil.pids() if _writes_to(pid, log))
                 os.kill(pid, signal.SIGKILL)
-                eventually(lambda number=attempt: _verdicts(run) > number, 120, run.story)
+                eventually(lambda number=attempt: len(run.events("verdict")) > number, 120, run.story)
             world.wait_for("SlurmftRestartsBurning", "burns")
             world.wait_for("SlurmftSweepMissing", "")
         finally:
@@ -184,14 +184,6 @@ def test_an_alert_fires_for_replicas_that_die_again_and_again(tmp_path: Path):
             world.wait_for("SlurmftReplicasDying", "serves")
         finally:
             endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "60")
-
-
-def _first_steps(run: LocalRun) -> int:
-    return sum(event.event == "first step" for event in run.folder.journal().read())
-
-
-def _verdicts(run: LocalRun) -> int:
-    return sum(event.event == "verdict" for event in run.folder.journal().read())
 
 
 def _writes_to(pid: int, log: Path) -> bool:

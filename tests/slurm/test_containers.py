@@ -167,8 +167,7 @@ def test_stand_ins_that_take_documented_options_alone(contained: NewRun, undistu
 @ONE_REAL
 def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, undisturbed: str, runtime: str) -> None:
     run = contained(runtime, fault_tolerance=RESTARTS)
-    job = run.submit()
-    run.wait_for_step(28)
+    job = run.reach(28)
     before = namespaces(run, "n1")
     run.kill_between_steps("n1", 1)
     run.wait_for("first step", 2)
@@ -196,8 +195,7 @@ def test_a_node_whose_agent_or_container_is_killed_gets_another(
 ) -> None:
     """No --die-with-parent: what is inside of a container would outlive its command, if the agent did not notice."""
     run = contained(runtime, fault_tolerance=RESTARTS)
-    run.submit()
-    run.wait_for_step(28)
+    run.reach(28)
     workers = run.pids("n2")
     pattern = {
         ("bubblewrap", "runtime"): f"^bwrap .*{run.path}",
@@ -217,8 +215,7 @@ def test_a_node_whose_agent_or_container_is_killed_gets_another(
 def test_a_container_goes_on_without_its_crun(contained: NewRun, undisturbed: str) -> None:
     """Slurm has lost it then, and slurmft has not: the agent ends with the run."""
     run = contained("oci")
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     run.lab.run_on_as_admin("n2", ["kill", "-KILL", pids_of(run, "n2", "^crun .* run ", newest=False)])
     run.wait_until_done()
     assert run.digest() == undisturbed
@@ -238,8 +235,7 @@ def test_a_container_goes_on_without_its_crun(contained: NewRun, undisturbed: st
 def test_a_stop_saves_and_resumes(lab: Lab, contained: NewRun, undisturbed: str, how: str, runtime: str) -> None:
     """This Slurm signals each process of the step: bubblewrap would die of it, and end the save with it."""
     run = contained(runtime)
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     assert len(namespaces(run, "n1")) == 2, "the workers have process ids of their own"
     if how == "preempted":
         preempt(lab)
@@ -262,8 +258,7 @@ def test_a_signal_to_the_step_alone_reaches_the_agent_by_the_pipe(
     """What a cluster does where cgroups track processes: only the process that srun has started gets it."""
     words = [] if swallows == "by pids" else ["sh", "-c", 'trap "" TERM; "$@"', "sh"]
     run = contained("bubblewrap", *words)
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     pid = pids_of(run, "n2", f"[s]lurmft.agent.container.outside .*{run.path}")
     run.lab.run_on_as_admin("n2", ["kill", "-TERM", pid])
     run.wait_until_done()
@@ -278,8 +273,7 @@ def test_a_node_dies_and_the_spare_takes_over(lab: Lab, contained: NewRun, undis
     run = contained(
         runtime, spare_nodes=1, fault_tolerance=RESTARTS, checkpoint={"interval_steps": 10, "peer_copies": 1}
     )
-    run.submit()
-    run.wait_for_step(28)
+    run.reach(28)
     node = run.wait_for("agents ready").details["hosts"][1]  # not the one with the supervisor
     lab.kill_node(node)
     try:

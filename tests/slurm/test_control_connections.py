@@ -106,9 +106,8 @@ def test_the_end_of_a_worker_survives_the_connection_that_lost_it(proxied: tuple
     eventually(lambda: not workers(run), 20, "the workers' ends")
     between.reset()
     run.wait_until_done()
-    events = [one for one in run.folder.journal().read() if one.event == EventName.WORKER_FAILED]
-    assert sorted(one.details["rank"] for one in events) == [0, 1], run.story()
-    assert len([one for one in run.folder.journal().read() if one.event == EventName.VERDICT]) == 2
+    assert sorted(one.details["rank"] for one in run.events(EventName.WORKER_FAILED)) == [0, 1], run.story()
+    assert len(run.events(EventName.VERDICT)) == 2
 
 
 def test_a_full_shared_memory_at_a_start_is_a_launch_failure_that_names_it(tmp_path: Path) -> None:
@@ -128,12 +127,11 @@ def test_a_full_shared_memory_at_a_start_is_a_launch_failure_that_names_it(tmp_p
     submit = [*SLURMFT, "submit", str(run.config), "--cluster", "local", "--wait"]
     ended = subprocess.run([*unshare, *submit], capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == EXIT_DO_NOT_REQUEUE, ended.stderr + run.story()
-    events = run.folder.journal().read()
-    (verdict,) = [one.details for one in events if one.event == EventName.VERDICT]
+    (verdict,) = [one.details for one in run.events(EventName.VERDICT)]
     assert verdict["cause"] == "launch failure", run.story()
     assert "/dev/shm/" in verdict["reason"] and "No space left on device" in verdict["reason"], run.story()
     assert not verdict["suspects"] and not verdict["node"], run.story()
-    assert not [one for one in events if one.event in (EventName.AGENT_LOST, EventName.WORKERS_STARTED)], run.story()
+    assert not run.events(EventName.AGENT_LOST) + run.events(EventName.WORKERS_STARTED), run.story()
 
 
 @pytest.mark.parametrize("proxied", [[*TRAINER, "--steps", "2000", "--step-delay", "0.1"]], indirect=True, ids=[""])
@@ -149,9 +147,9 @@ def test_a_stop_survives_the_connection_that_lost(
     run.wait_for_step(12)
     between.cuts_answer, between.cut_at = cuts_answer, kind
     run.slurmft("stop", str(run.folder.path))
-    eventually(lambda: [one for one in run.folder.journal().read() if one.event == EventName.DECISION], 60, run.story)
+    eventually(lambda: run.events(EventName.DECISION), 60, run.story)
     assert not between.cut_at, "nothing was cut"
-    (verdict,) = [one.details for one in run.folder.journal().read() if one.event == EventName.VERDICT]
+    (verdict,) = [one.details for one in run.events(EventName.VERDICT)]
     assert verdict["cause"] == "stopped by user", run.story()
     assert verdict["saved_step"] == verdict["last_step"], run.story()
 
@@ -164,10 +162,9 @@ def test_workers_begin_although_the_connection_lost_their_start(tmp_path: Path, 
     between = Between(run.folder)
     between.cuts_answer, between.cut_at = cuts_answer, "start"
     run.submit("--wait")
-    events = run.folder.journal().read()
     assert not between.cut_at, "nothing was cut"
-    assert not [one for one in events if one.event == EventName.AGENT_LOST], run.story()
-    assert "node lost" not in [one.details["cause"] for one in events if one.event == EventName.VERDICT], run.story()
+    assert not run.events(EventName.AGENT_LOST), run.story()
+    assert "node lost" not in [one.details["cause"] for one in run.events(EventName.VERDICT)], run.story()
 
 
 SLEEPER = """
@@ -184,9 +181,6 @@ def test_workers_are_killed_although_the_connection_lost_the_call(proxied: tuple
     eventually(between.ready.is_set, 30, "the proxy")
     between.cut_at = "kill"
     run.wait_until_done()
-    events = run.folder.journal().read()
-    failed, ended = (
-        next(one.at for one in events if one.event == name) for name in (EventName.WORKER_FAILED, EventName.VERDICT)
-    )
+    failed, ended = (run.events(name)[0].at for name in (EventName.WORKER_FAILED, EventName.VERDICT))
     assert not between.cut_at, "nothing was cut"
     assert (ended - failed).total_seconds() < 30, run.story()

@@ -21,8 +21,7 @@ FAULTS = ("bit-flip", "bit-flip-moment", "bit-flip-gradient")
 
 
 def flip(run: Run, fault: str, rank: int, at: int) -> None:
-    run.submit()
-    run.wait_for_step(at)
+    run.reach(at)
     run.slurmft("inject", str(run.path), fault, "--rank", str(rank))
     run.wait_until_done()
 

@@ -259,8 +259,7 @@ def test_a_dead_node_that_slurm_has_not_noticed_holds_nothing_up(patient_lab: La
               "nodes": 2, "nproc_per_node": 2, "checkpoint": {"interval_steps": 25}, "slurm": {"time": "10"},
               "fault_tolerance": {"supervisor_lease_s": 4}}  # fmt: skip
     run.config.write_text(json.dumps(config))
-    job = run.submit()
-    run.wait_for_step(30)
+    job = run.reach(30)
     began = time.monotonic()
     lab.kill_node("n2")
     run.wait_for("attempt started", 2, within_s=60)

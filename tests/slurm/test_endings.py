@@ -59,8 +59,7 @@ def test_the_supervisor_is_killed(lab: Lab, new_run: NewRun, undisturbed: str) -
 def test_nobody_is_left_to_act_but_cron(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """The guardian is killed as well: Slurm ends the job with its batch step, and requeues nothing."""
     run = new_run(delay=0.3)
-    job = run.submit()
-    run.wait_for_step(30)
+    job = run.reach(30)
     host, supervisor, guardian = supervisor_of(run)
     kill(lab, host, guardian, supervisor)
     run.wait_until_out_of_queue(job)
@@ -76,8 +75,7 @@ def test_nobody_is_left_to_act_but_cron(lab: Lab, new_run: NewRun, undisturbed: 
 @pytest.mark.long
 def test_an_agent_is_killed(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    run.submit()
-    run.wait_for_step(30)
+    run.reach(30)
     other = run.events("agents ready")[0].details["hosts"][1]
     lab.run_on(other, ["pkill", "-9", "-f", "slurmft agent"])
     run.wait_for("attempt started", 2)
@@ -113,8 +111,7 @@ def test_seven_preemptions_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str)
 @pytest.mark.soak
 def test_requeuehold_and_release(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(30)
+    job = run.reach(30)
     lab.run(["scontrol", "requeuehold", job])
     eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 60, run.story)
     assert "held" in run.slurmft("status", str(run.path), "--json").lower()
@@ -127,8 +124,7 @@ def test_requeuehold_and_release(lab: Lab, new_run: NewRun, undisturbed: str) ->
 def test_suspend_and_resume(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """Longer than anybody's patience; nobody may take the other one's silence for death afterwards."""
     run = new_run(fault_tolerance={"supervisor_lease_s": 4})
-    job = run.submit()
-    run.wait_for_step(20)
+    job = run.reach(20)
     lab.run_as_admin(["scontrol", "suspend", job])
     time.sleep(12)  # the time itself is what is tested
     lab.run_as_admin(["scontrol", "resume", job])
@@ -187,8 +183,7 @@ def test_two_submissions_at_once(new_run: NewRun) -> None:
 def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
     """It names the original's jobs: stopping the copy must not cancel them."""
     run = new_run()
-    run.submit()
-    run.wait_for_step(5)
+    run.reach(5)
     copy = run.path.with_name(f"{run.path.name} copy")
     lab.run(["cp", "-a", str(run.path), str(copy)], check=False)  # a temporary file may be gone before it is copied
     for verb in (["stop"], ["requeue"], ["save"]):

@@ -55,8 +55,7 @@ def preempt_with_slow_saves(run: Run) -> None:
 
 def test_a_stop_in_the_grace_is_not_undone(slow: Callable[..., Run]) -> None:
     run = slow()
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     preempt_with_slow_saves(run)
     run.slurmft("stop", str(run.path), "--timeout", "60")
     assert run.events("will not continue"), run.story()
@@ -69,8 +68,7 @@ def test_a_stop_in_the_grace_is_not_undone(slow: Callable[..., Run]) -> None:
 
 def test_a_failed_validation_in_the_grace_is_not_tried_again(slow: Callable[..., Run]) -> None:
     run = slow("--save-exit", "17")
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     preempt_with_slow_saves(run)
     decision = run.wait_for("decision").details
     assert (decision["action"], decision["exit_code"]) == ("stop", 17), run.story()
@@ -81,8 +79,7 @@ def test_a_failed_validation_in_the_grace_is_not_tried_again(slow: Callable[...,
 @pytest.mark.long
 def test_of_a_job_and_its_successor_only_the_successor_trains(new_run: NewRun, lab: Lab, undisturbed: str) -> None:
     run = new_run(preemption={"continue_by": "resubmit"})
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     preempt(lab)
     run.wait_for("resubmitted")
     run.wait_until_out_of_queue(job, within_s=40)
@@ -96,8 +93,7 @@ def test_of_a_job_and_its_successor_only_the_successor_trains(new_run: NewRun, l
 @pytest.mark.soak
 def test_a_stop_in_the_start_after_a_preemption_is_not_undone(new_run: NewRun, lab: Lab) -> None:
     run = new_run(delay=0.3)
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     preempt(lab)
     run.wait_for("first step", 2)
     run.slurmft("stop", str(run.path), "--timeout", "60")
@@ -108,8 +104,7 @@ def test_a_stop_in_the_start_after_a_preemption_is_not_undone(new_run: NewRun, l
 @pytest.mark.soak
 def test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand(new_run: NewRun, lab: Lab, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     run.slurmft("stop", str(run.path), "--timeout", "60")
     run.wait_until_out_of_queue(job, within_s=40)
     assert not run.events("switching requeue off")

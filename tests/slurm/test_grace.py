@@ -62,8 +62,7 @@ def test_a_save_longer_than_the_grace_is_told_and_the_newest_checkpoint_continue
     lab: Lab, new_run: NewRun, command: list[str], slow_while: Path, left_alone: Run
 ) -> None:
     run = new_run(command=command)
-    run.submit()
-    run.wait_for_step(INTERVAL_STEPS + 5)
+    run.reach(INTERVAL_STEPS + 5)
     run.wait_for_saved(INTERVAL_STEPS)
     slow_while.touch()
     preempt(lab)
@@ -109,8 +108,7 @@ def test_what_a_stop_took_and_what_a_preemption_without_grace_cost_is_in_the_jou
     assert not run.path.exists(), "refused, and nothing created"
     assert lab.run(["squeue", "-h"]).stdout == ""
 
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_for("first step", 2)
     run.wait_for_step(INTERVAL_STEPS + 5)

@@ -59,8 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_killed_rank_and_a_stop_cost_no_bit(tmp_path: Path, undisturbed: str) -> None:
     run = training(tmp_path / "engine", "--engine=slurmft", "--save_steps=6")
-    run.submit()
-    run.wait_for_step(9)
+    run.reach(9)
     os.kill(pid_of(run, 1), signal.SIGKILL)
     eventually(lambda: len(starts(run)) == 1, 100, run.story)
     run.wait_for_step(14)

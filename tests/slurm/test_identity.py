@@ -90,8 +90,7 @@ def test_a_number_that_went_to_another_job_is_left_alone(
 def test_the_variables_of_a_crontab_change_nothing(lab: Lab, new_run: NewRun) -> None:
     variables = ["SLURM_CLUSTERS=elsewhere", "SQUEUE_STATES=PENDING", "SQUEUE_USERS=root"]
     run = new_run(steps=200, nodes=1)
-    job = run.submit()
-    run.wait_for_step(3)
+    job = run.reach(3)
 
     def in_cron(*argv: str) -> str:
         done = lab.run(["env", *variables, "slurmft", *argv], check=False, timeout=90)

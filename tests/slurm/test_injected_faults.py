@@ -17,8 +17,7 @@ def test_a_kill_and_an_exception_are_blamed_on_their_ranks_and_leave_no_trace(
     new_run: NewRun, undisturbed: str
 ) -> None:
     run = new_run()
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     run.slurmft("inject", str(run.path), "kill", "--rank", "2")
     run.wait_for("decision")
     killed = run.events("last look")[-1].details["culprits"]
@@ -42,8 +41,7 @@ def test_a_kill_and_an_exception_are_blamed_on_their_ranks_and_leave_no_trace(
 @pytest.mark.soak
 def test_a_stopped_rank_is_told_from_those_that_wait_for_it(new_run: NewRun) -> None:
     run = new_run(preemption={"stop_timeout_s": 2})
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     run.slurmft("inject", str(run.path), "stop", "--rank", "1")
     run.slurmft("stop", str(run.path))
     event = run.wait_for("last look")

@@ -99,16 +99,11 @@ def until_it_rests(process: psutil.Process | None) -> None:
 
 
 def resumed_from(run: LocalRun, number: int) -> int:
-    events = [one for one in run.folder.journal().read() if one.event == EventName.FIRST_STEP]
-    return int(events[number].details["resumed_from"])
+    return int(run.events(EventName.FIRST_STEP)[number].details["resumed_from"])
 
 
 def wait_for_restart(run: LocalRun, number: int) -> None:
-    def has_begun() -> bool:
-        events = [one for one in run.folder.journal().read() if one.event == EventName.FIRST_STEP]
-        return len(events) > number
-
-    eventually(has_begun, 60, run.story)
+    eventually(lambda: len(run.events(EventName.FIRST_STEP)) > number, 60, run.story)
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +167,7 @@ def test_what_a_living_node_has_all_of_loses_no_step_and_others_are_never_mixed(
 ) -> None:
     case = FAULTS[name]
     run = new_run(tmp_path / "run", case.options, copies=case.copies, hang_after=case.hang_after)
-    run.submit()
-    run.wait_for_step(16)
+    run.reach(16)
     case.strike(run)
     run.wait_until_done()
     resumed = resumed_from(run, 1)
@@ -234,8 +228,7 @@ def test_with_peer_copies_no_step_is_lost_with_a_node_that_falls_silent(
     tmp_path: Path, undisturbed: Digests, rank: int
 ) -> None:
     run = new_run(tmp_path / "run", copies=1, spares=1)
-    run.submit()
-    run.wait_for_step(16)
+    run.reach(16)
     with silent_node(run, rank):
         run.wait_until_done()
     assert resumed_from(run, 1) >= 16, run.story()
@@ -274,9 +267,7 @@ def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(tmp_pat
     known = eventually(lambda: copied(run) >= 8 and copied(run), 120, run.story)
     kill_all_agents(run)
     run.wait_until_done()
-    events = [one.event for one in run.folder.journal().read()]
-    assert EventName.AGENTS_GONE in events, run.story()
-    assert EventName.AGENT_LOST not in events, run.story()
+    assert run.events(EventName.AGENTS_GONE) and not run.events(EventName.AGENT_LOST), run.story()
     assert resumed_from(run, 1) >= known, run.story()
     assert run.digest() == undisturbed(NO_REPLICA)
 
@@ -284,11 +275,8 @@ def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(tmp_pat
 @pytest.mark.long
 def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, undisturbed: Digests) -> None:
     run = new_run(tmp_path / "run", delay=0.2, lease=3.0, interval=1000)
-    run.submit()
-    run.wait_for_step(12)
-    owner = run.folder.owner()
-    assert owner is not None
-    supervisor, agents = psutil.Process(owner.pid), agents_of(run)
+    run.reach(12)
+    supervisor, agents = run.supervisor, agents_of(run)
     supervisor.suspend()
     try:
         eventually(lambda: all(has_ended(agent) for agent in agents), 60, "the agents' lease is over")

@@ -14,7 +14,7 @@ import yaml
 from waiting import SLOWEST
 
 from slurm.conftest import STEPS, TRAINER, eventually
-from slurmft.storage.journal import EventName
+from slurmft.storage.journal import Event, EventName
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)
@@ -22,9 +22,22 @@ PATIENCE_S = 90.0
 SLURMFT = [sys.executable, "-m", "slurmft"]
 
 
-class LocalRun:
-    """One run on this machine."""
+class OnThisMachine:
+    """A run in this folder."""
 
+    folder: RunFolder
+
+    def events(self, name: str) -> list[Event]:
+        return [event for event in self.folder.journal().read() if event.event == name]
+
+    @property
+    def supervisor(self) -> psutil.Process:
+        owner = self.folder.owner()
+        assert owner is not None
+        return psutil.Process(owner.pid)
+
+
+class LocalRun(OnThisMachine):
     def __init__(self, path: Path, **changes: object) -> None:
         self.folder = RunFolder(path)
         self.config = path.with_suffix(".yaml")
@@ -58,6 +71,11 @@ class LocalRun:
             lambda: f"step {step}\n{self.story()}",
         )
 
+    def reach(self, step: int) -> None:
+        """Submit it, and return when it has done so many steps."""
+        self.submit()
+        self.wait_for_step(step)
+
     def wait_until_done(self) -> None:
         eventually(lambda: self.folder.done() is not None, PATIENCE_S, lambda: f"done\n{self.story()}")
 
@@ -85,8 +103,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.long
 def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
     run = LocalRun(tmp_path / "stopped")
-    run.submit()
-    run.wait_for_step(8)
+    run.reach(8)
     run.slurmft("stop", str(run.folder.path), "--timeout", "30")
     status = json.loads(run.slurmft("status", str(run.folder.path), "--json").stdout)
     assert (status["state"], status["saved"]) == ("stopped", status["step"])
@@ -99,17 +116,13 @@ def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_the_signal_of_preemptions_comes_three_times(tmp_path: Path, undisturbed: str, name: str) -> None:
     run = LocalRun(tmp_path / 'it\'s odd, "quoted" and 100% spaced', preemption={"signal": name})
-    run.submit()
-    run.wait_for_step(8)
-    owner = run.folder.owner()
-    assert owner is not None
+    run.reach(8)
     for _ in range(3):
-        os.kill(owner.pid, signal.Signals[name])
+        run.supervisor.send_signal(signal.Signals[name])
     run.wait_until_done()
-    events = run.folder.journal().read()
-    (stop,) = [event for event in events if event.event == "stop requested"]
+    (stop,) = run.events("stop requested")
     assert (stop.details["cause"], stop.details["reason"]) == ("preempted", f"{name} at the supervisor"), run.story()
-    assert [event.event for event in events].count("starting anew") == 1
+    assert len(run.events("starting anew")) == 1
     assert run.digest() == undisturbed
 
 
@@ -128,8 +141,7 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_second_submission_is_refused_while_it_runs(tmp_path: Path) -> None:
     run = LocalRun(tmp_path / "twice", command=[*TRAINER, "--steps", "4000", "--step-delay", "0.05"])
-    run.submit()
-    run.wait_for_step(1)
+    run.reach(1)
     refused = run.submit(check=False)
     assert refused.returncode == 2
     assert "is running here" in refused.stderr
@@ -147,9 +159,8 @@ def test_a_worker_that_raises_is_told_by_its_own_words_and_code(tmp_path: Path) 
     )
     result = run.submit("--wait", check=False)
     assert result.returncode == 1
-    events = run.folder.journal().read()
-    assert sum(event.event == "attempt started" for event in events) == 2
-    assert "ValueError: no such tensor: x" in [e for e in events if e.event == "decision"][-1].details["reason"]
+    assert len(run.events("attempt started")) == 2
+    assert "ValueError: no such tensor: x" in run.events("decision")[-1].details["reason"]
 
 
 @pytest.mark.long
@@ -227,10 +238,8 @@ def test_a_script_that_cannot_be_imported_is_tried_twice(tmp_path: Path) -> None
     run = LocalRun(tmp_path / "run", command=["python", str(tmp_path / "train.py")], nodes=1,
                    fault_tolerance={"preload": False})  # fmt: skip
     assert run.submit("--wait", check=False).returncode == 1
-    events = run.folder.journal().read()
-    assert len([event for event in events if event.event == EventName.WORKERS_STARTED]) == 2
-    decisions = [event.details["action"] for event in events if event.event == EventName.DECISION]
-    assert decisions == ["restart", "stop"]
+    assert len(run.events(EventName.WORKERS_STARTED)) == 2
+    assert [event.details["action"] for event in run.events(EventName.DECISION)] == ["restart", "stop"]
     assert "No module named 'no_such_module_at_all'" in run.slurmft("status", str(run.folder.path), "--json").stdout
 
 
@@ -255,9 +264,7 @@ time.sleep(300)
     run.submit()
     eventually((tmp_path / "ready").exists, 90, run.story)
     run.slurmft("stop", str(run.folder.path))
-    eventually(
-        lambda: [event for event in run.folder.journal().read() if event.event == EventName.DECISION], 90, run.story
-    )
+    eventually(lambda: run.events(EventName.DECISION), 90, run.story)
     (log,) = run.folder.attempts.glob("*/rank-0.log")
     said = [line for line in log.read_text().splitlines() if line.startswith("got")]
     assert said == (["got SIGUSR1"] if handles else ["got SIGUSR1", "got SIGTERM"])
@@ -268,20 +275,16 @@ time.sleep(300)
 def test_a_session_saves_at_each_signal_that_may_be_configured(tmp_path: Path, undisturbed: str, name: str) -> None:
     """Every process of the step gets it, as from sites that signal the whole tree."""
     run = LocalRun(tmp_path / "run", preemption={"signal": name}, checkpoint={"interval_steps": 1000})
-    run.submit()
-    run.wait_for_step(8)
-    owner = run.folder.owner()
-    assert owner is not None
-    supervisor = psutil.Process(owner.pid)
+    run.reach(8)
+    supervisor = run.supervisor
     for process in (*supervisor.children(recursive=True), supervisor):
         words = process.cmdline()
         if process == supervisor or "agent" in words or "slurmft.agent.zygote" in words:
             process.send_signal(signal.Signals[name])
     run.wait_until_done()
-    events = run.folder.journal().read()
-    (stop,) = [event for event in events if event.event == EventName.STOP_REQUESTED]
+    (stop,) = run.events(EventName.STOP_REQUESTED)
     assert stop.details["reason"].startswith(name), run.story()
-    verdict = next(event.details for event in events if event.event == EventName.VERDICT)
+    verdict = run.events(EventName.VERDICT)[0].details
     assert verdict["cause"] in ("preempted", "signalled"), run.story()
     assert verdict["saved_step"] == verdict["last_step"] >= 8, run.story()
     assert run.digest() == undisturbed

@@ -3,8 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,9 +55,7 @@ class Gang(Endpoint):
             case "agent of the head":
                 self.agent_of(0).kill()
             case "supervisor":
-                owner = self.folder.owner()
-                assert owner is not None
-                os.kill(owner.pid, signal.SIGKILL)
+                self.supervisor.kill()
 
 
 VICTIMS = ["member", "agent of the head", "supervisor",

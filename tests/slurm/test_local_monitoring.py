@@ -40,8 +40,7 @@ def test_metrics_are_published_and_a_dead_webhook_delays_nothing(tmp_path: Path,
             notify={"webhook_variable": "HOOK", "events": ["first step", "verdict", "decision"], "timeout_s": 100,
                     "last_s": 2},
         )  # fmt: skip
-        run.submit()
-        run.wait_for_step(5)
+        run.reach(5)
         port = eventually(lambda: _port(run), 30, run.story)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             body = answer.read().decode()
@@ -65,8 +64,7 @@ def test_a_killed_companion_comes_back_with_the_next_attempt(tmp_path: Path):
         checkpoint={"interval_steps": 5}, fault_tolerance={"num_in_job_restarts": 2},
         notify={"command": [sys.executable, "-c", keep], "events": ["first step", "worker failed", "decision: finish"]},
     )  # fmt: skip
-    run.submit()
-    run.wait_for_step(6)
+    run.reach(6)
     (first,) = eventually(lambda: companions(run), 20, run.story)
     eventually(told.exists, 20, run.story)
     first.send_signal(signal.SIGTERM)  # as Slurm's signals do: it goes on

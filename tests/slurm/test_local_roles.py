@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from itertools import groupby
@@ -63,7 +61,8 @@ class Roles(LocalRun):
             f"\n== {name}\n{self.role(name).story()}" for name in ("trainer", "rollout", "orchestrator")
         )
 
-    def wait_for_step_of_trainer(self, step: int) -> None:
+    def wait_for_step(self, step: int) -> None:
+        """Of the trainer."""
         self.role("trainer").wait_for_step(step)
 
     def processes(self, words: str) -> list[psutil.Process]:
@@ -93,19 +92,17 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_each_part_is_killed_alone_and_the_weights_are_those_of_the_calm_run(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "killed")
-    run.submit()
-    run.wait_for_step_of_trainer(5)
+    run.reach(5)
     kill_ranks(run.role("trainer"), 1)
-    run.wait_for_step_of_trainer(15)
+    run.wait_for_step(15)
     for process in run.processes("serving_engine.py")[:1]:
         process.kill()
-    run.wait_for_step_of_trainer(25)
+    run.wait_for_step(25)
     for process in run.processes("orchestrates.py")[:1]:
         process.kill()
     run.wait_until_done()
     assert run.role("trainer").digest() == calm
-    starts = {name: sum(each.event == "attempt started" for each in run.role(name).folder.journal().read())
-              for name in ("trainer", "rollout", "orchestrator")}  # fmt: skip
+    starts = {name: len(run.role(name).events("attempt started")) for name in ("trainer", "rollout", "orchestrator")}
     assert starts["trainer"] == 2 and starts["rollout"] == 1, run.story()
     assert len(run.events("attempt started")) == 1, run.story()
 
@@ -121,11 +118,10 @@ def test_answers_are_of_weights_within_the_lag_whichever_part_is_killed(tmp_path
     config["roles"]["rollout"]["serving"] = {"weights": weights}
     config["roles"]["orchestrator"]["command"] = [sys.executable, str(trainers / "asks.py"), str(notes)]
     run.config.write_text(yaml.safe_dump(config))
-    run.submit()
-    run.wait_for_step_of_trainer(5)
+    run.reach(5)
     for process in run.processes("serving_engine.py")[:1]:
         process.kill()
-    run.wait_for_step_of_trainer(16)
+    run.wait_for_step(16)
     kill_ranks(run.role("trainer"), 0)
     run.wait_until_done()
     found = [json.loads(line) for line in notes.read_text().splitlines()]
@@ -145,11 +141,8 @@ def test_answers_are_of_weights_within_the_lag_whichever_part_is_killed(tmp_path
 @pytest.mark.soak
 def test_a_preemption_saves_all_roles_and_they_go_on(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "preempted")
-    run.submit()
-    run.wait_for_step_of_trainer(10)
-    owner = run.folder.owner()
-    assert owner is not None
-    os.kill(owner.pid, signal.SIGTERM)
+    run.reach(10)
+    run.supervisor.terminate()
     run.wait_until_done()
     assert len(run.events("attempt started")) == 2, run.story()
     assert run.role("trainer").digest() == calm
@@ -158,8 +151,7 @@ def test_a_preemption_saves_all_roles_and_they_go_on(tmp_path: Path, calm: str) 
 @pytest.mark.soak
 def test_a_stop_ends_all_roles_and_a_second_submission_goes_on(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "stopped")
-    run.submit()
-    run.wait_for_step_of_trainer(10)
+    run.reach(10)
     run.slurmft("stop", str(run.folder.path), "--timeout", "60")
     eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)
     assert run.folder.done() is None
@@ -170,16 +162,13 @@ def test_a_stop_ends_all_roles_and_a_second_submission_goes_on(tmp_path: Path, c
 @pytest.mark.long
 def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "unguarded")
-    run.submit()
-    run.wait_for_step_of_trainer(5)
-    owner = run.role("trainer").folder.owner()
-    assert owner is not None
-    owners = [run.role(name).folder.owner() for name in ("rollout", "orchestrator")]
-    others = [psutil.Process(each.pid) for each in owners if each is not None] + run.processes("serving_engine.py")
-    guardian = psutil.Process(owner.pid).parent()
+    run.reach(5)
+    supervisor = run.role("trainer").supervisor
+    others = [run.role(name).supervisor for name in ("rollout", "orchestrator")] + run.processes("serving_engine.py")
+    guardian = supervisor.parent()
     assert guardian is not None and len(others) == 4
     guardian.suspend()  # else it would act in the supervisor's place
-    psutil.Process(owner.pid).kill()
+    supervisor.kill()
     guardian.kill()
     eventually(
         lambda: [each["role"] for each in run.events("role started")].count("trainer") == 2, PATIENCE_S, run.story
@@ -194,14 +183,11 @@ def test_a_role_whose_guardian_is_killed_is_begun_again_alone(tmp_path: Path, ca
 @pytest.mark.long
 def test_roles_go_on_while_the_supervisor_of_the_job_is_killed(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "supervised-anew")
-    run.submit()
-    run.wait_for_step_of_trainer(5)
+    run.reach(5)
     for kills in (1, 2):
-        owner = run.folder.owner()
-        assert owner is not None
-        psutil.Process(owner.pid).kill()
+        run.supervisor.kill()
         eventually(lambda kills=kills: len(run.events("attempt started")) == 1 + kills, PATIENCE_S, run.story)
-        run.wait_for_step_of_trainer(5 + 10 * kills)
+        run.wait_for_step(5 + 10 * kills)
     for process in run.processes("orchestrates.py")[:1]:
         process.kill()
     run.wait_until_done()
@@ -211,8 +197,7 @@ def test_roles_go_on_while_the_supervisor_of_the_job_is_killed(tmp_path: Path, c
         "trainer": 0, "orchestrator": 0, "rollout": 75
     }, run.story()  # fmt: skip
     for name in ("trainer", "rollout"):
-        started = [each for each in run.role(name).folder.journal().read() if each.event == "attempt started"]
-        assert len(started) == 1, run.story()
+        assert len(run.role(name).events("attempt started")) == 1, run.story()
     eventually(lambda: not run.processes("slurmft"), PATIENCE_S, run.story)
 
 
@@ -222,21 +207,17 @@ def test_roles_are_ended_where_nothing_follows_the_supervisor_that_was_killed(tm
     config = yaml.safe_load(run.config.read_text())
     config["fault_tolerance"] |= {"num_in_job_restarts": 0, "max_no_progress_cycles": 1}
     run.config.write_text(yaml.safe_dump(config))
-    run.submit()
-    run.wait_for_step_of_trainer(5)
-    owner = run.folder.owner()
-    assert owner is not None
+    run.reach(5)
     for process in run.processes("from_queue.py"):
         process.suspend()  # they do not end by themselves
-    psutil.Process(owner.pid).kill()
+    run.supervisor.kill()
     eventually(lambda: not run.processes("slurmft") and not run.processes("from_queue.py"), PATIENCE_S, run.story)
 
 
 @pytest.mark.long
 def test_the_only_agent_of_an_endpoint_begins_again_in_place_at_its_port(tmp_path: Path, calm: str) -> None:
     run = Roles(tmp_path / "agentless")
-    run.submit()
-    run.wait_for_step_of_trainer(5)
+    run.reach(5)
     rollout = run.role("rollout").folder
     routers = HighAvailabilityCluster.read(rollout.path).routers
     owners = [run.role(name).folder.owner() for name in ("rollout", "trainer", "orchestrator")]

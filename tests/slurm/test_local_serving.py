@@ -21,6 +21,7 @@ from waiting import SLOWEST
 
 from slurm.conftest import eventually
 from slurm.patient_client import post_once
+from slurm.test_local import OnThisMachine
 from slurmft.inference.endpoint import HighAvailabilityCluster, ca_file, headers_file, token_of
 from slurmft.storage.run_folder import RunFolder
 
@@ -32,7 +33,7 @@ STRANGERS_BYTES = 400 << 20
 """Of memory for all strangers: a thousand handshakes of 256 KiB, and what they leave behind."""
 
 
-class Endpoint:
+class Endpoint(OnThisMachine):
     """One endpoint on this machine: two nodes, each with a router and two replicas."""
 
     def __init__(self, path: Path, **changes: Any) -> None:
@@ -103,9 +104,6 @@ class Endpoint:
         ports = {each.port for each in HighAvailabilityCluster.read(self.folder.path).routers}
         return [each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port in ports
                 and each.status == psutil.CONN_LISTEN and each.pid]  # fmt: skip
-
-    def events(self, name: str) -> list[Any]:
-        return [event for event in self.folder.journal().read() if event.event == name]
 
     def story(self) -> str:
         lines = [f"{e.at:%H:%M:%S.%f} {e.attempt} {e.event} {e.details}" for e in self.folder.journal().read()]
@@ -215,9 +213,7 @@ def test_no_request_of_a_patient_client_fails_when_something_dies(endpoint: Endp
     if victim == "agent":
         endpoint.processes("slurmft agent")[1].kill()
     elif victim == "supervisor":
-        owner = endpoint.folder.owner()
-        assert owner is not None
-        os.kill(owner.pid, signal.SIGKILL)
+        endpoint.supervisor.kill()
     elif victim == "driver":
         endpoint.processes("serving_engine.py")[0].parent().kill()  # type: ignore[union-attr]
     else:

@@ -101,8 +101,7 @@ def test_a_preemption_without_grace_goes_on_from_the_newest_checkpoint(
 ) -> None:
     """GraceTime 0: Slurm requeues by itself and would let the job wait 121 s."""
     run = new_run(slurm={"partition": "nograce"})
-    job = run.submit()
-    run.wait_for_step(30)
+    job = run.reach(30)
     preempt(lab)
     run.wait_for("attempt started", 2)
     run.wait_until_done()
@@ -115,8 +114,7 @@ def test_a_preemption_without_grace_goes_on_from_the_newest_checkpoint(
 @pytest.mark.long
 def test_a_killed_srun_costs_seconds_and_no_steps_that_were_saved(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    run.submit()
-    run.wait_for_step(30)
+    run.reach(30)
     run.wait_for_saved(25)
     batch_host = run.events("agents ready")[0].details["hosts"][0]
     lab.run_on(batch_host, ["pkill", "-9", "-x", "srun"])
@@ -131,8 +129,7 @@ def test_a_killed_srun_costs_seconds_and_no_steps_that_were_saved(lab: Lab, new_
 @pytest.mark.soak
 def test_a_stop_outlives_the_attempt_that_could_not_finish_it(lab: Lab, new_run: NewRun) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     (run.path / "KILL").touch()
     lab.run(["scontrol", "requeue", job])
     run.wait_until_out_of_queue(job, within_s=180)

@@ -126,8 +126,7 @@ def test_what_one_user_forges_never_runs_as_another_or_as_root(site: Site) -> No
 def test_roots_sweep_brings_a_users_run_back_as_that_user(site: Site, new_run: Callable[..., Run]) -> None:
     lab = site.lab
     run = new_run(nodes=1, nproc_per_node=1, delay=0.3)
-    job = run.submit()
-    run.wait_for_step(3)
+    job = run.reach(3)
     host = lab.run(["squeue", "-h", "-j", job, "-o", "%B"]).stdout.strip()
     lab.run_on_as_admin(host, ["pkill", "-KILL", "-f", "[s]lurmft run "])
     run.wait_until_out_of_queue(job)

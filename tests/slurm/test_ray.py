@@ -60,9 +60,6 @@ class RayRun(LocalRun):
         """Forked from the zygote, whose command line it has; its sweeper names it."""
         return psutil.Process(int(self.processes("slurmft.agent.ray", "--sweep")[0].cmdline()[-2]))
 
-    def events(self, name: str) -> list[Any]:
-        return [event for event in self.folder.journal().read() if event.event == name]
-
     def words(self) -> str:
         return self.story() + "".join(path.read_text(errors="replace")[-3000:]
                                       for path in self.folder.attempts.glob("*/rank-0.log"))  # fmt: skip

@@ -63,8 +63,7 @@ def test_time_limit(new_run: NewRun, undisturbed: str) -> None:
 
 def test_preemption(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     preempt(lab)
     run.wait_until_done()
     assert_one_stop(run, "preempted", undisturbed)
@@ -75,8 +74,7 @@ def test_preemption(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
 @pytest.mark.soak
 def test_term_three_times_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     for _ in range(3):
         lab.run(["scancel", "--signal=TERM", job])
     run.wait_until_done()
@@ -86,8 +84,7 @@ def test_term_three_times_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) 
 @pytest.mark.soak
 def test_two_stops_in_one_run(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_for("first step", 2)
     run.wait_for_step(30)
@@ -115,8 +112,7 @@ def test_manual_requeue(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
 @pytest.mark.long
 def test_slurmft_requeue_saves_first_and_switches_requeueing_on(new_run: NewRun, undisturbed: str) -> None:
     run = new_run(slurm={"requeue": False})
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     run.slurmft("requeue", str(run.path))
     run.wait_until_done()
     assert_one_stop(run, "requeued by user", undisturbed)
@@ -125,8 +121,7 @@ def test_slurmft_requeue_saves_first_and_switches_requeueing_on(new_run: NewRun,
 @pytest.mark.long
 def test_stop_and_submit_again(new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    first = run.submit()
-    run.wait_for_step(10)
+    first = run.reach(10)
     run.slurmft("stop", str(run.path), "--timeout", "30")
     run.wait_until_out_of_queue(first)
     assert run.events("verdict")[-1].details["saved_step"] >= 10
@@ -141,8 +136,7 @@ def test_stop_and_submit_again(new_run: NewRun, undisturbed: str) -> None:
 @pytest.mark.long
 def test_a_save_on_demand_disturbs_nothing(new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     (run.path / "SAVE").touch()
     step = run.wait_for("save requested").details["step"]
     eventually(lambda: f"saved step {step} " in run.output(), 10, lambda: f"a save at {step}\n{run.story()}")
@@ -153,8 +147,7 @@ def test_a_save_on_demand_disturbs_nothing(new_run: NewRun, undisturbed: str) ->
 
 def test_scancel_ends_the_run(lab: Lab, new_run: NewRun) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     lab.run(["scancel", job])
     run.wait_until_out_of_queue(job)
     time.sleep(3.0)  # longer than a requeue takes: nothing may come
@@ -169,8 +162,7 @@ def test_scancel_ends_the_run(lab: Lab, new_run: NewRun) -> None:
 
 def test_a_preemption_that_cancels_is_continued_by_a_successor(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(slurm={"partition": "cancel"})
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     preempt(lab)
     run.wait_until_done()
     assert len(run.folder.jobs()) == 2

@@ -115,8 +115,7 @@ def test_calm(new_run: NewRun, undisturbed: str) -> None:
 
 def test_a_preemption_and_a_finish_after_it(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     preempt(lab)
     run.wait_until_done()
     assert_one_stop(run, "preempted", undisturbed)
@@ -136,8 +135,7 @@ def test_a_preemption_and_a_finish_after_it(lab: Lab, new_run: NewRun, undisturb
 @pytest.mark.soak
 def test_the_controller_is_away_for_a_moment(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     lab.run(["scancel", "--signal=TERM", job])
     lab.stop_controller()
     try:

@@ -8,7 +8,6 @@ import pytest
 
 from slurm.conftest import Run
 from slurm.test_local import LocalRun
-from slurmft.storage.journal import Event
 
 pytestmark = pytest.mark.timeout(400)
 FRAIL = Path(__file__).parent / "trainers" / "frail.py"
@@ -20,10 +19,6 @@ def frail(path: Path, *options: str, **changes: object) -> LocalRun:
     saves = {"interval_steps": 4, "async_save": False, "just_in_time": False}
     config = {"nodes": 1, "checkpoint": saves, "fault_tolerance": {"poison_after": 2}}
     return LocalRun(path, **{"command": command, **config, **changes})
-
-
-def events(run: LocalRun, name: str) -> list[Event]:
-    return [event for event in run.folder.journal().read() if event.event == name]
 
 
 def weights(run: LocalRun) -> str:
@@ -49,8 +44,8 @@ def test_a_batch_that_does_not_fit_is_computed_in_smaller_pieces(tmp_path: Path,
     """Too large at the first step, twice: all steps were computed in the same pieces, so the weights are the same."""
     run = frail(tmp_path / "reduced", "--micro-batch", "8", "--fits", "2", oom={"action": "reduce_batch"})
     run.submit("--wait")
-    assert [event.details["micro_batches"] for event in events(run, "batch reduced")] == [[4], [2]], run.story()
-    assert {event.details["cause"] for event in events(run, "verdict")[:2]} == {"out of host memory"}
+    assert [event.details["micro_batches"] for event in run.events("batch reduced")] == [[4], [2]], run.story()
+    assert {event.details["cause"] for event in run.events("verdict")[:2]} == {"out of host memory"}
     assert weights(run) == undisturbed
 
 
@@ -60,7 +55,7 @@ def test_a_batch_that_cannot_be_smaller_ends_the_run(tmp_path: Path) -> None:
         tmp_path / "too-large", "--micro-batch", "8", "--fits", "1", oom={"action": "reduce_batch", "min_batch": 3}
     )
     run.submit("--wait", check=False)
-    decision = events(run, "decision")[-1].details
+    decision = run.events("decision")[-1].details
     assert (decision["action"], decision["exit_code"]) == ("stop", 93), run.story()
     assert "the micro-batch of 4 samples could next be 2, below oom.min_batch=3" in decision["reason"]
 
@@ -69,9 +64,9 @@ def test_a_checkpoint_from_which_the_run_dies_is_given_up(tmp_path: Path, undist
     """There is one machine only, so nobody can say that it is the node."""
     run = frail(tmp_path / "poisoned", "--dies-from", "8", "--fails-at", "9")
     run.submit("--wait")
-    quarantined = [event.details for event in events(run, "checkpoint quarantined")]
+    quarantined = [event.details for event in run.events("checkpoint quarantined")]
     assert [details["step"] for details in quarantined] == [8], run.story()
-    assert [event.details["resumed_from"] for event in events(run, "first step")] == [0, 4], run.story()
+    assert [event.details["resumed_from"] for event in run.events("first step")] == [0, 4], run.story()
     assert (run.folder.path / "checkpoints" / quarantined[0]["checkpoint"] / "quarantined.json").exists()
     told = run.slurmft("explain", str(run.folder.path)).stdout
     assert "checkpoint quarantined" in told and "2 attempts have died from step-00000008" in told
@@ -82,7 +77,7 @@ def test_a_checkpoint_from_which_the_run_dies_is_given_up(tmp_path: Path, undist
 def test_without_an_earlier_checkpoint_it_ends(tmp_path: Path) -> None:
     run = frail(tmp_path / "only-one", "--dies-from", "4", "--fails-at", "5")
     run.submit("--wait", check=False)
-    decision = events(run, "decision")[-1].details
+    decision = run.events("decision")[-1].details
     assert (decision["action"], decision["exit_code"]) == ("stop", 93), run.story()
     assert "there is no other checkpoint, and fault_tolerance.poison_from_scratch is false" in decision["reason"]
 

@@ -47,8 +47,7 @@ def test_a_report_knows_what_a_kill_a_hang_and_a_preemption_have_cost(new_run: N
         fault_tolerance={"num_in_job_restarts": 5, **HANGING},
     )
     run.configure(command=["python", str(CLOCKED), f"{run.path}.clock", "--steps", "200"])
-    run.submit()
-    run.wait_for_step(40)
+    run.reach(40)
     run.slurmft("inject", str(run.path), "kill", "--rank", "2")
     wait_until_as_far_again(run, 1)
     run.wait_for_step(90)

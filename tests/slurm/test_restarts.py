@@ -47,8 +47,7 @@ def seconds_to_first_step(run: Run, number: int) -> float:
 )
 def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ranks: tuple[int, ...]) -> None:
     run = new_run(fault_tolerance={"num_in_job_restarts": 3})
-    job = run.submit()
-    run.wait_for_step(28)
+    job = run.reach(28)
     run.kill_between_steps("n1" if 1 in ranks else "n2", *ranks)
     run.wait_until_done()
     assert_restarted(run, job, 1, undisturbed)

@@ -148,8 +148,7 @@ def test_a_site_that_lets_no_user_change_a_job_costs_slurms_own_delay(
     lab: Lab, new_run: NewRun, undisturbed: str
 ) -> None:
     run = new_run(slurm={"job_name": "unchangeable"})
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     lab.run(["scancel", "--signal=TERM", job])
     assert run.wait_for("requeued").details["delay_s"] == "Slurm's own, about 121", run.story()
     eventually(lambda: state_of(lab, job).startswith("PENDING"), 30, run.story)
@@ -167,8 +166,7 @@ def test_a_preempted_job_in_control_groups_goes_on_and_leaves_nothing(
     lab: Lab, new_run: NewRun, undisturbed: str
 ) -> None:
     run = new_run(slurm={"mem": "3G"})
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_for("first step", 2)
     assert_resumed(run)
@@ -198,8 +196,7 @@ def test_a_successor_beyond_the_limit_of_jobs_is_refused_and_nothing_is_lost(lab
     accounts(lab, "modify", "user", lab.user, "set", "MaxSubmitJobs=1")
     try:
         run = new_run(steps=200, preemption={"continue_by": "resubmit"})
-        job = run.submit()
-        run.wait_for_step(10)
+        job = run.reach(10)
         second = attempt(new_run("second"))
         assert second.returncode == 1, second
         assert second.stderr.count("AssocMaxSubmitJobLimit") == 1, second.stderr
@@ -266,8 +263,7 @@ def test_a_reservation_spares_nodes_and_its_end_is_no_cancellation(lab: Lab, new
     run = new_run(slurm={"reservation": "short"}, delay=1.0)  # Slurm looks every half minute
     run.configure(exclusions={"max_excluded_fraction": 0.9})
     lab.run(["slurmft", "exclude", "add", "n[2-3]", "--reason", "test", "--config", str(run.config)])
-    job = run.submit()
-    run.wait_for_step(5)
+    job = run.reach(5)
     assert "Slurm refuses the request without it" in str(run.events("avoiding")[-1].details["dropped"]), run.story()
     soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 2))
     lab.run_as_admin(["scontrol", "update", "ReservationName=short", f"EndTime={soon}"])

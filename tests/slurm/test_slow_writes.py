@@ -19,8 +19,7 @@ BUSY = {"interval_steps": 1, "bandwidth": "4K", "just_in_time": False}
 def busy(new_run: NewRun) -> Run:
     """A run some steps after its first checkpoint, whose writers are all at work."""
     run = new_run(checkpoint=BUSY)
-    run.submit()
-    run.wait_for_step(10)
+    run.reach(10)
     eventually(lambda: len(Catalog(run.path / "checkpoints").scan().uncommitted) >= 1, 60, run.story)
     return run
 

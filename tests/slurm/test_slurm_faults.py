@@ -64,8 +64,7 @@ def test_a_site_that_refuses_requeueing_gets_a_successor_once(
 @pytest.mark.long
 def test_the_controller_is_away_when_the_job_is_requeued(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
-    job = run.submit()
-    run.wait_for_step(20)
+    job = run.reach(20)
     lab.run(["scancel", "--signal=TERM", job])
     lab.stop_controller()
     try:

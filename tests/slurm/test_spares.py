@@ -44,8 +44,7 @@ def pids_on(run: Run, node: str, pattern: str) -> list[str]:
 def test_what_keeps_the_workers_is_killed(new_run: NewRun, undisturbed: str, victim: str) -> None:
     """The workers die with it; it is started again where it was, since there is no spare."""
     run = new_run(fault_tolerance=RESTARTS)
-    run.submit()
-    run.wait_for_step(28)
+    run.reach(28)
     workers = run.pids("n2")
     pattern = agent_of(run) if victim == "agent" else "[s]lurmft.agent.zygote"
     (pid,) = pids_on(run, "n2", pattern)
@@ -97,8 +96,7 @@ def test_both_halves_of_a_partition(lab: Lab, new_run: NewRun, undisturbed: str)
         delay=0.5, nodes=1, spare_nodes=1, nproc_per_node=4, checkpoint={"interval_steps": 5},
         fault_tolerance={**RESTARTS, "supervisor_lease_s": 12},
     )  # fmt: skip
-    run.submit()
-    run.wait_for_step(7, within_s=120)
+    run.reach(7, within_s=120)
     host, spare = run.events("attempt started")[0].details["host"], "n2"
     run.lab.run_on_as_admin(host, ["kill", "-KILL", *pids_on(run, host, agent_of(run))])
     run.wait_for("first step", 2)  # off the host of the supervisor

@@ -91,8 +91,7 @@ def test_a_run_folder_that_stalls_for_longer_than_the_lease(
     run = new_run(fault_tolerance={"supervisor_lease_s": 4})
     run = Run(lab, disk.path / "run", written_at=run.config)
     run.configure(run_folder=str(run.path))
-    job = run.submit()
-    run.wait_for_step(10)
+    job = run.reach(10)
     disk.freeze()
     time.sleep(10)  # the time itself is what is tested
     lab.run(["scancel", "--signal=TERM", job])

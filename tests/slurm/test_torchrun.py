@@ -39,7 +39,7 @@ def test_a_rank_that_dies_and_the_end(tmp_path: Path, undisturbed: str) -> None:
     run.wait_for_step(8)
     os.kill(max(trainers(run)), signal.SIGKILL)
     run.wait_until_done()
-    verdict = next(event for event in run.folder.journal().read() if event.event == "verdict")
+    verdict = run.events("verdict")[0]
     assert verdict.details["cause"] == "signal crash", run.story()
     # of the trainer itself, and not of the process that stands for it; nobody's where it has ended before it was asked
     told = "".join(path.read_text() for path in run.folder.attempts.glob("*.0.0/stacks-rank-*.txt"))

@@ -776,18 +776,17 @@ def test_an_odd_name_of_a_run_stays_one_word(tmp_path, name):
     assert directives(text)["job-name"] == name
 
 
-@pytest.mark.parametrize("name", ["line\nbreak", "tab\tbed", "esc\x1b"])
-def test_a_control_character_in_the_run_folder_is_refused(tmp_path, name):
-    run = RunFolder(tmp_path / name)
-    with pytest.raises(UsageError, match="line break or control character"):
-        script_text(config_of(run), run, {}, frozenset())
-
-
-@pytest.mark.parametrize("name", ["p%j", "%A_%a", "x%t"])
-def test_a_run_folder_that_submitit_would_rename_is_refused(tmp_path, name):
-    run = RunFolder(tmp_path / name)
-    with pytest.raises(UsageError, match="stands for a job's number"):
-        script_text(config_of(run), run, {}, frozenset())
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["line\nbreak", "tab\tbed", "esc\x1b"], "line break or control character"),
+        (["p%j", "%A_%a", "x%t"], "stands for a job's number"),  # submitit would rename it
+    ],
+)
+def test_a_run_folder_that_no_script_can_name_is_refused(tmp_path, names, problem):
+    for run in (RunFolder(tmp_path / name) for name in names):
+        with pytest.raises(UsageError, match=problem):
+            script_text(config_of(run), run, {}, frozenset())
 
 
 @pytest.mark.parametrize("slurm_section", [{"comment": "a\n#SBATCH --uid=0"}, {"job_name": "a\nb"}], ids=str)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from waiting import until
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.image_file import Item, ShardIndex, image_file, index_file, read_index, write_index
@@ -122,6 +123,13 @@ def ended(client: Client, request: WriteRequest) -> Report:
     report = client.end_of(request.identity)
     assert report is not None
     return report
+
+
+def begun(client: WriterClient, request: WriteRequest) -> WriteRequest:
+    """A save of which a part is written."""
+    client.submit(request)
+    until(lambda: client.progress().done_bytes)
+    return request
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from staging import Client, Memory, ended, quick_folder
+from staging import Client, Memory, begun, ended, quick_folder
 from waiting import until
 
 from slurmft.checkpoint import write_requests
@@ -180,9 +180,7 @@ def test_a_stop_waits_for_neither_the_cap_nor_for_an_older_image(memory, start):
 
 def test_hurry_lifts_the_cap_of_what_is_being_written(memory, start):
     client = start()
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=1000.0)
-    client.submit(request)
-    until(lambda: client.progress().done_bytes)
+    request = begun(client, memory.stage(1, size_bytes=10**6, max_bytes_per_s=1000.0))
     client.hurry()
     assert ended(client, request).kind == "committed"
 
@@ -198,8 +196,7 @@ def test_an_abandoned_save_is_left(memory, start, phase):
     blocker = memory.stage(1, slot="a", max_bytes_per_s=1e5)
     request = memory.stage(2, slot="b", shards=2, max_bytes_per_s=0.0 if phase == "for-receipts" else 1e5)
     if phase == "waiting":
-        client.submit(blocker)
-        until(lambda: client.progress().done_bytes)
+        begun(client, blocker)
     client.submit(request)
     if phase == "writing":
         until(lambda: client.progress().done_bytes)
@@ -213,9 +210,7 @@ def test_an_abandoned_save_is_left(memory, start, phase):
 
 def test_the_image_is_held_while_it_is_read_and_no_longer(memory, start):
     client = start()
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=1e5)
-    client.submit(request)
-    until(lambda: client.progress().done_bytes)
+    request = begun(client, memory.stage(1, size_bytes=10**6, max_bytes_per_s=1e5))
     assert is_held(request.image)
     successor = Arena(0, memory.memory)  # of a worker that knows nothing of this writer
     taken, free = successor.places
@@ -234,9 +229,7 @@ def test_a_snapshot_that_is_gone_or_another_is_no_checkpoint(memory, start):
     memory.stage(3)
     report = saved(client, other)
     assert (report.kind, report.final) == ("failed", True) and "holds shard 0 of step-00000003.g0.c3" in report.text
-    torn = memory.stage(4, size_bytes=10**6, max_bytes_per_s=2e6)
-    client.submit(torn)
-    until(lambda: client.progress().done_bytes)
+    torn = begun(client, memory.stage(4, size_bytes=10**6, max_bytes_per_s=2e6))
     torn.snapshot.unlink()  # as a worker does before it copies into the slot again
     report = ended(client, torn)
     assert report.kind == "failed" and "was changed while it was written" in report.text
@@ -245,9 +238,7 @@ def test_a_snapshot_that_is_gone_or_another_is_no_checkpoint(memory, start):
 
 def test_a_worker_may_end_and_take_its_memory_folder_away(memory, start):
     client = start()
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=2e6)
-    client.submit(request)
-    until(lambda: client.progress().done_bytes)
+    request = begun(client, memory.stage(1, size_bytes=10**6, max_bytes_per_s=2e6))
     shutil.rmtree(memory.memory)
     assert ended(client, request).kind == "committed" and memory.steps() == [1]
 
@@ -276,8 +267,7 @@ def test_the_writer_finishes_after_its_worker_was_killed(memory):
 
 def test_after_its_lifetime_the_writer_ends_whatever_is_unfinished(memory, start):
     client = start(lifetime_s=0.2)
-    client.submit(memory.stage(1, max_bytes_per_s=1000.0))
-    until(lambda: client.progress().done_bytes)
+    begun(client, memory.stage(1, max_bytes_per_s=1000.0))
     pid = client.pid
     assert client.close(0) is False
     with contextlib.suppress(ChildProcessError):
@@ -331,9 +321,7 @@ def test_two_writers_of_one_snapshot_do_no_harm(memory, start):
 
 def test_a_folder_that_was_removed_is_not_written_to_again(memory, start):
     client = start()
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=1e6)
-    client.submit(request)
-    until(lambda: client.progress().done_bytes)
+    request = begun(client, memory.stage(1, size_bytes=10**6, max_bytes_per_s=1e6))
     (request.folder).rename(memory.checkpoints / "moved away")
     request.folder.mkdir()
     report = ended(client, request)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from save_points import COMMIT_POINTS, STAGING_POINTS, STEP_COPY_POINTS, WRITER_POINTS
-from staging import Client, Memory, ended, quick_folder
+from staging import Client, Memory, begun, ended, quick_folder
 from waiting import slowness, until
 
 import slurmft.checkpoint
@@ -153,9 +153,7 @@ def test_on_a_disk_that_takes_nothing_for_long_folders_of_saves_do_not_pile_up(m
 def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
     heard: list[Report] = []
     clients.append(client := Client(stall_timeout_s=2.0, on_report=heard.append))
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
-    client.submit(request)
-    until(lambda: client.progress().done_bytes)
+    request = begun(client, memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6))
     os.kill(client.pid, signal.SIGSTOP)
     assert ended(client, request).kind == "committed"
     assert {(each.errno, each.final) for each in heard if each.kind == "failed"} == {(errno.ETIMEDOUT, False)}
@@ -165,9 +163,7 @@ def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
 def test_before_that_it_is_told_that_nothing_moves(memory, clients, monkeypatch):
     monkeypatch.setattr(write_requests, "WARN_AFTER_S", 0.5)
     clients.append(client := Client(stall_timeout_s=60.0))
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
-    client.submit(request)
-    until(lambda: client.progress().done_bytes)
+    request = begun(client, memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6))
     os.kill(client.pid, signal.SIGSTOP)
     until(lambda: any(each.kind == "stalled" and not each.final for each in client.poll()))
     os.kill(client.pid, signal.SIGCONT)
