@@ -176,6 +176,7 @@ def stop_agent(world: World) -> None:
         away_s = world.chance.choice((0.5, 5.0, 20.0, 70.0))
         world.note(f"{agent.process.name} is stopped for {away_s} s")
         agent.process.stop()
+        agent.heard_s, agent.slept_s = agent._own._last_heard, away_s
 
         def go_on() -> None:
             world.disturb()
@@ -320,6 +321,7 @@ def exclude(world: World, host: str) -> None:
     entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
     ExclusionList(world.config.exclusions.path).exclude(entry)
     world.excluded_next.add(host)
+    world.excluded_s = world.timeline.now_s
 
 
 def forget(world: World) -> None:
