@@ -173,18 +173,22 @@ def reset(world: World) -> None:
 def stop_agent(world: World) -> None:
     """An agent, but not its workers, is stopped for a while."""
     if (agent := _agent(world, may_be="node lost")) is not None and not agent.process.stopped:
-        away_s = world.chance.choice((0.5, 5.0, 20.0, 70.0))
-        world.note(f"{agent.process.name} is stopped for {away_s} s")
-        agent.process.stop()
-        agent.heard_s, agent.slept_s = agent._own._last_heard, away_s
+        stop(world, agent, world.chance.choice((0.5, 5.0, 20.0, 70.0)))
 
-        def go_on() -> None:
-            world.disturb()
-            world.note(f"{agent.process.name} goes on")
-            world.network.healed_s[agent.host] = world.timeline.now_s
-            agent.process.go_on()
 
-        world.timeline.call_later(away_s, go_on)
+def stop(world: World, agent: Agent, away_s: float) -> None:
+    """This one, for so long."""
+    world.note(f"{agent.process.name} is stopped for {away_s} s")
+    agent.process.stop()
+    agent.heard_s, agent.slept_s = agent._own._last_heard, away_s
+
+    def go_on() -> None:
+        world.disturb()
+        world.note(f"{agent.process.name} goes on")
+        world.network.healed_s[agent.host] = world.timeline.now_s
+        agent.process.go_on()
+
+    world.timeline.call_later(away_s, go_on)
 
 
 def kill_supervisor(world: World) -> None:

@@ -30,8 +30,10 @@ from lives.planted import (
     once,
     preempted,
     run_folder_is,
+    suspended,
 )
 from lives.world import World
+from slurmft.agent import agent as agent_module
 from slurmft.agent.agent import Agent
 from slurmft.operations import rescue
 from slurmft.policy.continuation import Do
@@ -65,6 +67,11 @@ def _cut_off(seconds: float) -> faults.Fault:
         world.timeline.call_later(seconds, world.network.heal, "n1")
 
     return fault
+
+
+def _agent_stopped(seconds: float) -> faults.Fault:
+    """The first agent does nothing for so long."""
+    return lambda world: faults.stop(world, world.agents[0], seconds)
 
 
 def _fail_until(end_s: float) -> faults.Fault:
@@ -106,6 +113,8 @@ DECIDED = _each(lambda seed: _in_slurm(
     fault_tolerance=NO_RETRIES))  # fmt: skip
 HUNG_IN_GRACE = _in_slurm((4.5, faults.hang_rank), (5.0, preempted(30)), nodes=1, until=60,
                           bounds=Bounds(within_s=64.0))  # fmt: skip
+SUSPENDED = _life((5.0, _agent_stopped(70.0)), (5.0, suspended(70.1)), nodes=1,
+                  fault_tolerance={**PATIENT, "agent_timeout_s": 50.0, "supervisor_lease_s": 60.0})  # fmt: skip
 ONE_AGENT = _life((5.0, faults.kill_agent), nodes=2, nproc_per_node=1, bounds=Bounds(most_agents=3))
 REFUSED = _in_slurm((4.0, _fail_until(700.0)), (5.0, faults.requeue_job), nodes=1)
 AT_END = _life(until=20, nodes=1)
@@ -192,6 +201,8 @@ PLANTED: dict[str, Planted] = {
     # silence
     "an agent has a lease of five seconds": Planted(
         _put(Agent, "_watch_lease", _short_lease), "agents stay", CUT_OFF_SHORTLY),
+    "the time in which an agent was stopped is part of its lease": Planted(
+        _put(agent_module, "heard_awake", lambda heard_s, _: heard_s), "agents stay", SUSPENDED),
     "a node that none can replace is given up as soon as others": Planted(
         _put(Roster, "patience_s", lambda _self, _link, timeout_s: timeout_s), "an attempt goes on", CUT_OFF_SHORTLY),
     "an agent that was killed is not started again": Planted(
