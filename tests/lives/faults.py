@@ -280,7 +280,7 @@ def jump_clock(world: World) -> None:
     """The clocks of all nodes jump."""
     by_s = world.chance.choice((-3600.0, -5.0, 5.0, 3600.0, 86_400.0))
     world.note(f"clocks jump by {by_s} s")
-    world.ahead_s += by_s
+    world.ahead_s, world.has_jumped = world.ahead_s + by_s, True
 
 
 # what only Slurm does

@@ -258,7 +258,7 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
         event.attempt: event.details["generation"] for event in events if event.event == EventName.ATTEMPT_STARTED
     }
     times: dict[str, float] = {}
-    for event in events if not world.ahead_s else ():
+    for event in events if not world.has_jumped else ():
         if event.attempt and event.seconds() < times.get(event.attempt, 0.0):
             world.violate("the journal is in order", f"{event.event} of {event.attempt} comes too late")
             break

@@ -21,6 +21,8 @@ from lives.planted import (
     _each,
     _in_slurm,
     _life,
+    _look,
+    _lose_job,
     _nothing,
     _put,
     _waits,
@@ -44,7 +46,7 @@ from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import act as act_module
 from slurmft.supervisor import observations
 from slurmft.supervisor import run as run_module
-from slurmft.supervisor.act import AttemptEnd
+from slurmft.supervisor.act import AttemptEnd, Continuation
 from slurmft.supervisor.crew import AttemptFolder, Reviver, Roster
 from slurmft.supervisor.stops import Stops
 from slurmft.system.background import overslept_s
@@ -67,6 +69,13 @@ def _cut_off(seconds: float) -> faults.Fault:
         world.timeline.call_later(seconds, world.network.heal, "n1")
 
     return fault
+
+
+def _lose_job_for_good(world: World) -> None:
+    """The controller does not know the job any more, and errs in nothing else."""
+    _lose_job(world)
+    assert world.slurm is not None
+    world.slurm.errs = False
 
 
 def _agent_stopped(seconds: float) -> faults.Fault:
@@ -116,6 +125,8 @@ HUNG_IN_GRACE = _in_slurm((4.5, faults.hang_rank), (5.0, preempted(30)), nodes=1
 SUSPENDED = _life((5.0, _agent_stopped(70.0)), (5.0, suspended(70.1)), nodes=1,
                   fault_tolerance={**PATIENT, "agent_timeout_s": 50.0, "supervisor_lease_s": 60.0})  # fmt: skip
 ONE_AGENT = _life((5.0, faults.kill_agent), nodes=2, nproc_per_node=1, bounds=Bounds(most_agents=3))
+RESCUED_ASLEEP = _in_slurm((5.0, _lose_job_for_good), (5.5, suspended(50.0)), (6.0, _drain(300.0)), (45.0, _look()),
+                           (70.0, REQUEUE), until=800, nodes=1)  # fmt: skip
 REFUSED = _in_slurm((4.0, _fail_until(700.0)), (5.0, faults.requeue_job), nodes=1)
 AT_END = _life(until=20, nodes=1)
 
@@ -181,6 +192,8 @@ PLANTED: dict[str, Planted] = {
     "who follows a lost supervisor decides anew": Planted(
         _put(run_module, "_act_in_its_place", lambda ending, _, verdict: ending.act_on(verdict)), "the run goes on",
         DECIDED),
+    "a job that cron has submitted meanwhile is not seen": Planted(
+        _put(Continuation, "later_job", lambda _: None), "one continuation", RESCUED_ASLEEP),
     # stops
     "a stop is taken away when it is seen": Planted(
         _put(AttemptFolder, "_look", _taken_when_seen), "stop means stop", STOP_TAKEN),

@@ -258,6 +258,9 @@ class World:
         self.ahead_s = 0.0
         """By how much the nodes' clocks are ahead of the controller's."""
 
+        self.has_jumped = False
+        """Whether they have ever jumped: times of before and after it cannot be compared."""
+
         self.slurm = None if in_slurm is None else Controller(self, **in_slurm)
         self.job: Job | None = None
         """Whose supervisor runs."""
@@ -622,7 +625,7 @@ class World:
         decided = [event.seconds() - START_S for event in last if event.event == EventName.DECISION]
         told = [event.details for event in last if event.event == EventName.REQUEUEING]
         barred, slurm = self.excluded | self.excluded_next, self.slurm
-        if slurm is None or self.job is None or not (barred and decided and told) or slurm.errs or self.ahead_s:
+        if slurm is None or self.job is None or not (barred and decided and told) or slurm.errs or self.has_jumped:
             return
         kept_off = {*expand(str(told[-1].get("excluded") or "")), *expand(self.job.excluded or "")}
         if decided[-1] > self.excluded_s + LOOKED_S and slurm.can_spare(barred) and (missing := barred - kept_off):
