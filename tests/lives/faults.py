@@ -173,17 +173,22 @@ def reset(world: World) -> None:
 def stop_agent(world: World) -> None:
     """An agent, but not its workers, is stopped for a while."""
     if (agent := _agent(world, may_be="node lost")) is not None and not agent.process.stopped:
-        away_s = world.chance.choice((0.5, 5.0, 20.0, 70.0))
-        world.note(f"{agent.process.name} is stopped for {away_s} s")
-        agent.process.stop()
+        stop(world, agent, world.chance.choice((0.5, 5.0, 20.0, 70.0)))
 
-        def go_on() -> None:
-            world.disturb()
-            world.note(f"{agent.process.name} goes on")
-            world.network.healed_s[agent.host] = world.timeline.now_s
-            agent.process.go_on()
 
-        world.timeline.call_later(away_s, go_on)
+def stop(world: World, agent: Agent, away_s: float) -> None:
+    """This one, for so long."""
+    world.note(f"{agent.process.name} is stopped for {away_s} s")
+    agent.process.stop()
+    agent.heard_s, agent.slept_s = agent._own._last_heard, away_s
+
+    def go_on() -> None:
+        world.disturb()
+        world.note(f"{agent.process.name} goes on")
+        world.network.healed_s[agent.host] = world.timeline.now_s
+        agent.process.go_on()
+
+    world.timeline.call_later(away_s, go_on)
 
 
 def kill_supervisor(world: World) -> None:
@@ -275,7 +280,7 @@ def jump_clock(world: World) -> None:
     """The clocks of all nodes jump."""
     by_s = world.chance.choice((-3600.0, -5.0, 5.0, 3600.0, 86_400.0))
     world.note(f"clocks jump by {by_s} s")
-    world.ahead_s += by_s
+    world.ahead_s, world.has_jumped = world.ahead_s + by_s, True
 
 
 # what only Slurm does
@@ -320,6 +325,7 @@ def exclude(world: World, host: str) -> None:
     entry = ManualEntry(node=host, reason="a user's", who="user", at=world.wall_s(), until=None)
     ExclusionList(world.config.exclusions.path).exclude(entry)
     world.excluded_next.add(host)
+    world.excluded_s = world.timeline.now_s
 
 
 def forget(world: World) -> None:

@@ -46,6 +46,9 @@ class Bounds:
     most_agents: int = 0
     """No more of them are started, and of engines no more than one for each; 0: whatever it takes."""
 
+    most_attempts: int = 0
+    """No more of them begin; 0: whatever it takes."""
+
     within_s: float = 0.0
     """The run is over after so many seconds; 0: whenever."""
 
@@ -205,6 +208,9 @@ def _judge_bounds(world: World, code: int, bounds: Bounds) -> None:
         world.violate("budgets add up", "a run that never trains ends well")
     if bounds.most_agents and bounds.most_agents < max(len(world.agents), world.engines):
         world.violate("agents outlive", f"{len(world.agents)} agents and {world.engines} engines were started")
+    begun = sum(event.event == EventName.ATTEMPT_STARTED for event in world.events())
+    if 0 < bounds.most_attempts < begun:
+        world.violate("an attempt goes on", f"{begun} have begun, where {bounds.most_attempts} will do")
     if bounds.within_s and world.timeline.now_s - 1000.0 > bounds.within_s:
         world.violate("in time", f"it ends after {world.timeline.now_s - 1000.0:.0f} s, not {bounds.within_s:.0f}")
 
@@ -251,6 +257,12 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
     started = {
         event.attempt: event.details["generation"] for event in events if event.event == EventName.ATTEMPT_STARTED
     }
+    times: dict[str, float] = {}
+    for event in events if not world.has_jumped else ():
+        if event.attempt and event.seconds() < times.get(event.attempt, 0.0):
+            world.violate("the journal is in order", f"{event.event} of {event.attempt} comes too late")
+            break
+        times[event.attempt] = event.seconds()
     if [*started.values()] != sorted({*started.values()}):
         world.violate("one owner", f"generations {[*started.values()]} follow each other")
     ended = {event.attempt for event in events if event.event in (EventName.DECISION, EventName.SUPERSEDED)}
@@ -287,9 +299,15 @@ def _judge_journal(world: World, events: Sequence[Event]) -> None:
 
 def _judge_rescues(world: World, events: Sequence[Event]) -> None:
     """Rescues in a row, without a step that is new, and what a start of the job has decided after another one."""
-    furthest, newest, started = 0, "", list[str]()
+    furthest, newest, started, releases = 0, "", list[str](), 0
     for event in events:
         facts = event.details
+        releases = releases + 1 if event.event == EventName.RELEASED else releases
+        if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED):
+            releases = 0
+        if releases > rescue.MAX_RELEASES:
+            world.violate("budgets add up", f"release {releases} without a start")
+            break
         if event.event == EventName.RESCUING:
             world.rescues += 1
         elif event.event == EventName.FIRST_STEP and facts["resumed_from"] > furthest:

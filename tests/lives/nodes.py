@@ -269,6 +269,9 @@ class Agent:
         self.order: StartWorkers
         """The newest one."""
 
+        self.heard_s = self.slept_s = 0.0
+        """When it had heard of its supervisor, before it was stopped for so long."""
+
         self.code: int | None = None
         self.ended = asyncio.Event()
         self.own_workers = world.workers(self)

@@ -30,6 +30,7 @@ from lives.faults import (
     say_twice,
     signal_agents,
     signal_supervisor,
+    stop,
 )
 from lives.life import PATIENT, Bounds, Drawn, Scheduled, live, lived, shortest, story
 from lives.planted import (
@@ -429,6 +430,18 @@ def test_ranks_that_are_started_after_another_has_failed_are_ended() -> None:
     faults = [(0.1, once(lambda world: world.events()[-1].event == EventName.AGENTS_READY, cut))]
     settings = {**KEEPING, "fault_tolerance": {**PATIENT, "agent_timeout_s": 10.0}}
     world = lived(faults, until=60, peers_fail=False, nodes=2, nproc_per_node=1, **settings)
+    assert not world.violations, story(world)
+
+
+def test_the_lease_of_an_agent_that_was_stopped_while_it_began_is_not_over() -> None:
+    """It ended when it went on, and had not looked for its supervisor yet."""
+
+    def stop_first(world: World) -> None:
+        world.accusable.add(("node lost", world.agents[0].host))
+        stop(world, world.agents[0], 70.0)
+
+    settings = {**KEEPING, "fault_tolerance": {**PATIENT, "supervisor_lease_s": 60.0}}
+    world = lived([(0.01, stop_first)], until=60, nodes=1, bounds=Bounds(most_agents=1), **settings)
     assert not world.violations, story(world)
 
 

@@ -6,8 +6,9 @@ from lives.life import story
 from lives.planted import PLANTED as IN_RUNS
 from lives.planted import lives_to_find
 from lives.planted_batches import PLANTED as IN_BATCHES
+from lives.planted_turns import PLANTED as IN_TURNS
 
-PLANTED = IN_RUNS | IN_BATCHES
+PLANTED = IN_RUNS | IN_BATCHES | IN_TURNS
 SHOWN = (
     "nodes are asked for their state once", "every report counts as told before",
     "no pings are sent between two attempts", "no agent is taken in between two attempts",
@@ -17,7 +18,8 @@ SHOWN = (
     "what a lost agent had is nobody's", "what a dead engine has written is not looked at", "nothing is made durable",
     "one death makes a request a poisoned one", "an answer that was not written is told",
     "the output is written before the last answer", "an answer goes on from another request's text",
-    "a stop is not heeded",
+    "a stop is not heeded", "a stop is taken away when it is seen", "a requeue keeps off its suspects alone",
+    "an agent has a lease of five seconds", "events that waited for the disk are written last first",
 )  # fmt: skip
 """Some of each kind; the others take longer, all together."""
 
@@ -40,4 +42,4 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 
 
 def test_each_fault_has_a_name_of_its_own() -> None:
-    assert len(PLANTED) == len(IN_RUNS) + len(IN_BATCHES)
+    assert len(PLANTED) == len(IN_RUNS) + len(IN_BATCHES) + len(IN_TURNS)

@@ -64,10 +64,16 @@ PARTLY = 0.3
 SAYS_WHY = frozenset({EventName.EXCLUSION_ESCAPED, EventName.EXCLUSIONS_DROPPED, EventName.EXCLUSIONS_REFUSED})
 """Events that say why a run is on a node that is to be kept off."""
 
+BEGINS = frozenset(
+    {EventName.ATTEMPT_STARTED, EventName.EXCLUSION_ESCAPED, EventName.KEEPING_OFF, EventName.REQUESTS_OPENED}
+)
+"""Before the last of these an attempt asks Slurm which nodes are to be kept off, and looks for no request."""
+
 SAYS_RESCUE = frozenset({EventName.RESCUING, EventName.RELEASED, EventName.REQUEUEING})
 """Events that say what cron is about to do."""
 
 STOPPED_LOOK_S = 0.5
+LEASE_LOOK_S = 1.0
 
 LOOKED_S = 0.5
 """An attempt looks for a request within this time of its beginning, and has begun no step by then."""
@@ -231,6 +237,9 @@ class World:
         self.excluded_next: set[str] = set()
         """Nodes that a user has put on the exclusion list, before the newest job was decided about, and since."""
 
+        self.excluded_s = 0.0
+        """When that was the last time."""
+
         self.most_starts = 0
         """Each training fails before its first step, and there may be so many; 0: it trains."""
 
@@ -248,6 +257,9 @@ class World:
 
         self.ahead_s = 0.0
         """By how much the nodes' clocks are ahead of the controller's."""
+
+        self.has_jumped = False
+        """Whether they have ever jumped: times of before and after it cannot be compared."""
 
         self.slurm = None if in_slurm is None else Controller(self, **in_slurm)
         self.job: Job | None = None
@@ -384,9 +396,7 @@ class World:
             return
         self.note(f"generation {generation} starts on {nodelist}")
         self._check_start(generation, nodelist)
-        # before these it has asked Slurm which nodes are to be kept off
-        begins = (EventName.ATTEMPT_STARTED, EventName.EXCLUSION_ESCAPED, EventName.REQUESTS_OPENED)
-        begun = [event for event in self.events()[-20:] if event.event in begins]
+        begun = [event for event in self.events()[-20:] if event.event in BEGINS]
         looked = not begun or self.wall_s() - begun[-1].seconds() > LOOKED_S
         looked = looked and (self.slurm is None or abs(self.ahead_s) < SKEW_S)  # whose times tell who wanted it
         if self.stop_asked_s and looked and self.timeline.now_s > self.stop_seen_s:
@@ -522,6 +532,10 @@ class World:
 
     def check_lease(self, agent: Agent) -> None:
         """An agent ends, as it has heard of no supervisor for its lease."""
+        heard_s, lease_s = agent._own._last_heard, self.config.fault_tolerance.supervisor_lease_s
+        silent_s = self.timeline.now_s - heard_s - (agent.slept_s if heard_s == agent.heard_s else 0.0)
+        if silent_s < lease_s - LEASE_LOOK_S:
+            self.violate("agents stay", f"{agent.process.name} ends after {silent_s:.1f} s, and not after its lease")
         if self._can_reach_supervisor(agent):
             self.violate("agents stay", f"{agent.process.name} ends, although its supervisor lives and can be reached")
 
@@ -594,15 +608,34 @@ class World:
         wanted = EventName.RESUBMITTING if argv[0] == "sbatch" else EventName.REQUEUEING
         begun = max((at for at, event in enumerate(last) if event.event == EventName.ATTEMPT_STARTED
                      and event.details.get("generation") != self.fence), default=0)  # fmt: skip
+        begun_s = max((event.seconds() for event in last[begun:] if event.event in BEGINS), default=0.0)
         ended = [event for event in last[begun:] if event.event in (EventName.VERDICT, EventName.DECISION)]
         if not any(event.event == EventName.DECISION for event in ended):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and no decision is in the journal")
-        elif self._stop_is_passed_over(last[begun].seconds() - START_S, ended[0].seconds() - START_S):
+        elif self._stop_is_passed_over(begun_s - START_S, ended[0].seconds() - START_S):
             self.violate("stop means stop", f"{' '.join(argv[:3])}, whose attempt has ended after a stop was asked for")
         if argv[0] != "sbatch":
             self.check_gone("agents end before the requeue")
+            self._check_kept_off(last[begun:])
         if not any(event.event == wanted for event in last[begun:]):
             self.violate("entry before action", f"{' '.join(argv[:3])}, and the journal does not know of it")
+
+    def _check_kept_off(self, last: Sequence[Event]) -> None:
+        """What the newest job is told to keep off has been on the list when it was decided."""
+        decided = [event.seconds() - START_S for event in last if event.event == EventName.DECISION]
+        told = [event.details for event in last if event.event == EventName.REQUEUEING]
+        barred, slurm = self.excluded | self.excluded_next, self.slurm
+        if slurm is None or self.job is None or not (barred and decided and told) or slurm.errs or self.has_jumped:
+            return
+        kept_off = {*expand(str(told[-1].get("excluded") or "")), *expand(self.job.excluded or "")}
+        if decided[-1] > self.excluded_s + LOOKED_S and slurm.can_spare(barred) and (missing := barred - kept_off):
+            self.violate("excluded nodes", f"the requeue does not keep off {sorted(missing)}")
+
+    def check_done(self) -> None:
+        """The run is marked as complete: that was decided before."""
+        finished = [event.details["action"] for event in self.events()[-40:] if event.event == EventName.DECISION]
+        if self.folder_is_well and finished[-1:] != ["finish"]:
+            self.violate("entry before action", "the run is marked as complete, and no decision is in the journal")
 
     def _stop_is_passed_over(self, begun_s: float, ended_s: float) -> bool:
         """Whether an attempt that had time to see a user's request for a stop has ended otherwise."""
@@ -1024,6 +1057,8 @@ def _simulate_disk(world: World, patch: pytest.MonkeyPatch) -> None:  # noqa: C9
 
     def noted_replace(source: Any, target: Any, **rest: Any) -> None:
         if str(target).startswith(root):
+            if str(target) == f"{root}/done.json":
+                world.check_done()
             if is_ours():
                 world.effect(f"a new {str(target).removeprefix(root)}")
             world.written[str(target)] = world.timeline.now_s
