@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, SequentialSampler, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from slurmft.errors import UsageError
@@ -647,7 +647,8 @@ def shuffles_in_a_buffer(dataset: object) -> bool:
 # --- torchdata's StatefulDataLoader, made to go on exactly where it was, in any epoch and with worker processes ---
 # As it is, asking it for its state before the first batch makes its iterator, in the order of an epoch that the script
 # has not set yet; a resumed iterator draws a seed that an undisturbed one would not have drawn; and neither its own
-# generator nor those of its worker processes are part of its state.
+# generator nor those of its worker processes are part of its state, nor is the one that torch's own samplers draw the
+# order from. A stream without a state is read again up to its place, whose batches count twice then.
 
 OURS = "slurmft"
 """The key of what is added to a loader's state, and in a worker to its data set's."""
@@ -671,7 +672,7 @@ def mend() -> None:
         )
         setattr(kind, OURS, False)
         return
-    make, ask = kind._get_iterator, kind.state_dict
+    make, ask, iterate = kind._get_iterator, kind.state_dict, kind.__iter__
 
     def get_iterator(self: Any) -> Any:
         given, init = self.worker_init_fn, _WorkerInit(self.worker_init_fn)
@@ -681,17 +682,76 @@ def mend() -> None:
         finally:
             self.worker_init_fn = given
 
+    def begin(self: Any) -> Any:
+        here, iterator = _beginning(self), iterate(self)
+        if self.persistent_workers and not iterator._num_yielded:  # it is kept: its workers read the next epoch
+            setattr(iterator, OURS, here)
+        return iterator
+
     def state_dict(self: Any) -> dict[str, Any]:
         if self._iterator is None:
             return self.next_iter_state or {}  # it has not begun: it is where it was put, or at its beginning
         known = getattr(_epoch_sampler(self), "epoch", None)  # of an iterator that was made before this
-        own = {"epoch": getattr(self._iterator, OURS, (known, 0))[0]}
+        began: _Beginning = getattr(self._iterator, OURS, _Beginning(known))
+        own = {"epoch": began.epoch} | ({"order": began.order} if began.order else {})
         if self.generator is not None:
-            own["generator"] = self.generator.get_state().numpy().tobytes().hex()
+            own["generator"] = _text(self.generator.get_state())
         return {**ask(self), OURS: own}
 
-    kind._get_iterator, kind.state_dict = get_iterator, state_dict
+    kind._get_iterator, kind.state_dict, kind.__iter__ = get_iterator, state_dict, begin
     setattr(kind, OURS, True)
+
+
+class _Beginning(NamedTuple):
+    """Of an iterator."""
+
+    epoch: int | None
+    handed_out: int = 0
+    """Batches that were handed out before it was made."""
+
+    order: str = ""
+    """The state of the generator that the order of its samples was drawn from; empty where torchdata knows it."""
+
+
+def _beginning(loader: Any) -> _Beginning:
+    _, source = _drawn_from(loader)
+    return _Beginning(getattr(_epoch_sampler(loader), "epoch", None), 0, _text(source.get_state()) if source else "")
+
+
+def _drawn_from(loader: Any) -> tuple[Any, torch.Generator | None]:
+    """The sampler, and the generator that it may draw an epoch's order from, as WeightedRandomSampler does."""
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    has_state = hasattr(sampler, "state_dict") or type(sampler).__module__.startswith("torchdata.")
+    is_in_order = isinstance(sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset)
+    if has_state or is_in_order or _epoch_sampler(loader) is not None:
+        return sampler, None
+    given = getattr(sampler, "generator", None)
+    return sampler, given if isinstance(given, torch.Generator) else torch.default_generator
+
+
+@contextlib.contextmanager
+def _drawing_again(loader: Any, order: str) -> Iterator[None]:
+    """While its iterator is resumed: the order is drawn as at its beginning."""
+    sampler, source = _drawn_from(loader)
+    if source is None or not order:
+        yield
+        return
+    state, kind = _bytes(order), type(sampler)
+    source.set_state(state)
+    if not isinstance(sampler, Sampler) or inspect.isgeneratorfunction(kind.__iter__):
+        yield
+        return
+
+    def draw(self: Any) -> Any:  # all in iter(), which is called several times
+        source.set_state(state)
+        return kind.__iter__(self)
+
+    sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": draw, "__slots__": ()})
+    try:
+        yield
+    finally:
+        sampler.__class__ = kind
 
 
 def _made(loader: Any, make: Callable[[Any], Any]) -> Any:
@@ -704,23 +764,32 @@ def _made(loader: Any, make: Callable[[Any], Any]) -> Any:
             loader.next_iter_state = state = None
         else:
             sampler.set_epoch(own["epoch"])
-    before, loaded = capture(), SAVERS.loaded
+    before, loaded, here = capture(), SAVERS.loaded, _beginning(loader)
     is_undrawn = loaded is not None and not has_drawn(loaded.random)
-    iterator = make(loader)
-    setattr(iterator, OURS, (None if sampler is None else sampler.epoch, iterator._num_yielded))
-    if state is not None:
-        restore(before)
-        _set_generator(loader, own)
-    elif loaded is not None and is_undrawn:  # its own seed: a resumed one draws none
-        SAVERS.loaded = replace(loaded, random=capture())
+    with _drawing_again(loader, own.get("order", "")):
+        iterator = make(loader)
+    if state is None:
+        setattr(iterator, OURS, here)
+        if loaded is not None and is_undrawn:  # its own seed: a resumed one draws none
+            SAVERS.loaded = replace(loaded, random=capture())
+        return iterator
+    if isinstance(skipping := getattr(iterator, "_sampler_iter", None), islice):
+        iterator._sampler_iter = chain(list(islice(skipping, 1)), skipping)  # draws the order here
+    setattr(iterator, OURS, _Beginning(here.epoch, _handed_out(state), own.get("order", "")))
+    twice = iterator._num_yielded - _handed_out(state)
+    iterator._num_yielded -= twice
+    if twice and hasattr(iterator, "_snapshot"):
+        iterator._snapshot["_snapshot_step"] -= twice
+    restore(before)
+    _set_generator(loader, own)
     return iterator
 
 
 def has_handed_out(loader: Any) -> bool:
     """Whether a batch was taken from it since it was made or loaded; False where that is not known of its kind."""
     iterator: Any = getattr(loader, "_iterator", None)
-    _, first = getattr(iterator, OURS, (None, None))
-    return bool(getattr(loader, "has_begun", first is not None and iterator._num_yielded > first))
+    began: _Beginning | None = getattr(iterator, OURS, None)
+    return bool(getattr(loader, "has_begun", began is not None and iterator._num_yielded > began.handed_out))
 
 
 def _epoch_sampler(loader: Any) -> Any:
@@ -739,12 +808,15 @@ def _set_generator(loader: Any, own: Mapping[str, Any]) -> None:
 
 def _is_used_up(loader: Any, state: Mapping[str, Any]) -> bool:
     """Whether all batches of its epoch were handed out."""
-    there = state.get("_snapshot")
-    done = state["_num_yielded"] if there is None else there["_snapshot_step"] + state["_steps_since_snapshot"]
     try:
-        return bool(done >= len(loader))
+        return _handed_out(state) >= len(loader)
     except TypeError:  # a stream of unknown length
         return False
+
+
+def _handed_out(state: Mapping[str, Any]) -> int:
+    there = state.get("_snapshot")
+    return int(state["_num_yielded"] if there is None else there["_snapshot_step"] + state["_steps_since_snapshot"])
 
 
 class _WorkerInit:
@@ -788,7 +860,11 @@ def _draws() -> dict[str, Any]:
     """The generators of this process but for a device's, in types that a worker can send."""
     state = capture()
     state.pop("cuda", None)
-    return {**state, "torch": state["torch"].numpy().tobytes().hex()}
+    return {**state, "torch": _text(state["torch"])}
+
+
+def _text(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
 
 
 def _bytes(text: str) -> torch.Tensor:

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -161,6 +169,80 @@ def test_an_iterator_that_is_made_before_the_epoch_is_set_has_the_order_of_its_e
     after.sampler.set_epoch(2)
     read = [next(batches)[:, 0].tolist() for _ in range(2)]
     assert read == [[row[0] for row in batch] for _, batch, _ in expected[stop : stop + 2]]
+
+
+class Stateless(IterableDataset[float]):
+    """Each worker reads shards of its own."""
+
+    def __iter__(self) -> Iterator[float]:
+        info = get_worker_info()
+        for shard in range(info.id if info else 0, 9, info.num_workers if info else 1):
+            yield from (10.0 * shard + row for row in range(7))
+
+
+class Drawn(Sampler[Any]):
+    """A sampler of one's own: a new order for each epoch."""
+
+    def __init__(self, *, batches: bool = False) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(40)[:20]
+        return iter(order.view(5, 4).tolist() if self.batches else order.tolist())
+
+
+def torchs(kind: Any, *given: Any, seed: int | None = None, **options: Any) -> Any:
+    def generator() -> torch.Generator | None:
+        return None if seed is None else torch.Generator().manual_seed(seed)
+
+    return lambda: {"sampler": kind(*given, generator=generator(), **options), "batch_size": 4}
+
+
+def kept_workers() -> dict[str, Any]:
+    return {"sampler": DistributedSampler(range(40), num_replicas=2, rank=1, seed=3), "batch_size": 4,
+            "num_workers": 1, "persistent_workers": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        pytest.param(Augmented, torchs(WeightedRandomSampler, range(1, 41), 20), id="weighted"),
+        pytest.param(Augmented, torchs(WeightedRandomSampler, range(1, 41), 20, seed=2), id="weighted, own generator"),
+        pytest.param(Augmented, torchs(SubsetRandomSampler, range(3, 23)), id="part of the data"),
+        pytest.param(Augmented, torchs(RandomSampler, range(40), replacement=True, num_samples=20), id="replacement"),
+        pytest.param(Augmented, lambda: {"sampler": Drawn(), "batch_size": 4}, id="a sampler of one's own"),
+        pytest.param(Augmented, lambda: {"batch_sampler": Drawn(batches=True)}, id="batches of one's own"),
+        pytest.param(Augmented, lambda: {"sampler": [*range(20)], "batch_size": 4}, id="a list"),
+        pytest.param(Augmented, kept_workers, id="workers that are kept over epochs"),
+        pytest.param(Stateless, lambda: {"batch_size": 4}, id="a stream without a state"),
+        pytest.param(Stateless, lambda: {"batch_size": 4, "num_workers": 2}, id="a stream without a state, workers"),
+    ],
+)
+def test_an_order_that_was_drawn_is_the_same_after_two_resumes(data, options):
+    savers.mend()
+    seen: dict[bool, list[Any]] = {}
+    for is_undisturbed in (True, False):
+        seen[is_undisturbed] = []
+        torch.manual_seed(7)
+        state, start = {}, 0
+        for end in (13,) if is_undisturbed else (3, 7, 13):
+            drawn = torch.get_rng_state()
+            loader = StatefulDataLoader(data(), **options())
+            loader.load_state_dict(state)
+            torch.set_rng_state(drawn)
+            batches = epochs_of(loader, max(0, start - 1) // PER_EPOCH)
+            seen[is_undisturbed] += [
+                (next(batches).flatten().tolist()[:1], torch.rand(1).item()) for _ in range(start, end)
+            ]
+            state, start = loader.state_dict(), end
+    assert seen[False] == seen[True]
+
+
+def epochs_of(loader: Any, first: int) -> Iterator[Any]:
+    for epoch in itertools.count(first):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
 
 
 class Shy:
