@@ -38,7 +38,7 @@ from lives.world import World
 from slurmft.agent import agent as agent_module
 from slurmft.agent.agent import Agent
 from slurmft.operations import rescue
-from slurmft.policy.continuation import Do
+from slurmft.policy.decide import Do
 from slurmft.policy.verdict import Action
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import PatientJournal
