@@ -135,6 +135,15 @@ class Team:
         value: bytes = tensor.numpy().tobytes()
         return value
 
+    def bytes_of_all(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order; they may differ in length."""
+        lengths = [length for (length,) in self.exchange([len(payload)])]
+        rows = torch.zeros(self.world_size, max(lengths), dtype=torch.uint8)
+        rows[self.rank, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if self._group is not None:
+            dist.all_gather(list(rows), rows[self.rank].clone(), group=self._group)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
     def send_and_receive(
         self, outgoing: tuple[torch.Tensor, int] | None, incoming: tuple[torch.Tensor, int] | None
     ) -> None:

@@ -43,7 +43,7 @@ from slurmft.policy.reruns import (
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Evidence, Kind, Suspect
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, WorkerVerdict, add_evidence, write_verdict
-from slurmft.trainer.savers import any_rank, host_group
+from slurmft.trainer.savers import Team, any_rank
 from slurmft.worker.rerun_data import IterationStart, RerunDataIterator
 
 # --- How every rank learns that one of them has rejected a result, without a collective of its own while none has ---
@@ -191,21 +191,23 @@ def _all_nan(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Ranks:
-    """Exchanges plain values among all ranks, on the slow path only."""
+    """Exchanges what ranks have seen among all of them, on the slow path only."""
 
     def __init__(self) -> None:
-        self.is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.is_distributed else 0
-        self.size = dist.get_world_size() if self.is_distributed else 1
-        self.group: Any = host_group() if self.is_distributed else None
+        self._team = Team()
+        self.rank, self.size = self._team.rank, self._team.world_size
+        self.is_distributed = self.size > 1
 
-    def exchange(self, row: Any) -> list[Any]:
-        """Every rank's row, in the order of ranks."""
+    def exchange(self, row: Any, kind: Any) -> list[Any]:
+        """Every rank's row, in the order of ranks: values of the type ``kind``, and no code, as a pickle would be.
+
+        Raises:
+            msgspec.ValidationError: another rank sends something else.
+        """
         if not self.is_distributed:
             return [row]
-        rows: list[Any] = [None] * self.size
-        dist.all_gather_object(rows, row, group=self.group)
-        return rows
+        rows = self._team.bytes_of_all(msgspec.msgpack.encode(row))
+        return [msgspec.msgpack.decode(each, type=kind) for each in rows]
 
 
 def agreement_for(model: nn.Module | None, ranks: Ranks, *, on_device: bool) -> Agreement:
@@ -673,7 +675,7 @@ class Proceedings:
 
     def open(self, own: Rejection | None, iteration: int) -> bool:
         """Whether any rank has rejected a result; then the iteration is to be run again in place."""
-        rows = self._ranks.exchange((self._own_hardware, own))
+        rows = self._ranks.exchange((self._own_hardware, own), tuple[Suspect, Rejection | None])
         self._hardware = [hardware for hardware, _ in rows]
         self._iteration, self._rounds = iteration, 1
         self._rejections = self._located([rejection for _, rejection in rows])
@@ -694,7 +696,7 @@ class Proceedings:
         if pending.world_size != self._ranks.size:
             reason = f"{pending.world_size} ranks rejected it, and {self._ranks.size} go on"
             return self._inconclusive(reason)
-        self._hardware = self._ranks.exchange(self._own_hardware)
+        self._hardware = self._ranks.exchange(self._own_hardware, Suspect)
         landed = [
             one for rejection in pending.rejections
             for one in on_suspects(rejection.on(self._hardware).suspects, rejection.suspects)
@@ -709,7 +711,7 @@ class Proceedings:
 
     def conclude(self, phase: Phase, row: Row) -> tuple[Departure | None, bool]:
         """After a rerun: how to leave, if so, and whether to run the iteration again in place."""
-        rows: list[Row] = self._ranks.exchange(row)
+        rows: list[Row] = self._ranks.exchange(row, Row)
         seen = [Seen.UNKNOWN if one.doubt else one.seen for one in rows]
         anew = [one.anew for one in rows]
         outcome = after_rerun(phase, seen, rejected_others=any(anew))
@@ -1113,6 +1115,7 @@ class RerunStateMachine:
         )  # fmt: skip
         if not one.fatal:
             return
+        message = message.encode(errors="replace").decode()  # half a character could not be sent
         rejection = Rejection(
             rank=self._rank, invocation=one.invocation, message=message, values=values_of(one.result),
             tolerance=one.tolerance, producers=one.producers,

@@ -598,7 +598,7 @@ class ManyRanks:
 
     rank, size, is_distributed = 7000, 10_000, True
 
-    def exchange(self, row: Any) -> list[Any]:
+    def exchange(self, row: Any, kind: Any) -> list[Any]:
         if isinstance(row, tuple):
             own, rejection = row
             others = [None if rejection is None else replace(rejection, rank=n, producers=(n,)) for n in range(10_000)]
