@@ -716,21 +716,14 @@ def mtbf_of(failures: int, exposed_s: float, *, confidence: float = 0.95) -> Mtb
     if not 0 < exposed_s < math.inf or failures < 0:
         return None
     doubt = (1.0 - confidence) / (2 if failures else 1)
-    low_s = exposed_s / _upper_mean(failures, doubt)
+    # with the mean that is looked for, so few failures or fewer have the probability ``doubt``
+    most = _bisected(lambda mean: mean <= failures or _at_most(failures, mean) > doubt, failures)
+    low_s = exposed_s / most
     if not failures:
         return Mtbf(mean_s=None, low_s=low_s, high_s=None, confidence=confidence)
-    high_s = exposed_s / _lower_mean(failures, doubt)
-    return Mtbf(mean_s=exposed_s / failures, low_s=low_s, high_s=high_s, confidence=confidence)
-
-
-def _upper_mean(number: int, doubt: float) -> float:
-    """The mean with which so few events, or fewer, have the probability ``doubt``."""
-    return _bisected(lambda mean: mean <= number or _at_most(number, mean) > doubt, number)
-
-
-def _lower_mean(number: int, doubt: float) -> float:
-    """The mean with which so many events, or more, have the probability ``doubt``."""
-    return _bisected(lambda mean: mean < number and _at_least(number, mean) < doubt, number)
+    # so many or more
+    least = _bisected(lambda mean: mean < failures and _at_least(failures, mean) < doubt, failures)
+    return Mtbf(mean_s=exposed_s / failures, low_s=low_s, high_s=exposed_s / least, confidence=confidence)
 
 
 def _bisected(is_below: Callable[[float], bool], number: int) -> float:

@@ -256,7 +256,10 @@ class WorkerSettings:
         import msgspec  # as in ``files.read_as``
 
         try:
-            return msgspec.convert(json.loads(text), cls)
+            given = json.loads(text)
+            if isinstance(given, dict):
+                given["batch_divisor"] = divisor_in([given.get("batch_divisor")])
+            return msgspec.convert(given, cls)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{WORKER_VARIABLE} does not hold a worker's settings as JSON: {error}",

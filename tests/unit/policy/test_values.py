@@ -71,7 +71,7 @@ def test_keys_of_another_version_change_nothing():
 @pytest.mark.parametrize(
     "text",
     ["{", "[1]", "7", '{"init_timeout_minutes": "soon"}', '{"step_timeout_minutes": NaN}', '{"checkpoint": 3}',
-     '{"base_world_size": []}', '{"batch_divisor": 0}', '{"checkpoint": {"keep_last_n": 0}}',
+     '{"base_world_size": []}', '{"checkpoint": {"keep_last_n": 0}}',
      '{"checkpoint": {"bandwidth": true}}', '{"checkpoint": {"mtbf_s": Infinity}}', '{"rerun": {"max_attempts": "3"}}',
      '{"rerun": {"mode": "sometimes"}}', '{"rerun": 7}', "[" * 100_000],
     ids=lambda text: text[:20],

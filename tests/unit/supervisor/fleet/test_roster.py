@@ -10,8 +10,9 @@ from waiting import until_async
 
 from slurmft.ipc.channel import Channel, connect
 from slurmft.policy.decide import Members, Size, TooFew, Wait
+from slurmft.policy.values import few
 from slurmft.supervisor.agents import AgentPool
-from slurmft.supervisor.crew import Roster, named
+from slurmft.supervisor.crew import Roster
 
 SECRET = b"s" * 64
 HERE = "127.0.0.1"
@@ -134,5 +135,5 @@ async def test_a_hello_with_a_bad_lender_is_refused(lender: Any):
 
 
 def test_many_names_are_cut_short():
-    assert named(["a", "b"]) == "a, b"
-    assert named([f"n{i}" for i in range(9)]) == "n0, n1, n2, n3, n4 and 4 more"
+    assert few(["a", "b"], 5) == "a, b"
+    assert few([f"n{i}" for i in range(9)], 5) == "n0, n1, n2, n3, n4 and 4 more"
