@@ -464,7 +464,8 @@ def _begin(
     if claim.held is None and isinstance(cluster, SlurmCluster):
         is_told = bool(cluster.own.known.submitted)  # else the newest time that is known is of an earlier start
         cluster.recall(run.own_jobs())
-        queued_at = cluster.own.known.submitted[-1] if is_told else None
+        submitted = cluster.own.known.submitted  # none where the job recorded is another one, and was never seen
+        queued_at = submitted[-1] if is_told and submitted else None
         if (over := superfluous(history, cluster.attempt, queued_at)) is not None:
             return over
         if (handed := handed_over(run, cluster)) is not None:
