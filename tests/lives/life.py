@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,6 +179,10 @@ def lived(
                 world.violate(
                     "budgets add up" if is_over else "every life ends", f"{error}; {len(world.starts)} starts"
                 )
+            except Exception as error:  # noqa: BLE001 - the other lives go on, and this one's seed is told
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                what = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+                world.violate("nothing ends by an internal error", what)
             else:
                 _judge(world, code)
                 _judge_bounds(world, code, bounds)
