@@ -25,8 +25,13 @@ from typing import Any
 import psutil
 
 from slurmft.policy.worker_settings import WORKER_VARIABLE
-from slurmft.storage.checkpoint_names import KEY_FILE, MEMORY_VARIABLE, announcement
-from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.storage.checkpoint_names import (
+    GENERATION_VARIABLE,
+    KEY_FILE,
+    MEMORY_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+    announcement,
+)
 from slurmft.system.files import write_json
 
 ATTEMPT = "1.0.0"

@@ -46,14 +46,8 @@ from slurmft.policy.stop import Look
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.scheduler.parsing import TASKS_VARIABLE
-from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
-from slurmft.storage.verdicts import (
-    ERROR_DIR_VARIABLE,
-    EVIDENCE_VARIABLE,
-    GENERATION_VARIABLE,
-    RUN_FOLDER_VARIABLE,
-    VERDICT_VARIABLE,
-)
+from slurmft.storage.checkpoint_names import GENERATION_VARIABLE, MEMORY_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 from slurmft.system import processes
 from slurmft.system.background import end_child
 from slurmft.system.files import is_left_over, left_to, make_private_folder, read_json, remove_tree

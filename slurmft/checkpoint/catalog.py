@@ -52,16 +52,17 @@ from slurmft.checkpoint.image_file import (
 from slurmft.checkpoint.write_requests import LIFETIME_S, BestMode, CommitOrder
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.checkpoint_names import (
+    GENERATION_VARIABLE,
     MANIFEST,
     MAX_NUMBER,
     Identity,
     Names,
+    check_fence,
     names_in,
     newest_first,
     read_digests,
     read_quarantine,
 )
-from slurmft.storage.verdicts import GENERATION_VARIABLE, check_fence
 from slurmft.system.files import UnsafeFile, fsync_folder, opened, read_json, trusted_owners, write_json
 
 log = logging.getLogger(__name__)

@@ -59,8 +59,14 @@ from slurmft.checkpoint.step_copies import LOOKS, StepCopies
 from slurmft.checkpoint.write_requests import BestMode, order_of, reached
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity, memory_folder_of, ranks_of_this_node
-from slurmft.storage.verdicts import check_fence
+from slurmft.storage.checkpoint_names import (
+    MAX_STEP,
+    STAGING,
+    Identity,
+    check_fence,
+    memory_folder_of,
+    ranks_of_this_node,
+)
 from slurmft.trainer import savers
 from slurmft.trainer.savers import SAVERS, Loaded, SaveOutcome, Team, weakly
 

@@ -52,12 +52,12 @@ from slurmft.storage.checkpoint_names import (
     MAX_STEP,
     MEMORY_VARIABLE,
     PEERS,
+    RUN_FOLDER_VARIABLE,
     Identity,
     announcement,
     read_copies_key,
     read_generation,
 )
-from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE
 from slurmft.system.files import (
     NONCE_BYTES,
     TAG_BYTES,

@@ -77,9 +77,8 @@ from slurmft.checkpoint.write_requests import (
 )
 from slurmft.errors import Fenced, StorageError
 from slurmft.policy.worker_settings import WorkerSettings
-from slurmft.storage.checkpoint_names import MANIFEST, Identity, is_the_runs
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, check_fence, is_the_runs
 from slurmft.storage.patience import PASSING
-from slurmft.storage.verdicts import check_fence
 from slurmft.system.files import (
     IS_FOLDER,
     UnsafeFile,

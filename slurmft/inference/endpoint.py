@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from slurmft.errors import Fenced, StorageError, UsageError
+from slurmft.storage.checkpoint_names import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.patience import SoftLock, patiently, translated, write_state, writing
 from slurmft.storage.queue import PATIENCE_S, QUEUES_VARIABLE
 from slurmft.storage.run_folder import RunFolder
-from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.system.files import (
     MOVE_AWAY,
     read_as,

@@ -24,7 +24,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from slurmft.checkpoint.agreement import Guard, failure
 from slurmft.checkpoint.catalog import own_generation
 from slurmft.errors import CheckpointError, StorageError
-from slurmft.storage.verdicts import check_fence
+from slurmft.storage.checkpoint_names import check_fence
 from slurmft.system.files import fsync_folder, opened, read_json, read_part, trusted_owners, write_json
 from slurmft.trainer.savers import Team
 

@@ -28,7 +28,7 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.integrations import folders
 from slurmft.integrations.folders import common_steps, wait_for_all
 from slurmft.ipc.pages import PAGE_VARIABLE, StopAction
-from slurmft.storage.verdicts import check_fence
+from slurmft.storage.checkpoint_names import check_fence
 from slurmft.system.files import replace_atomically
 from slurmft.trainer import savers
 from slurmft.worker.session import FrameworkLoop, Session, start_session

@@ -38,8 +38,8 @@ from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.integrations.folders import MarkedFolders, packed, verify, with_digest
 from slurmft.ipc.pages import PAGE_VARIABLE
 from slurmft.policy.worker_settings import WorkerSettings
+from slurmft.storage.checkpoint_names import check_fence
 from slurmft.storage.run_folder import followed
-from slurmft.storage.verdicts import check_fence
 from slurmft.system import files
 from slurmft.system.files import replace_atomically
 from slurmft.trainer import savers

@@ -27,7 +27,7 @@ from slurmft.config.sections import CheckpointConfig, ElasticConfig
 from slurmft.errors import ConfigError, LabUnavailable, LaunchError, SlurmError, SlurmUnavailable, StorageError
 from slurmft.health.checker import CONFIG_VARIABLE, SYSTEM_CONFIG, load_config, read_results
 from slurmft.health.node import Scene, mounts
-from slurmft.operations import grace, submit
+from slurmft.operations import submit
 from slurmft.policy import site as policy
 from slurmft.policy import stop as grace_policy
 from slurmft.policy.checkpoints import Advice, FailureHistory, Measured, Setting, advise, in_words
@@ -242,7 +242,7 @@ def _of_grace(config: RunConfig | None, environment: Mapping[str, str]) -> list[
     levels = {Severity.WARNING: policy.Level.WARNING, Severity.NOTE: policy.Level.NOTE}
     return [
         policy.Finding(check="grace budget", level=levels[each.severity], text=each.text)
-        for each in grace.check(config, {}, environment)
+        for each in submit.check_grace(config, {}, environment)
     ]
 
 
@@ -564,7 +564,7 @@ def _facts(drill: Drill, events: Sequence[Event], how: str) -> policy.DrillFacts
     # a run that resumes from the agreed step has saved it, even if no process was left to report that
     unsaid = resumed if resumed is not None and resumed == agreed else None
     refused = [found[name].details.get("reason", "") for name in _REFUSALS if name in found]
-    need = grace.need_of(drill.user)
+    need = submit.grace_need(drill.user)
     return policy.DrillFacts(
         how=how,
         stop_reason=None if stop is None else str(stop.details.get("reason")),
@@ -673,7 +673,7 @@ def counsel(config: RunConfig, environment: Mapping[str, str]) -> Counsel:
     return Counsel(
         config=config,
         advice=advise(measured, nodes=config.nodes, setting=_setting(config)),
-        findings=tuple(grace.check(config, {}, environment, measured.need)) if slurm.available() else (),
+        findings=tuple(submit.check_grace(config, {}, environment, measured.need)) if slurm.available() else (),
     )
 
 
@@ -682,7 +682,7 @@ def _measured_before(config: RunConfig) -> Measured:
     own = list(history.read(config.run_folder, workload).values())  # once: it warns of a file that is damaged
     earlier = own or history.beside(config.run_folder, workload)
     return Measured(
-        need=grace.need_from(config, earlier),
+        need=submit.grace_need_from(config, earlier),
         saves_s=tuple(seconds for one in earlier for seconds in one.saves_s),
         costs_s=tuple(seconds for one in earlier for seconds in one.costs_s),
         history=_history(config),

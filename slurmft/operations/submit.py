@@ -7,6 +7,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
@@ -25,17 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmft.config.run import RunConfig, roles_of
+from slurmft.config.run import RunConfig, partitions_of, roles_of
 from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
-from slurmft.operations import grace
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
+from slurmft.policy import checkpoints, stop
 from slurmft.policy.job_identity import OwnJob
 from slurmft.policy.site import Finding, Level
-from slurmft.policy.stop import Severity
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.parsing import asked_for
 from slurmft.scheduler.slurm import compress
-from slurmft.storage import run_folder
+from slurmft.storage import history, run_folder
 from slurmft.storage.journal import EventName
 from slurmft.storage.run_folder import RunFolder, progress_of
 from slurmft.supervisor import avoided_nodes
@@ -46,6 +46,8 @@ from slurmft.system.processes import end_group, output_of
 
 if TYPE_CHECKING:
     from slurmft.inference.trials import Added
+
+log = logging.getLogger(__name__)
 
 Tell = Callable[[str], None]
 """Takes a line for the user: a warning, or what is avoided."""
@@ -185,12 +187,12 @@ def _considered(
         return run, where, "", options, Avoidance()
     with ThreadPoolExecutor(1) as beside:  # it may ask Slurm, as the next line does
         naming = beside.submit(submission.wished_cluster, settings, options, os.environ)
-        findings = grace.check(settings, options, os.environ)
+        findings = check_grace(settings, options, os.environ)
         named = naming.result()  # refuses several
     for finding in findings:
-        tell(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}")
+        tell(f"{'warning' if finding.severity is stop.Severity.WARNING else 'grace'}: {finding.text}")
     if strict:
-        grace.refuse_warnings(findings)
+        refuse_warnings(findings)
     suspects: frozenset[str] = frozenset()
     if run.exists():
         from slurmft.supervisor.placement import duty_of  # not for a new run: 10 ms
@@ -676,3 +678,103 @@ def summary_of(run: RunFolder, killed: int) -> dict[str, Any]:
         "computed twice": f"{sum(count - 1 for count in seen.values())}; one answer of each counts",
         "seconds": f"{seconds:.1f}", "answers": Path(facts["folder"]) / "answers.jsonl",
     }  # fmt: skip
+
+
+# --- The grace budget of a submission: what earlier runs needed, what Slurm leaves, and the warnings that follow ---
+
+
+def check_grace(
+    config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], need: stop.GraceNeed | None = None
+) -> list[stop.Finding]:
+    """The findings about the grace budget of this submission; ``options`` are sbatch's from behind ``--``.
+
+    Slurm is asked twice, once each, and what it does not say is unknown. ``need``: as of ``grace_need``, if known.
+    """
+    return stop.findings(need or grace_need(config), _offers(config, options, environment))
+
+
+def refuse_warnings(findings: Sequence[stop.Finding]) -> None:
+    """The check of ``--strict``.
+
+    Raises:
+        UsageError: there are warnings.
+    """
+    if count := sum(finding.severity is stop.Severity.WARNING for finding in findings):
+        raise UsageError(
+            f"--strict: the grace budget has {count} problem{'s' if count > 1 else ''}, named above",
+            hint="fix them, or submit without --strict",
+        )
+
+
+def grace_need(config: RunConfig) -> stop.GraceNeed:
+    """The needs of a stop, from earlier runs of the same workload."""
+    return grace_need_from(config, history.earlier(config.run_folder, history.fingerprint(config.workload)))
+
+
+def grace_need_from(config: RunConfig, measured: Sequence[history.Timings]) -> stop.GraceNeed:
+    """The needs of a stop, from measurements of earlier attempts, oldest first."""
+    save_s = history.p99_save_s(measured)
+    cut_off_s = max((one.unfinished_save_s or 0.0 for one in measured), default=0.0)
+    return stop.GraceNeed(
+        longest_step_s=history.longest_step_s(measured),
+        save_s=max(cut_off_s, save_s or 0.0) or None,
+        cut_off=cut_off_s > (save_s or 0.0),
+        start_s=max((one.start_s for one in measured if one.start_s is not None), default=None),
+        step_s=next((one.step_s for one in reversed(measured) if one.step_s is not None), None),
+        **_interval_of(config),
+    )
+
+
+def _interval_of(config: RunConfig) -> dict[str, Any]:
+    section = config.checkpoint
+    if section.interval == "steps":
+        return {"interval_steps": section.interval_steps}
+    return {"interval_s": section.interval_seconds or checkpoints.LONGEST_S}
+
+
+def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[stop.GraceOffer]:
+    site, partitions = _ask_of_grace(elsewhere="clusters" in {*options, *(config.slurm.model_extra or {})})
+    asked = asked_for(config.slurm, options, environment)
+    defaults = [partition.name for partition in partitions if partition.is_default]
+    wanted = partitions_of(config, asked.partition).split(",")
+    names = list(dict.fromkeys(name for each in wanted for name in ([each] if each else defaults)))
+    known = {partition.name: partition for partition in partitions}
+    tiers = [partition.priority_tier for partition in partitions if partition.priority_tier is not None]
+    asked_s = slurm.parse_limit_s(asked.time) if asked.time else None
+    lead_s = float(config.preemption.signal_lead_s)
+    return [_offer(known.get(name), asked_s if asked.time else _default_s(known.get(name)), lead_s, site, tiers)
+            for name in names or [""]]  # fmt: skip
+
+
+def _offer(
+    partition: slurm.Partition | None, limit_s: float | None, lead_s: float, site: slurm.Site, tiers: Sequence[int]
+) -> stop.GraceOffer:
+    if partition is None:
+        return stop.GraceOffer(lead_s=lead_s, limit_s=limit_s, kill_wait_s=site.kill_wait_s)
+    return stop.GraceOffer(
+        lead_s=lead_s,
+        limit_s=limit_s,
+        partition=partition.name,
+        preempts=stop.preempts(
+            kind=site.preempt_type, mode=partition.preempt_mode, tier=partition.priority_tier, tiers=tiers
+        ),
+        grace_s=partition.grace_s,
+        kill_wait_s=site.kill_wait_s,
+    )
+
+
+def _default_s(partition: slurm.Partition | None) -> float | None:
+    return None if partition is None else partition.default_limit_s
+
+
+def _ask_of_grace(*, elsewhere: bool) -> tuple[slurm.Site, list[slurm.Partition]]:
+    nothing = slurm.Site(preempt_type="", kill_wait_s=None, clock=None)
+    if elsewhere:  # scontrol reports this cluster, and the job goes to another one
+        return nothing, []
+    try:
+        with ThreadPoolExecutor(1) as pool:  # both at once: a user waits for this at a prompt
+            partitions = pool.submit(slurm.partitions)
+            return slurm.site(), partitions.result()
+    except SlurmError as error:
+        log.debug("the grace budget cannot be checked against Slurm: %s", error.what)
+        return nothing, []

@@ -15,10 +15,17 @@ from enum import StrEnum
 
 from slurmft.policy.judge import WorkerEnd, ends_attempt
 from slurmft.policy.stop import REQUEUE_COST_S
-from slurmft.policy.verdict import Cause
+from slurmft.policy.symptoms import cause_of_text
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
 
 LOOK_AGAIN_S = 1.0
 """Steps that were begun after Slurm's signal to all of them have not got it: so long is waited for what they report."""
+
+PEER_GRACE_S = 3.0
+"""After one rank has complained of others, or has spoken for all: how long the rest may take to end by itself."""
+
+SAY_WHY_S = 0.25
+"""The same after one rank has failed of its own error."""
 
 ENDED_BY_TERM = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
@@ -333,9 +340,9 @@ class NoteFailure:
 
 @dataclass(frozen=True, slots=True)
 class EndPeers:
-    """Keep what the ranks have, let them say why they fail, and end them."""
+    """Keep what the ranks have, let them say why they fail, and end them after so many seconds."""
 
-    end: WorkerEnd
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,8 +468,17 @@ def _worker_ended(state: State, event: WorkerEnded) -> Next:
         actions.append(NoteFailure(event.end))
         if state.phase is Phase.WORK:
             state = replace(state, phase=Phase.FAILED)
-            actions.append(EndPeers(event.end))
+            actions.append(EndPeers(_grace_of_peers(event.end)))
     return (replace(state, phase=Phase.OVER) if event.all_ended else state), actions
+
+
+def _grace_of_peers(end: WorkerEnd) -> float:
+    """Seconds that the others have after one worker ended, to report why they fail. Victims of a kill get none."""
+    if end.code in (EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED):
+        return PEER_GRACE_S
+    if end.code < 0:
+        return 0.0
+    return PEER_GRACE_S if cause_of_text(end.error) is Cause.COMMUNICATION_ERROR else SAY_WHY_S
 
 
 # Stops

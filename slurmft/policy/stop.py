@@ -344,6 +344,13 @@ def _number(seconds: float) -> str:
 
 # --- The begin time of a requeued job, in seconds from now: a delay that was long enough before ---
 
+OTHERS_END_S = 4
+"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
+(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
+
+SHRUNK_S = 6
+"""Added once more after a dead node was given back."""
+
 FELL_BACK_S = (118.0, 200.0)
 """Seconds from a requeue to the next start that show a begin time which was over too soon: Slurm's own wait of 121
 (``slurmctld/job_mgr.c``, batch_requeue_fini), from the moment at which the job's last node is done, and a scheduler's
@@ -351,6 +358,22 @@ interval. A queue that was just that long is taken for it, too; that costs secon
 
 LONGEST_S = 60
 """Where even that was too short, something else takes two minutes at each start."""
+
+
+def delay_of_requeue(
+    asked_s: int, past: Iterable[tuple[int, float]], *, in_order: bool, backs_off_s: int = 0, is_shrunk: bool = False
+) -> int:
+    """Seconds from a requeue to the begin time to ask for.
+
+    Args:
+        asked_s: of the configuration.
+        past: as ``delay_that_holds`` takes it.
+        in_order: the step has ended in order.
+        backs_off_s: failures without progress begin again later.
+        is_shrunk: a dead node was given back.
+    """
+    asked_s += backs_off_s + (0 if in_order else OTHERS_END_S) + (SHRUNK_S if is_shrunk else 0)
+    return delay_that_holds(asked_s, past)
 
 
 def delay_that_holds(asked_s: int, past: Iterable[tuple[int, float]]) -> int:

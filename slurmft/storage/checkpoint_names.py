@@ -1,5 +1,5 @@
-"""Names in a checkpoint directory and in the memory of nodes, and marks of checkpoints: verified, doubted, or one that
-runs die from. Needs no torch.
+"""Names in a checkpoint directory and in the memory of nodes; marks of checkpoints: verified, doubted, or one that runs
+die from; and whether an attempt is still the newest, before it commits one. Needs no torch.
 
 <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
     manifest.json       the commit marker
@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmft.errors import NewerFormat, StorageError
-from slurmft.system.files import Record, read_as, read_bytes, trusted_owners, write_json
+from slurmft.errors import Fenced, NewerFormat, StorageError
+from slurmft.system.files import Record, read_as, read_bytes, read_json, trusted_owners, write_json
 
 # --- digest record ---
 # ``digests.json`` in a checkpoint directory: checkpoints whose replicas agreed, and those from when they did not.
@@ -335,3 +335,41 @@ def read_generation(memory: Path) -> int:
         return max(0, int(read_bytes(memory / GENERATION_FILE, limit_bytes=4096)))
     except (OSError, ValueError):
         return 0
+
+
+# --- Fencing: an attempt that is no longer the newest one of its run must not change the run's state ---
+# ``owner.json`` in the run folder holds a generation that grows by one with every attempt. A worker knows its own from
+# its environment; a node that was cut off and reconnects finds a newer one and is refused.
+
+OWNER_FILE = "owner.json"
+RUN_FOLDER_VARIABLE = "SLURMFT_RUN_FOLDER"
+GENERATION_VARIABLE = "SLURMFT_GENERATION"
+
+
+def check_fence(environment: Mapping[str, str] | None = None) -> None:
+    """Return when this process belongs to the run's newest attempt, or to no run at all.
+
+    Raises:
+        Fenced: a newer attempt owns the run, or the run folder was replaced by an older copy.
+        StorageError: its owner cannot be read or believed.
+    """
+    environment = os.environ if environment is None else environment
+    run_folder = environment.get(RUN_FOLDER_VARIABLE)
+    if not run_folder:
+        return
+    owner = read_json(Path(run_folder) / OWNER_FILE)
+    if owner is None:
+        return
+    mine = int(environment.get(GENERATION_VARIABLE, "0"))
+    if type(newest := owner.get("generation", 0)) is not int:
+        raise StorageError(f"{Path(run_folder) / OWNER_FILE} is damaged: its generation is not a number")
+    if newest > mine:
+        raise Fenced(
+            f"generation {mine} of {run_folder} was replaced by generation {newest} (job {owner.get('job', '?')})",
+            hint="this attempt is stale; the newer one goes on",
+        )
+    if newest < mine:
+        raise Fenced(
+            f"{run_folder} is an older copy of itself: it knows generation {newest}, this attempt is generation {mine}",
+            hint="it was restored or replaced while the run was going on; submit the run again to train on from there",
+        )

@@ -31,8 +31,8 @@ from typing import Any, Self
 
 from slurmft.errors import DirectoryInUse, Fenced, NewerFormat, StorageError, UsageError
 from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.storage.checkpoint_names import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.patience import patiently, translated, write_state, writing
-from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.system import files
 
 # --- Segments: append-only files of records, each written by one process in its life, and read by any ---

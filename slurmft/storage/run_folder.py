@@ -30,9 +30,9 @@ import filelock
 
 from slurmft.errors import RunBusy, StorageError
 from slurmft.policy.job_identity import NOTHING_KNOWN, JobIdentity, OwnJob, identity_from, is_same_job, merged
+from slurmft.storage.checkpoint_names import OWNER_FILE
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.patience import PASSING, SoftLock, translated, write_state, writing
-from slurmft.storage.verdicts import OWNER_FILE
 from slurmft.system import files, processes
 
 # --- claim ---

@@ -32,7 +32,7 @@ from slurmft.policy.decide import (
     step,
 )
 from slurmft.policy.job_identity import OwnJob
-from slurmft.policy.stop import delay_that_holds
+from slurmft.policy.stop import delay_of_requeue
 from slurmft.policy.verdict import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_TEMPORARY,
@@ -69,13 +69,6 @@ from slurmft.system.background import BackgroundLog
 from slurmft.system.files import replace_atomically
 
 # --- How a run goes on in Slurm: a requeue of this job, or a successor; on other nodes, where that is asked ---
-
-OTHERS_END_S = 4
-"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
-(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
-
-SHRUNK_S = 6
-"""Added once more after a dead node was given back."""
 
 FLUSH_S = 5.0
 """How long an action waits for the run folder to take the decision it follows."""
@@ -702,8 +695,9 @@ class AttemptEnd:
 
     def _place_claimed(self) -> None:
         """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
-        job, delay_s = self._slurm.own, self.config.preemption.requeue_delay_s + OTHERS_END_S
-        delay_s = delay_that_holds(delay_s, past_requeues(self.start.history, job.job_id))
+        job = self._slurm.own
+        past = past_requeues(self.start.history, job.job_id)
+        delay_s = delay_of_requeue(self.config.preemption.requeue_delay_s, past, in_order=False)
         done = own_jobs.place(job, delay_s, avoid=self._avoid)
         own_jobs.keep_ahead(job, done)
         self.journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._avoid_in_words())
@@ -747,15 +741,15 @@ class AttemptEnd:
         return found
 
     def _requeue(self) -> Answer:
-        verdict, cluster, delay_s = self._state.verdict, self._slurm, self.config.preemption.requeue_delay_s
-        job = cluster.own
-        if verdict.cause not in PLANNED:
-            failures = 0 if verdict.cause in FREE else self._budget.failures_so_far
-            delay_s += OTHERS_END_S + round(retry_delay_s(self.config, failures))
+        verdict, cluster, job = self._state.verdict, self._slurm, self._slurm.own
+        failures = 0 if verdict.cause in PLANNED | FREE else self._budget.failures_so_far
         lost = frozenset(cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
-        if self._shrink(lost - cluster.given_back):
-            delay_s += SHRUNK_S
-        delay_s = delay_that_holds(delay_s, past_requeues(self.start.history, job.job_id))
+        is_shrunk = self._shrink(lost - cluster.given_back)
+        delay_s = delay_of_requeue(
+            self.config.preemption.requeue_delay_s, past_requeues(self.start.history, job.job_id),
+            in_order=verdict.cause in PLANNED, backs_off_s=round(retry_delay_s(self.config, failures)),
+            is_shrunk=is_shrunk,
+        )  # fmt: skip
         nodes = (self.config.nodes_range or cluster.job.node_count) if cluster.given_back else None
         self.journal.append(EventName.REQUEUEING, job=job.job_id, delay_s=delay_s, **self._avoid_in_words())
         self._flush()

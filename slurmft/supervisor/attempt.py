@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -20,17 +20,9 @@ from slurmft.policy.verdict import Cause, Suspect, Verdict
 from slurmft.scheduler.slurm import in_order
 from slurmft.storage.history import fingerprint
 from slurmft.storage.journal import EventName, Journal
-from slurmft.supervisor.agents import (
-    CALL_TIMEOUT_S,
-    AgentLink,
-    AgentLost,
-    AgentPool,
-    end_of_workers,
-    grace_of_peers,
-    kill_workers,
-)
+from slurmft.supervisor.agents import CALL_TIMEOUT_S, AgentLink, AgentLost, AgentPool
 from slurmft.supervisor.cluster import Cluster, Start
-from slurmft.supervisor.crew import AttemptFolder, Crew
+from slurmft.supervisor.crew import LOST_S, AttemptFolder, Crew
 from slurmft.supervisor.hangs import HANG_DUMPS_S, Hangs, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.observations import (
     HURRIED_READ_S,
@@ -40,7 +32,7 @@ from slurmft.supervisor.observations import (
     testimony_of,
 )
 from slurmft.supervisor.placement import EvidenceSender, suspect_gpus_of, without_other_gpus
-from slurmft.supervisor.stops import POLL_S, SlurmNotices, Stops
+from slurmft.supervisor.stops import POLL_S, SlurmNotices, Stops, kill_workers
 from slurmft.supervisor.watches import LOOK_S, Digests, Injections, Live, Reclaimed, Resizing, SlowNodes
 from slurmft.system.background import Background
 
@@ -88,7 +80,7 @@ class AttemptRunner:
             carried_out={
                 life.NoteFailure: lambda note: self._note_failure(note.end),
                 life.NoteAgentsGone: lambda note: journal.append(EventName.AGENTS_GONE, exit_codes=list(note.codes)),
-                life.EndPeers: lambda peers: begin(self._end_peers(grace_of_peers(peers.end))),
+                life.EndPeers: lambda peers: begin(self._end_peers(peers.grace_s)),
                 life.EndHung: lambda hung: begin(self._end_hung(hung.reason)),
                 life.LeaveNodes: lambda leave: begin(self._leave_nodes(leave.reason)),
                 life.EndVictims: lambda victims: begin(self._end_victims(victims.reason)),
@@ -271,7 +263,7 @@ class AttemptRunner:
     async def _leave_nodes(self, reason: str) -> None:
         """The ranks there will fail or hang, and what they compute until then may be wrong."""
         await self._kill_workers(reason)
-        await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
+        await _end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         self.stops.feed(life.Ended())  # a worker that is stuck in the driver does not end
 
     async def _end_peers(self, grace_s: float) -> None:
@@ -418,7 +410,7 @@ class AttemptRunner:
             if self.stops.state.lost:
                 await self._rescue()
             await self._pool.tell_all(messages.Kill())
-            await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
+            await _end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
         if (look := self._look) is not None and look.done() and not (look.cancelled() or look.exception()):
@@ -570,3 +562,16 @@ class Growing(Resizing):
         is_there = link.channel is not None and not link.dropped and not link.leaving
         tried = self._starts[f"{link.lender} {link.node}"] >= MAX_STARTS
         return is_there and not is_barred and not tried and link not in self._crew.pool.members
+
+
+async def _end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: int) -> None:
+    """Return when every worker of a reachable agent has ended, or LOST_S have passed; ``ends`` grows meanwhile."""
+    deadline_s = time.monotonic() + LOST_S
+
+    def told(place: int, link: AgentLink) -> bool:
+        return link.channel is None or all(rank in ends for rank in range(place * per_node, (place + 1) * per_node))
+
+    while time.monotonic() < deadline_s:
+        if all(told(place, link) for place, link in enumerate(pool.members)):
+            return
+        await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ from slurmft.scheduler.parsing import ended_tasks, parse_srun_lines
 from slurmft.storage.journal import EventName
 from slurmft.storage.patience import write_state
 from slurmft.storage.run_folder import Attempt, Owner
-from slurmft.supervisor.agents import BROKEN_S, AgentLink, AgentLost, AgentPool, Orphan, Outlived, end_agents
+from slurmft.supervisor.agents import BROKEN_S, AgentLink, AgentLost, AgentPool, Orphan, Outlived
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.system.background import Background, heard_awake, overslept_s
 from slurmft.system.files import read_json, read_part
@@ -685,3 +685,41 @@ class Crew:
         await self._background.cancel_all()
         await self.pool.close()
         self.folder.remove_secret()
+
+
+# --- Ending an attempt's agents: by a message first, then through their srun, then by force ---
+
+WIND_DOWN_S = 10.0
+LOST_S = 2.0
+
+
+async def end_agents(
+    pool: AgentPool, processes: Sequence[asyncio.subprocess.Process | Orphan], *, node_lost: bool
+) -> None:
+    """Return when the agents and the processes that started them have ended, or cannot be ended.
+
+    A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` it is not waited for.
+    """
+    patience_s = LOST_S if node_lost else WIND_DOWN_S
+    pool.is_over = True
+    await pool.tell_all(Shutdown())
+    if not pool.complete.is_set():
+        for process in processes:  # agents that are still starting cannot get the message
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+    await pool.wait_until_gone(WIND_DOWN_S)  # even without their srun: no agent may be alive at the requeue
+    waits = [asyncio.create_task(process.wait()) for process in processes]
+    if not waits:
+        return
+    _, late = await asyncio.wait(waits, timeout=patience_s)
+    if late:
+        log.warning("%d agent processes did not end within %.0f s; killing them", len(late), patience_s)
+    for process in processes:
+        if process.returncode is None:
+            process.terminate()  # srun kills its step at once when it gets TERM
+    _, late = await asyncio.wait(waits, timeout=patience_s)
+    if late:  # an agent that never connected takes a TERM for a user's signal
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.wait(waits, timeout=patience_s)

@@ -12,12 +12,12 @@ from typing import Any
 
 from slurmft.config.run import RunConfig
 from slurmft.config.sections import PreemptionConfig
-from slurmft.ipc.messages import Commit, LookNow, Looks, PassOnTerm, Propose, Withdraw
+from slurmft.ipc.messages import Commit, Kill, LookNow, Looks, PassOnTerm, Propose, Withdraw
 from slurmft.ipc.pages import StopAction
 from slurmft.policy import life, stop
 from slurmft.policy.verdict import Cause, ExitAction, codes_of
 from slurmft.storage.journal import EventName, Journal
-from slurmft.supervisor.agents import PEER_GRACE_S, AgentLost, AgentPool, kill_workers
+from slurmft.supervisor.agents import AgentLost, AgentPool
 from slurmft.supervisor.cluster import Cluster, Start
 from slurmft.supervisor.guardian import log_signal
 from slurmft.supervisor.hangs import look_at_all
@@ -321,7 +321,7 @@ class Stops(Life):
             look = await look_at_all(self._pool, self._folder, ends=list(self._seen.ends.values()))
             look.conclude(self._journal)
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
-            await asyncio.sleep(PEER_GRACE_S)
+            await asyncio.sleep(life.PEER_GRACE_S)
             self.feed(life.Ended())  # a node that is cut off cannot report that its workers are gone
 
     def conclude(self) -> None:
@@ -381,3 +381,9 @@ class Stops(Life):
                 await self._pool.call_all(Withdraw())
             except AgentLost as error:
                 log.warning("the save could not be agreed on: %s", error)
+
+
+async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
+    """Kill every worker whose agent can be reached."""
+    journal.append(EventName.KILLING_WORKERS, reason=reason)
+    await pool.tell_all(Kill())

@@ -19,10 +19,9 @@ from slurmft.errors import CheckpointError, Fenced, StorageError
 from slurmft.ipc.pages import NOTHING, Page, Phase, SectionStack, Slot, State
 from slurmft.policy import checkpoints as policy
 from slurmft.policy.worker_settings import CheckpointSettings, WorkerSettings
-from slurmft.storage.checkpoint_names import MEMORY_VARIABLE
+from slurmft.storage.checkpoint_names import MEMORY_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back
 from slurmft.storage.patience import PASSING
-from slurmft.storage.verdicts import RUN_FOLDER_VARIABLE, check_fence
 from slurmft.trainer.savers import SAVERS, SaveOutcome, Team
 from slurmft.worker.digests import ReplicaDigests
 

@@ -11,7 +11,7 @@ from another_user import OTHER, needs_root
 
 from slurmft.errors import Fenced
 from slurmft.integrations import folders
-from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.storage.checkpoint_names import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 
 
 def fill(parent: Path, step: int, *, ranks: int = 2, marked: bool = False) -> Path:

@@ -11,7 +11,7 @@ from of_each import of_each
 
 from slurmft.config.run import validate
 from slurmft.errors import SlurmError, UsageError
-from slurmft.operations import grace
+from slurmft.operations import submit
 from slurmft.policy.stop import KILL_WAIT_S, Finding, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.slurm import parse_configuration, parse_job_times, parse_limit_s, parse_partitions, parse_site
@@ -127,7 +127,7 @@ def site(monkeypatch) -> dict[str, str]:
 
 def check(tmp_path, options=None, environment=None, **changes) -> list[Finding]:
     config = validate({"command": "x", "run_folder": str(tmp_path / "run")} | changes, source="")
-    return grace.check(config, options or {}, environment or {})
+    return submit.check_grace(config, options or {}, environment or {})
 
 
 def test_the_default_partition_and_its_limit(site, tmp_path):
@@ -172,9 +172,9 @@ def test_another_cluster_is_not_judged_by_this_one(site, tmp_path):
 
 
 def test_strict_refuses_warnings_and_nothing_else():
-    grace.refuse_warnings([Finding(Severity.NOTE, "fine")])
+    submit.refuse_warnings([Finding(Severity.NOTE, "fine")])
     with pytest.raises(UsageError, match="2 problems"):
-        grace.refuse_warnings([Finding(Severity.WARNING, "a"), Finding(Severity.WARNING, "b")])
+        submit.refuse_warnings([Finding(Severity.WARNING, "a"), Finding(Severity.WARNING, "b")])
 
 
 def test_slurms_clock_and_killwait(site):

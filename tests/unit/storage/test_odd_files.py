@@ -64,8 +64,8 @@ READERS: dict[str, tuple[str, Reader]] = {
     "claim, taken": ("attempts/7.0.ending.json", lambda path: RunFolder(path.parents[1]).ending(ATTEMPT).take("me")),
     "fence": (
         "owner.json",
-        lambda path: verdicts.check_fence(
-            {verdicts.RUN_FOLDER_VARIABLE: str(path.parent), verdicts.GENERATION_VARIABLE: "3"}
+        lambda path: checkpoint_names.check_fence(
+            {checkpoint_names.RUN_FOLDER_VARIABLE: str(path.parent), checkpoint_names.GENERATION_VARIABLE: "3"}
         ),
     ),
     "verdict": ("v.json", verdicts.read_verdict),

@@ -26,9 +26,9 @@ from of_each import of_each
 import slurmft
 from slurmft.errors import Fenced, NewerFormat, RunBusy, StorageError
 from slurmft.storage import run_folder
+from slurmft.storage.checkpoint_names import GENERATION_VARIABLE, OWNER_FILE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.journal import EventName, Journal
 from slurmft.storage.run_folder import JOBS_FILE, REQUESTS, Attempt, Owner, RunFolder, find_run, list_runs
-from slurmft.storage.verdicts import GENERATION_VARIABLE, OWNER_FILE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.system import files
 from slurmft.system.files import append_line, read_json, replace_atomically, write_json
 

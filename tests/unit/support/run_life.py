@@ -26,9 +26,9 @@ from slurmft.policy.verdict import Cause, Verdict
 from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.parsing import Asked, current_job
 from slurmft.storage import run_folder
+from slurmft.storage.checkpoint_names import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
-from slurmft.storage.verdicts import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.supervisor import guardian
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.act import AttemptEnd

@@ -10,7 +10,7 @@ import pytest
 
 from slurmft.config.run import validate
 from slurmft.ipc.messages import WorkerFacts
-from slurmft.operations.grace import need_of
+from slurmft.operations.submit import grace_need
 from slurmft.storage import history
 from slurmft.storage.history import (
     MAX_ATTEMPTS,
@@ -212,12 +212,12 @@ def test_what_it_runs_is_the_workload(changes):
 )
 def test_what_is_at_risk_depends_on_how_saves_are_spaced(section, text, tmp_path):
     config = validate(CONFIG | {"run_folder": str(tmp_path), "checkpoint": section}, source="")
-    assert text in need_of(config).at_risk
+    assert text in grace_need(config).at_risk
 
 
 def test_the_need_is_gathered_from_all_attempts(tmp_path):
     config = validate(CONFIG | {"run_folder": str(tmp_path), "checkpoint": {"interval_steps": 7}}, source="")
-    assert not need_of(config).known
+    assert not grace_need(config).known
     write(tmp_path, fingerprint(config.workload), "7.0.0", SOME)
     write(
         tmp_path,
@@ -225,17 +225,17 @@ def test_the_need_is_gathered_from_all_attempts(tmp_path):
         "7.1.0",
         Timings(longest_step_s=0.5, start_s=20.0, step_s=0.4, saves_s=(0.9,)),
     )
-    need = need_of(config)
+    need = grace_need(config)
     assert (need.longest_step_s, need.save_s, need.start_s, need.step_s) == (0.8, 0.9, 20.0, 0.4)
     assert (need.cut_off, need.interval_steps, need.known) == (False, 7, True)
     write(tmp_path, fingerprint(config.workload), "7.2.0", Timings(unfinished_save_s=11.0))
-    assert (need_of(config).save_s, need_of(config).cut_off) == (11.0, True)
+    assert (grace_need(config).save_s, grace_need(config).cut_off) == (11.0, True)
 
 
 def test_a_first_step_counts_where_there_was_no_other(tmp_path):
     config = validate(CONFIG | {"run_folder": str(tmp_path)}, source="")
     write(tmp_path, fingerprint(config.workload), "7.0.0", Timings(first_step_s=9.0))
-    assert need_of(config).longest_step_s == 9.0
+    assert grace_need(config).longest_step_s == 9.0
 
 
 # measuring

@@ -16,8 +16,8 @@ from slurmft.ipc.channel import connect, keep_alive_options
 from slurmft.ipc.messages import Failed, Port, ReservedPort, SignalReport, as_reply
 from slurmft.scheduler.parsing import PART_VARIABLE, current_job
 from slurmft.storage.run_folder import Attempt
-from slurmft.supervisor import agents
-from slurmft.supervisor.agents import AgentPool, CallFailed, end_agents
+from slurmft.supervisor import crew
+from slurmft.supervisor.agents import AgentPool, CallFailed
 from slurmft.supervisor.cluster import (
     SlurmCluster,
     agents_argv,
@@ -233,14 +233,14 @@ async def test_another_agent_waits_until_the_one_that_has_workers_is_given_up():
 
 async def test_an_agent_that_never_connects_is_ended_with_the_others(monkeypatch: pytest.MonkeyPatch):
     """Without Slurm it lived on for its lease: it was sent two TERMs, which it only tells its supervisor of."""
-    monkeypatch.setattr(agents, "WIND_DOWN_S", 0.2)
+    monkeypatch.setattr(crew, "WIND_DOWN_S", 0.2)
     deaf = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert deaf.stdout is not None
     await deaf.stdout.readline()
-    await asyncio.wait_for(end_agents(AgentPool(SECRET, 1), [deaf], node_lost=False), 60)
+    await asyncio.wait_for(crew.end_agents(AgentPool(SECRET, 1), [deaf], node_lost=False), 60)
     assert deaf.returncode == -9
 
 
