@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurmft.ipc import pages
 from slurmft.ipc.pages import PAGE_VARIABLE, STACKS_SIGNAL, STACKS_SUFFIX
 from slurmft.storage.verdicts import VERDICT_VARIABLE
-from slurmft.system.processes import MARK_VARIABLE, die_with_parent
+from slurmft.system.processes import MARK_VARIABLE, die_with_parent, libc
 
 if TYPE_CHECKING:
     from slurmft.config.run import RunConfig  # a stand-in, of which each rank has one, must start at once
@@ -171,6 +171,7 @@ def start_child(
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """A child that gets the signal ``at_death`` when this process dies."""
     parent = os.getpid()
+    libc()
 
     def in_child() -> None:
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the signal would end a program

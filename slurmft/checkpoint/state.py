@@ -193,7 +193,7 @@ class _Encoder:
         if isinstance(value, PurePath):
             return {TAG: "path", "items": [str(value)]}
         if self._is_json and kind is Counter:  # torch takes it as it is; JSON would make texts of its keys
-            return {TAG: "Counter", "items": [[self.encode(key), number] for key, number in value.items()]}
+            return {TAG: "Counter", "items": [[self.encode(key), self.encode(number)] for key, number in value.items()]}
         if self._is_json and kind is complex:
             return {TAG: "complex", "items": [value.real, value.imag]}
         if kind in (bytes, bytearray) and (self._is_json or not value):  # torch's own load refuses empty ones

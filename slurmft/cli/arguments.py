@@ -177,10 +177,10 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def seconds_in(text: str) -> float | None:
-    """Seconds of 90m, 12h, 7d or 2w; None for anything else, for none at all and for more than a century."""
+    """Seconds of 90m, 12h, 7d or 2w; None for anything else, for none at all and for more than a thousand years."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text.strip(), re.ASCII)
     seconds = float(match[1]) * UNITS_S[match[2]] if match else 0.0
-    return seconds if 0 < seconds <= 100 * 366 * UNITS_S["d"] else None
+    return seconds if 0 < seconds <= 1000 * 366 * UNITS_S["d"] else None
 
 
 RANK = click.IntRange(0, 999_999)

@@ -16,7 +16,7 @@ from slurmft.cli.arguments import PATH, Amount
 from slurmft.cli.main import Verbs, say_block, say_json
 from slurmft.lab import cluster
 from slurmft.lab.cluster import Lab, LabStatus, status_of
-from slurmft.lab.settings import LabSettings, default_folder, release_of
+from slurmft.lab.settings import LabPaths, LabSettings, default_folder, release_of
 
 _DEFAULTS = LabSettings()
 
@@ -139,6 +139,16 @@ def _working_folder() -> Path | None:
         return None
 
 
+def _changeable(folder: Path, *, inside: bool = True) -> Lab:
+    """The lab, as soon as no other command builds or changes it; not for its own processes, unless ``inside``."""
+    if not inside:
+        cluster.refuse_inside(folder)
+    if LabPaths(folder).lock.exists():
+        with cluster.exclusive(folder):
+            pass
+    return Lab.standing(folder)
+
+
 def _of_node(name: str, act: Callable[[Lab, str], None], about: str) -> None:
     """Add a verb that does something to one node."""
 
@@ -146,7 +156,7 @@ def _of_node(name: str, act: Callable[[Lab, str], None], about: str) -> None:
     @click.argument("node")
     @click.pass_obj
     def command(folder: Path, /, node: str) -> None:
-        act(Lab.standing(folder), node)
+        act(_changeable(folder, inside=act not in (Lab.kill_node, Lab.start_node)), node)
 
 
 _of_node("kill-node", Lab.kill_node, "End a node at once, with everything on it, as a power cut does.")
@@ -167,7 +177,7 @@ _of_node("heal", Lab.heal, "Connect a node again that `partition` cut off.")
 @click.pass_obj
 def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: bool) -> None:
     """Limit the CPU time of a node, as a failing fan or a noisy neighbour does."""
-    standing = Lab.standing(folder)
+    standing = _changeable(folder, inside=undo)
     if undo:
         standing.restore_speed(node)
     else:
@@ -179,11 +189,11 @@ def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: boo
 @click.pass_obj
 def stop_controller(folder: Path, crash: bool) -> None:
     """Stop slurmctld; jobs go on, no command is answered."""
-    (Lab.crash_controller if crash else Lab.stop_controller)(Lab.standing(folder))
+    (Lab.crash_controller if crash else Lab.stop_controller)(_changeable(folder))
 
 
 @lab.command("start-controller")
 @click.pass_obj
 def start_controller(folder: Path) -> None:
     """Start slurmctld again from its saved state."""
-    Lab.standing(folder).start_controller()
+    _changeable(folder).start_controller()

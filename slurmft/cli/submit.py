@@ -219,7 +219,7 @@ def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, for
 def _forward(run: RunFolder, port: int, scheme: str) -> int:
     import asyncio
 
-    from slurmft.operations.endpoints import Forwarder
+    from slurmft.operations.forwarding import Forwarder
 
     try:
         asyncio.run(Forwarder(run.path).serve(port, lambda found: say(f"{scheme}://127.0.0.1:{found}")))

@@ -861,9 +861,9 @@ class CheckpointFile:
     def _write(self, records: Iterable[Mapping[str, Any]], epoch: int, *, anew: bool) -> None:
         """Append to the file; ``anew``: to a new one, in the place of any that is there."""
         if anew or self._segment is None:
-            if self._segment is not None:
-                self._segment.close()
-            self._segment, self._segment_epoch = None, -1
+            before, self._segment, self._segment_epoch = self._segment, None, -1
+            if before is not None:
+                before.close()
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = self._folder / segment_name(**self._owner, epoch=epoch)
             path.unlink(missing_ok=True)

@@ -158,9 +158,13 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
     with writing(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
     open_paths = config.engine.open_paths if config.engine.is_http else None
+    sources, own = _sources(config), folder.resolve()
+    sources = [(name, path) for name, path in sources if path is None or own not in path.resolve().parents]
+    if not sources:
+        raise UsageError(f"inference.input: {config.input} is what is made of the input")
     with writing(folder / "requests.jsonl"), _Files(folder, 0) as files:
         reader, digest = _Reader(files, open_paths), hashlib.sha256()
-        facts = [_take(*source, reader, digest, progress) for source in _sources(config)]
+        facts = [_take(*source, reader, digest, progress) for source in sources]
         files.finish()
     if reader.bad and config.on_bad_input == "refuse":
         raise ConfigError(

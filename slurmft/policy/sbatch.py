@@ -639,8 +639,8 @@ _OF_PLACE = frozenset(
     cpus-per-gpu mem-per-gpu ntasks-per-socket network comment reservation
     """.split()  # noqa: SIM905 - as above
 )
-_FOR_AGENTS = frozenset({"gres", "gpus-per-node", "gpus", "mem", "hint", "threads-per-core", "network"})
-"""Options of place that hold for a whole node, and so for its agent."""
+_FOR_AGENTS = frozenset({"gres", "gpus-per-node", "mem", "hint", "threads-per-core", "network"})
+"""Options of place that hold for a whole node, and so for its agent; ``--gpus`` counts those of all nodes."""
 
 
 def why_not_srun(line: Line) -> str:

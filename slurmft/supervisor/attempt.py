@@ -549,6 +549,10 @@ class Growing(Resizing):
                     rank, self._next_rank = self._next_rank, self._next_rank + 1
                     await self._attempt.add(link, rank)
 
+    def leave(self, link: AgentLink) -> None:
+        if link.channel is not None:  # else it cannot be told; should it come back, this is asked again
+            super().leave(link)
+
     def _do_without(self, link: AgentLink) -> None:
         link.tell(messages.PassOnTerm())
         self._stops.background.start(self._part_with(link))

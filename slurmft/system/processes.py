@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pwd
@@ -110,9 +111,15 @@ def own_children(variable: str = "SLURMD_NODENAME") -> set[int]:
 
 
 def _prctl(option: int, value: int) -> None:
+    libc().prctl(option, value, 0, 0, 0)
+
+
+@functools.cache
+def libc() -> Any:
+    """The C library; loaded in a parent, it need not be in each child between fork and exec."""
     import ctypes  # verbs of a login node, which need none, start a millisecond sooner
 
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def allow_descriptors(wanted: int) -> int:

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import IterableDataset, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from slurmft.errors import UsageError
@@ -162,6 +162,11 @@ class Team:
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+def is_lead() -> bool:
+    """Whether this is rank 0, or alone; no group is made for the question, as ``Team`` may."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def any_rank(mine: bool) -> bool:
@@ -692,9 +697,16 @@ def mend() -> None:
             self.worker_init_fn = given
 
     def begin(self: Any) -> Any:
-        here, iterator = _beginning(self), iterate(self)
-        if self.persistent_workers and not iterator._num_yielded:  # it is kept: its workers read the next epoch
-            setattr(iterator, OURS, here)
+        if not (self.persistent_workers and self._iterator is not None):
+            iterator = iterate(self)
+            if not self.persistent_workers or iterator._num_yielded or not getattr(iterator, OURS).handed_out:
+                return iterator
+            with _drawing(self, "") as drawn:
+                iterator._reset(self)
+        else:  # it is kept: its workers read the next epoch
+            with _drawing(self, "") as drawn:
+                iterator = iterate(self)
+        setattr(iterator, OURS, _beginning(self, drawn))
         return iterator
 
     def state_dict(self: Any) -> dict[str, Any]:
@@ -702,7 +714,9 @@ def mend() -> None:
             return self.next_iter_state or {}  # it has not begun: it is where it was put, or at its beginning
         known = getattr(_epoch_sampler(self), "epoch", None)  # of an iterator that was made before this
         began: _Beginning = getattr(self._iterator, OURS, _Beginning(known))
-        own = {"epoch": began.epoch} | ({"order": began.order} if began.order else {})
+        own: dict[str, Any] = {"epoch": began.epoch}
+        if began.drawn is not None:
+            own["order"] = began.drawn.begun()
         if self.generator is not None:
             own["generator"] = _text(self.generator.get_state())
         return {**ask(self), OURS: own}
@@ -718,13 +732,49 @@ class _Beginning(NamedTuple):
     handed_out: int = 0
     """Batches that were handed out before it was made."""
 
-    order: str = ""
-    """The state of the generator that the order of its samples was drawn from; empty where torchdata knows it."""
+    drawn: _Drawn | None = None
+    """Where the order of its samples was drawn from; None where torchdata knows it."""
 
 
-def _beginning(loader: Any) -> _Beginning:
-    _, source = _drawn_from(loader)
-    return _Beginning(getattr(_epoch_sampler(loader), "epoch", None), 0, _text(source.get_state()) if source else "")
+def _beginning(loader: Any, drawn: Any, handed_out: int = 0) -> _Beginning:
+    return _Beginning(getattr(_epoch_sampler(loader), "epoch", None), handed_out, drawn)
+
+
+class _Drawn:
+    """Stands in for a sampler: the generator's state where its order begins is known, or is as it was."""
+
+    def __init__(self, sampler: Any, source: torch.Generator, again: torch.Tensor | None) -> None:
+        self._sampler, self._source, self.again, self._state = sampler, source, again, again
+
+    def settle(self) -> None:
+        """Its iterator is made: an order that was not begun by then begins here, and nothing is drawn again."""
+        self.again = None
+        if self._state is None:
+            self._state = self._source.get_state()
+
+    def begun(self) -> str:
+        return _text(self._source.get_state() if self._state is None else self._state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Any:
+        if inspect.isgeneratorfunction(type(self._sampler).__iter__):
+            return self._lazily()
+        self._begin()
+        return iter(self._sampler)
+
+    def _lazily(self) -> Any:
+        self._begin()
+        yield from self._sampler
+
+    def _begin(self) -> None:
+        if self.again is not None:
+            self._source.set_state(self.again)
+        self._state = self._source.get_state()
 
 
 def _drawn_from(loader: Any) -> tuple[Any, torch.Generator | None]:
@@ -740,27 +790,25 @@ def _drawn_from(loader: Any) -> tuple[Any, torch.Generator | None]:
 
 
 @contextlib.contextmanager
-def _drawing_again(loader: Any, order: str) -> Iterator[None]:
-    """While its iterator is resumed: the order is drawn as at its beginning."""
+def _drawing(loader: Any, order: str) -> Iterator[_Drawn | None]:
+    """While its iterator is made; with ``order`` it is drawn as at its beginning."""
     sampler, source = _drawn_from(loader)
-    if source is None or not order:
-        yield
+    if source is None:
+        yield None
         return
-    state, kind = _bytes(order), type(sampler)
-    source.set_state(state)
-    if not isinstance(sampler, Sampler) or inspect.isgeneratorfunction(kind.__iter__):
-        yield
-        return
-
-    def draw(self: Any) -> Any:  # all in iter(), which is called several times
-        source.set_state(state)
-        return kind.__iter__(self)
-
-    sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": draw, "__slots__": ()})
+    drawn = _Drawn(sampler, source, _bytes(order) if order else None)
+    if order:
+        source.set_state(_bytes(order))
+    batches = loader.batch_sampler
+    owner, name = loader, "sampler" if batches is None else "batch_sampler"
+    if batches is not None and batches is not sampler:
+        owner, name = batches, "sampler"
+    object.__setattr__(owner, name, drawn)  # a loader refuses another one
     try:
-        yield
+        yield drawn
     finally:
-        sampler.__class__ = kind
+        object.__setattr__(owner, name, sampler)
+        drawn.settle()
 
 
 def _made(loader: Any, make: Callable[[Any], Any]) -> Any:
@@ -773,18 +821,18 @@ def _made(loader: Any, make: Callable[[Any], Any]) -> Any:
             loader.next_iter_state = state = None
         else:
             sampler.set_epoch(own["epoch"])
-    before, loaded, here = capture(), SAVERS.loaded, _beginning(loader)
+    before, loaded = capture(), SAVERS.loaded
     is_undrawn = loaded is not None and not has_drawn(loaded.random)
-    with _drawing_again(loader, own.get("order", "")):
+    with _drawing(loader, own.get("order", "") if state is not None else "") as drawn:
         iterator = make(loader)
+        if isinstance(skipping := getattr(iterator, "_sampler_iter", None), islice):
+            iterator._sampler_iter = chain(list(islice(skipping, 1)), skipping)  # draws the order here
     if state is None:
-        setattr(iterator, OURS, here)
+        setattr(iterator, OURS, _beginning(loader, drawn))
         if loaded is not None and is_undrawn:  # its own seed: a resumed one draws none
             SAVERS.loaded = replace(loaded, random=capture())
         return iterator
-    if isinstance(skipping := getattr(iterator, "_sampler_iter", None), islice):
-        iterator._sampler_iter = chain(list(islice(skipping, 1)), skipping)  # draws the order here
-    setattr(iterator, OURS, _Beginning(here.epoch, _handed_out(state), own.get("order", "")))
+    setattr(iterator, OURS, _beginning(loader, drawn if "order" in own else None, _handed_out(state)))
     twice = iterator._num_yielded - _handed_out(state)
     iterator._num_yielded -= twice
     if twice and hasattr(iterator, "_snapshot"):

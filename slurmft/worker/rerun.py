@@ -1115,10 +1115,9 @@ class RerunStateMachine:
         )  # fmt: skip
         if not one.fatal:
             return
-        message = message.encode(errors="replace").decode()  # half a character could not be sent
-        rejection = Rejection(
-            rank=self._rank, invocation=one.invocation, message=message, values=values_of(one.result),
-            tolerance=one.tolerance, producers=one.producers,
+        rejection = Rejection(  # to be sent: no half of a character, and no number of numpy's
+            rank=self._rank, invocation=one.invocation, message=str(message).encode(errors="replace").decode(),
+            values=values_of(one.result), tolerance=float(one.tolerance), producers=tuple(map(int, one.producers)),
         )  # fmt: skip
         if self._phase is not Phase.INITIAL:
             self._second.anew = self._second.anew or rejection

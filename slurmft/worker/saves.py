@@ -22,7 +22,7 @@ from slurmft.policy.worker_settings import CheckpointSettings, WorkerSettings
 from slurmft.storage.checkpoint_names import MEMORY_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.history import METRICS_FILE, append_lines, cut_back
 from slurmft.storage.patience import PASSING
-from slurmft.trainer.savers import SAVERS, SaveOutcome, Team
+from slurmft.trainer.savers import SAVERS, SaveOutcome, Team, is_lead
 from slurmft.worker.digests import ReplicaDigests
 
 # --- The numbers that a trainer reports, as one curve over all restarts: ``metrics.jsonl`` in the run folder ---
@@ -372,7 +372,7 @@ class SavePace:
             start,
             keeps_steps=settings.just_in_time and MEMORY_VARIABLE in environment and bool(SAVERS.savers),
             nodes=_count(environment.get("GROUP_WORLD_SIZE", "")),
-            is_lead=Team().is_lead,
+            is_lead=is_lead(),
             tell=lambda row: Team().from_lead(row),
             is_writing=is_writing,
             on_cost=on_cost,

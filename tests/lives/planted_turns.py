@@ -38,7 +38,7 @@ from lives.world import World
 from slurmft.agent import agent as agent_module
 from slurmft.agent.agent import Agent
 from slurmft.operations import rescue
-from slurmft.policy.decide import Do
+from slurmft.policy.decide import Answer, Do
 from slurmft.policy.verdict import Action
 from slurmft.storage.journal import Event, EventName
 from slurmft.storage.patience import PatientJournal
@@ -46,7 +46,7 @@ from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import act as act_module
 from slurmft.supervisor import observations
 from slurmft.supervisor import run as run_module
-from slurmft.supervisor.act import AttemptEnd, Continuation
+from slurmft.supervisor.act import AttemptEnd
 from slurmft.supervisor.crew import AttemptFolder, Reviver, Roster
 from slurmft.supervisor.stops import Stops
 from slurmft.system.background import overslept_s
@@ -193,7 +193,7 @@ PLANTED: dict[str, Planted] = {
         _put(run_module, "_act_in_its_place", lambda ending, _, verdict: ending.act_on(verdict)), "the run goes on",
         DECIDED),
     "a job that cron has submitted meanwhile is not seen": Planted(
-        _put(Continuation, "later_job", lambda _: None), "one continuation", RESCUED_ASLEEP),
+        _put(AttemptEnd, "_later_job", lambda _: Answer.NO), "one continuation", RESCUED_ASLEEP),
     # stops
     "a stop is taken away when it is seen": Planted(
         _put(AttemptFolder, "_look", _taken_when_seen), "stop means stop", STOP_TAKEN),

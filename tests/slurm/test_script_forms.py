@@ -43,7 +43,7 @@ SAID = {
     "uneven-tasks": "its 3 tasks are not spread over 2 nodes in equal blocks",
     "cyclic-tasks": "its 4 tasks are not spread over 2 nodes in equal blocks",
     "said-off": "the script says off of it",
-    "heredoc-trainer": "no srun of it runs a Python program",
+    "heredoc-trainer": "its program comes from standard input",
     "absolute-path": "an absolute path or exec passes slurmft by",
 }
 SETTINGS = {"exit-code": ["--set", "fault_tolerance.num_in_job_restarts=0",

@@ -191,10 +191,13 @@ def test_the_commands_of_a_script(text, commands):
     assert sbatch.commands_in(text) == commands
 
 
-def test_a_step_of_agents_has_the_gpus_and_the_network_of_the_step_that_it_stands_for():
-    line = split_line(["-G4", "--network=job_vni", "--comment", "x", "-i", "none", "python", "x.py"], sbatch.SRUN_FLAGS)
+def test_a_step_of_agents_has_the_network_of_the_step_that_it_stands_for_and_all_gpus_of_its_node():
+    line = split_line(
+        ["-G4", "--gpus-per-node=2", "--network=job_vni", "--comment", "x", "-i", "none", "python", "x.py"],
+        sbatch.SRUN_FLAGS,
+    )
     assert sbatch.why_not_srun(line) == ""
-    assert sbatch.options_for_agents(line) == ["--gpus=4", "--network=job_vni"]
+    assert sbatch.options_for_agents(line) == ["--gpus-per-node=2", "--network=job_vni"]
     assert "--input" in sbatch.why_not_srun(split_line(["--input=all", "python", "x.py"], sbatch.SRUN_FLAGS))
 
 

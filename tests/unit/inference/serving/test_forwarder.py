@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slurmft.inference.endpoint import HighAvailabilityCluster, RouterAddress
-from slurmft.operations.endpoints import Forwarder
+from slurmft.operations.forwarding import Forwarder
 
 
 async def router(name: str) -> asyncio.Server:

@@ -119,7 +119,7 @@ def test_an_owner_of_a_folder_above_may_change_a_place(tmp_path: Path):
     folder.mkdir()
     (folder / "program").touch()
     os.chown(folder, 54321, 54321)
-    assert place(folder / "program").changeable_by == "user 54321"
+    assert place(folder / "program").changeable_by == "user id 54321"
 
 
 def test_the_room_is_compared_with_the_newest_committed_checkpoint(tmp_path: Path):

@@ -9,6 +9,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -198,6 +200,19 @@ def torchs(kind: Any, *given: Any, seed: int | None = None, **options: Any) -> A
     return lambda: {"sampler": kind(*given, generator=generator(), **options), "batch_size": 4}
 
 
+@dataclass(frozen=True, eq=False)
+class Frozen(Sampler[int]):
+    samples: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+
+def kept_and_weighted() -> dict[str, Any]:
+    sampler = WeightedRandomSampler(range(1, 41), 20)
+    return {"sampler": sampler, "batch_size": 4, "num_workers": 1, "persistent_workers": True}
+
+
 def kept_workers() -> dict[str, Any]:
     return {"sampler": DistributedSampler(range(40), num_replicas=2, rank=1, seed=3), "batch_size": 4,
             "num_workers": 1, "persistent_workers": True}  # fmt: skip
@@ -212,6 +227,14 @@ def kept_workers() -> dict[str, Any]:
         pytest.param(Augmented, torchs(RandomSampler, range(40), replacement=True, num_samples=20), id="replacement"),
         pytest.param(Augmented, lambda: {"sampler": Drawn(), "batch_size": 4}, id="a sampler of one's own"),
         pytest.param(Augmented, lambda: {"batch_sampler": Drawn(batches=True)}, id="batches of one's own"),
+        pytest.param(Augmented, lambda: {"sampler": Drawn(), "batch_size": 4, "num_workers": 2}, id="its own, workers"),
+        pytest.param(Augmented, lambda: {"sampler": Frozen(20), "batch_size": 4}, id="one that nothing is set on"),
+        pytest.param(
+            Augmented,
+            lambda: {"batch_sampler": BatchSampler(RandomSampler(range(20)), 4, drop_last=False)},
+            id="torch's batches",
+        ),
+        pytest.param(Augmented, kept_and_weighted, id="weighted, workers that are kept"),
         pytest.param(Augmented, lambda: {"sampler": [*range(20)], "batch_size": 4}, id="a list"),
         pytest.param(Augmented, kept_workers, id="workers that are kept over epochs"),
         pytest.param(Stateless, lambda: {"batch_size": 4}, id="a stream without a state"),
@@ -236,6 +259,24 @@ def test_an_order_that_was_drawn_is_the_same_after_two_resumes(data, options):
             ]
             state, start = loader.state_dict(), end
     assert seen[False] == seen[True]
+
+
+def test_two_loaders_that_are_read_together_draw_from_one_generator():
+    def both() -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        samplers = [RandomSampler(range(40), generator=generator) for _ in range(2)]
+        return [StatefulDataLoader(range(40), sampler=each, batch_size=4) for each in samplers]
+
+    savers.mend()
+    loaders = both()
+    expected = [[batch.tolist() for batch in pair] for pair in zip(*loaders, strict=True)]
+    loaders = both()
+    read = zip(*loaders, strict=True)
+    begun = [[batch.tolist() for batch in next(read)] for _ in range(3)]
+    states, loaders = [each.state_dict() for each in loaders], both()
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(state)
+    assert begun + [[batch.tolist() for batch in pair] for pair in zip(*loaders, strict=True)] == expected
 
 
 def epochs_of(loader: Any, first: int) -> Iterator[Any]:
