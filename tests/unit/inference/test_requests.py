@@ -67,6 +67,21 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     assert [each["id"] for each in all_of(tmp_path / "run")] == ["a.jsonl:1", "b/1.jsonl:1"]
 
 
+def test_a_folder_that_holds_the_run_is_read_without_what_is_made_of_it(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines({"n": 1}))
+    (tmp_path / "runs").mkdir()
+    prepare(section(tmp_path), tmp_path / "runs" / "1")
+    assert [each["id"] for each in all_of(tmp_path / "runs" / "1")] == ["a.jsonl:1"]
+
+
+def test_an_input_that_is_made_of_an_input_is_refused_and_left_as_it_is(tmp_path):
+    own = tmp_path / "requests.jsonl"
+    own.write_bytes(lines({"n": 1}))
+    with pytest.raises(UsageError, match="what is made of the input"):
+        prepare(section(own), tmp_path)
+    assert own.read_bytes() == lines({"n": 1})
+
+
 def test_a_second_reading_changes_nothing_and_a_changed_input_is_refused(tmp_path):
     source, folder = tmp_path / "in.jsonl", tmp_path / "run"
     source.write_bytes(lines({"n": 1}))
