@@ -337,7 +337,6 @@ SCRIPT_AT_END = _each(lambda seed: _in_slurm(
 STOPPED_AND_LOST = _in_slurm((5.0, faults.kill_batch_script), (9.0, faults.ask_for_stop), nodes=1)
 LOST_JOB = _in_slurm((4.0, faults.kill_rank), (5.0, _lose_job), (50.0, _look()), until=400, nodes=1)
 LOOKED_AT = _in_slurm((5.0, _look()), nodes=1)
-WAITS = _in_slurm((5.0, REQUEUE), (5.0, _drain(150.0)), nodes=1)
 ASKED_BETWEEN = _life((5.0, faults.kill_rank), (5.1, faults._request("SAVE")), shift_s=0.03, nodes=1)
 BATCH_HOST = _in_slurm((5.0, _lose_node(0)), nodes=2, nproc_per_node=1, elastic={"min_nodes": 1},
                        bounds=Bounds(within_s=600.0))  # fmt: skip
@@ -752,7 +751,7 @@ PLANTED: dict[str, Planted] = {
     "a claim that led to nothing is kept": Planted(
         _put(EndingClaim, "give_back", lambda _: None), "the run goes on", SCRIPT_IN_WORK),
     "a claim that was settled, and led to nothing, is kept": Planted(
-        _put(rescue, "_take_broken", lambda *_: False), "the run goes on", LOST_IN_QUEUE),
+        _put(EndingClaim, "outcome", lambda _: None), "the run goes on", LOST_IN_QUEUE),
     "a claim of a supervisor that ended with its job is kept": Planted(
         _wrap(EndingClaim, "take", lambda real, self, actor, **_: real(self, actor)), "in time", CLAIMED),
     "a claim of an earlier start with the same number is kept": Planted(
@@ -785,8 +784,6 @@ PLANTED: dict[str, Planted] = {
         _wrap(RunFolder, "see_request", _unseen_by_cron), "stop means stop", STOPPED_AND_LOST),
     "a job that runs counts as gone": Planted(
         _put(parsing.JobRecord, "alive", property(lambda _: False)), "a run that lives is left alone", LOOKED_AT),
-    "a job that waits counts as gone": Planted(
-        _put(parsing.JobRecord, "waiting", property(lambda _: False)), "a run that lives is left alone", WAITS),
     "cron brings a run back for ever": Planted(
         _put(rescue, "rescues_without_progress", lambda _: 0), "budgets add up", SCRIPTS),
     "cron acts before its entry": Planted(_without_rescuing, "entry before action", SCRIPT_FORGOTTEN),
