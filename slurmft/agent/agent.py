@@ -574,7 +574,7 @@ class Agent:
         Only the time counts in which this process could listen: a suspended job wakes up where it was.
         """
         lease_s = self._config.fault_tolerance.supervisor_lease_s
-        self._last_heard = time.monotonic()  # it could listen to nobody while it began
+        self._last_heard = time.monotonic()  # it could hear nothing while it began
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
             self._last_heard = heard_awake(self._last_heard, asleep_s)

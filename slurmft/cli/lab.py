@@ -139,10 +139,8 @@ def _working_folder() -> Path | None:
         return None
 
 
-def _changeable(folder: Path, *, inside: bool = True) -> Lab:
-    """The lab, as soon as no other command builds or changes it; not for its own processes, unless ``inside``."""
-    if not inside:
-        cluster.refuse_inside(folder)
+def _changeable(folder: Path) -> Lab:
+    """The lab, as soon as no other command builds or changes it."""
     if LabPaths(folder).lock.exists():
         with cluster.exclusive(folder):
             pass
@@ -156,7 +154,7 @@ def _of_node(name: str, act: Callable[[Lab, str], None], about: str) -> None:
     @click.argument("node")
     @click.pass_obj
     def command(folder: Path, /, node: str) -> None:
-        act(_changeable(folder, inside=act not in (Lab.kill_node, Lab.start_node)), node)
+        act(_changeable(folder), node)
 
 
 _of_node("kill-node", Lab.kill_node, "End a node at once, with everything on it, as a power cut does.")
@@ -177,7 +175,7 @@ _of_node("heal", Lab.heal, "Connect a node again that `partition` cut off.")
 @click.pass_obj
 def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: bool) -> None:
     """Limit the CPU time of a node, as a failing fan or a noisy neighbour does."""
-    standing = _changeable(folder, inside=undo)
+    standing = _changeable(folder)
     if undo:
         standing.restore_speed(node)
     else:

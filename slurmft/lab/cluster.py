@@ -468,6 +468,7 @@ def standing(folder: Path) -> Built:
     require_root()
     built = load(folder)
     if built is None or not built.login.is_alive(folder):
+        refuse_inside(folder)  # a node has process ids of its own, and sees none of the login member
         raise LabError(f"no lab stands in {folder}", hint="slurmft lab up")
     return built
 

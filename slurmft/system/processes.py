@@ -61,9 +61,6 @@ _LOOPBACK = frozenset({"0100007F", "7F000001", "0000000000000000FFFF00000100007F
 
 OUTPUT_LOOK_S = 0.01
 
-_SESSION = 2
-"""Index of session among the fields of /proc/PID/stat that follow the process's state (proc(5), field 6)."""
-
 _START_TICKS = 18
 """Index of starttime among the fields of /proc/PID/stat that follow the process's state (proc(5), field 22)."""
 

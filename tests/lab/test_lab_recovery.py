@@ -205,6 +205,10 @@ def test_commands_inside_the_lab_cannot_take_it_down(shared_lab):
     done = shared_lab.run_as_admin(argv, check=False, cwd=CHECKOUT)
     assert done.returncode == 1
     assert "this command runs inside the lab, on login" in done.stderr
+    argv[-1:] = ["kill-node", "n2"]
+    done = shared_lab.run_on_as_admin("n1", argv, check=False, cwd=CHECKOUT)
+    assert done.returncode == 1
+    assert "this command runs inside the lab, on n1" in done.stderr
 
 
 def test_a_private_checkout_and_a_private_python_work(folder, tmp_path):
