@@ -79,15 +79,15 @@ class Team:
     """The ranks of the default process group, or this process alone when there is none.
 
     Making one may be a collective, and every method is: all ranks call the same ones in the same order. Exchanged
-    tensors lie in main memory and travel over ``host_group``, never over NCCL. A rank that
-    is gone shows as the process group's own error or timeout.
+    tensors lie in main memory and travel over ``host_group``, never over NCCL. A rank that is gone shows as the process
+    group's own error or timeout.
     """
 
     def __init__(self) -> None:
-        self._joined = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self._joined else 0
-        self.world_size = dist.get_world_size() if self._joined else 1
-        self._group = host_group() if self._joined and self.world_size > 1 else None
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.world_size = dist.get_world_size() if joined else 1
+        self._group = host_group() if self.world_size > 1 else None
 
     @property
     def is_lead(self) -> bool:
@@ -736,7 +736,7 @@ class _Beginning(NamedTuple):
     """Where the order of its samples was drawn from; None where torchdata knows it."""
 
 
-def _beginning(loader: Any, drawn: Any, handed_out: int = 0) -> _Beginning:
+def _beginning(loader: Any, drawn: _Drawn | None, handed_out: int = 0) -> _Beginning:
     return _Beginning(getattr(_epoch_sampler(loader), "epoch", None), handed_out, drawn)
 
 
@@ -803,11 +803,13 @@ def _drawing(loader: Any, order: str) -> Iterator[_Drawn | None]:
     owner, name = loader, "sampler" if batches is None else "batch_sampler"
     if batches is not None and batches is not sampler:
         owner, name = batches, "sampler"
-    object.__setattr__(owner, name, drawn)  # a loader refuses another one
+    with contextlib.suppress(AttributeError):  # it cannot be set: the order is taken to begin when the iterator is made
+        object.__setattr__(owner, name, drawn)  # a loader refuses another one
     try:
         yield drawn
     finally:
-        object.__setattr__(owner, name, sampler)
+        with contextlib.suppress(AttributeError):
+            object.__setattr__(owner, name, sampler)
         drawn.settle()
 
 

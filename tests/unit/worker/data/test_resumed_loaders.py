@@ -208,6 +208,17 @@ class Frozen(Sampler[int]):
         return iter(range(self.samples))
 
 
+class Fixed(BatchSampler):
+    """Its sampler cannot be replaced."""
+
+    def __init__(self) -> None:
+        self.batch_size, self.drop_last = 4, False
+
+    @property
+    def sampler(self) -> Any:
+        return Frozen(20)
+
+
 def kept_and_weighted() -> dict[str, Any]:
     sampler = WeightedRandomSampler(range(1, 41), 20)
     return {"sampler": sampler, "batch_size": 4, "num_workers": 1, "persistent_workers": True}
@@ -234,6 +245,7 @@ def kept_workers() -> dict[str, Any]:
             lambda: {"batch_sampler": BatchSampler(RandomSampler(range(20)), 4, drop_last=False)},
             id="torch's batches",
         ),
+        pytest.param(Augmented, lambda: {"batch_sampler": Fixed()}, id="batches whose sampler cannot be replaced"),
         pytest.param(Augmented, kept_and_weighted, id="weighted, workers that are kept"),
         pytest.param(Augmented, lambda: {"sampler": [*range(20)], "batch_size": 4}, id="a list"),
         pytest.param(Augmented, kept_workers, id="workers that are kept over epochs"),
